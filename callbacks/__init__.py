@@ -1,0 +1,1 @@
+"""Monitors of a training run, each a ``transformers.TrainerCallback``."""

@@ -1,0 +1,1 @@
+"""Training runs that are ready to start: ``python -m mfwrap.recipes.<name>``."""
