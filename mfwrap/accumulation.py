@@ -1,0 +1,109 @@
+"""The half of a training step up to backward: micro-batches to gradients."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mfwrap.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
+from mfwrap.micro_batches import NetworkCall
+from mfwrap.wrappers import unwrapped_network
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["Accumulated", "GradientAccumulation"]
+
+
+class Accumulated(NamedTuple):
+    """What the micro-batches of one update leave beside their gradients."""
+
+    loss: Tensor
+    """Shape ``()``, float32, detached: unscaled loss of this rank."""
+
+    normalizer: Normalizer | None
+    """What the gradients are still to be divided by; ``None`` if nothing."""
+
+
+@final
+class GradientAccumulation:
+    """Run forward and backward of every micro-batch; reduce gradients on the last one only.
+
+    Args:
+        network: The network that is called, in DistributedDataParallel or not.
+        per_token: Divide the sum of numerators by the sum of denominators instead of averaging
+            the losses of the micro-batches.
+        accelerator: Its autocast, ``no_sync`` and gradient state are used; ``None`` for none.
+    """
+
+    def __init__(
+        self, network: nn.Module, *, per_token: bool, accelerator: "Accelerator | None" = None
+    ) -> None:
+        self._network = network
+        self._accelerator = accelerator
+        self._forward = (
+            PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
+        )
+
+    def __call__(self, calls: Sequence[NetworkCall], loss_scale: Tensor) -> Accumulated:
+        """Add the scaled gradients of all micro-batches to the parameters' ``grad``.
+
+        Args:
+            calls: At least one.
+            loss_scale: Shape ``()``, float32.
+
+        Raises:
+            TypeError: If the network returns no loss.
+            ValueError: If the loss is not one element, or depends on no trainable parameter.
+        """
+        parts: list[LossParts] = []
+        for index, call in enumerate(calls):
+            with self._reduction(last=index == len(calls) - 1):
+                with self._autocast():
+                    part = self._forward(call)
+                self._backward(part, loss_scale, len(calls))
+            parts.append(LossParts(part.numerator.detach().float(), part.denominator))
+        return self._accumulated(parts)
+
+    def _backward(self, part: LossParts, loss_scale: Tensor, num_micro_batches: int) -> None:
+        # Float32 before the product: a float16 loss times the scale would overflow at once.
+        numerator = part.numerator.float()
+        share = 1 if part.denominator is not None else num_micro_batches
+        with torch.autocast(numerator.device.type, enabled=False):
+            (numerator * (loss_scale / share)).backward()  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, parts: Sequence[LossParts]) -> Accumulated:
+        total = torch.stack([part.numerator for part in parts]).sum()
+        denominators = [part.denominator for part in parts if part.denominator is not None]
+        if not denominators:
+            return Accumulated(total / len(parts), None)
+        local = torch.stack(denominators).sum()
+        return Accumulated(total / local, Normalizer(self._reduced(local), local))
+
+    def _reduced(self, local: Tensor) -> Tensor:
+        """Return the divisor of gradients that DistributedDataParallel has averaged."""
+        if not isinstance(self._network, DistributedDataParallel):
+            return local
+        group = self._network.process_group
+        total = local.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total / torch.distributed.get_world_size(group)
+
+    def _reduction(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._accelerator is not None:
+            self._accelerator.sync_gradients = last
+            if not last:
+                context = self._accelerator.no_sync(self._network)
+        elif not last and isinstance(self._network, DistributedDataParallel):
+            context = self._network.no_sync()
+        return context
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        if self._accelerator is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
+        return context

@@ -1,0 +1,167 @@
+"""MindFormers' adaptive loss scale: the window adapts, too."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from mfwrap.arguments import check_positive_int, check_positive_number
+from mfwrap.loss_scale import (
+    LossScaleUpdateCell,
+    as_flag,
+    change_scale,
+    check_counters,
+    check_factor,
+    moved_counters,
+    new_counters,
+    restart_window,
+    window_is_full,
+)
+
+__all__ = ["AdaptiveLossScaleUpdateCell"]
+
+
+@final
+class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
+    """Adapt the window, too: from growth to growth it gets longer, overflows reset it.
+
+    The scale follows `DynamicLossScaleUpdateCell`. Three growths move the window to the next of a
+    list between `min_scale_window` and `max_scale_window`; three overflows without a growth in
+    between make it 1, from where the next three growths lead to the head of the list.
+
+    Source: MindFormers, ``wrapper.AdaptiveLossScaleUpdateCell``.
+
+    Args:
+        loss_scale_value: Initial loss scale, > 0 and finite.
+        scale_factor: Factor of growth, >= 1; the scale falls by its reciprocal, down to 1.
+        scale_window: First window, in steps. One that is not in the list is replaced by the
+            list's first, with a warning.
+        max_scale_window: Longest window, in steps, > `min_scale_window`.
+        min_scale_window: Shortest window, in steps, > 0.
+
+    Raises:
+        TypeError: If a number, or an int for the windows, is none.
+        ValueError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        loss_scale_value: float,
+        scale_factor: float,
+        scale_window: int,
+        max_scale_window: int = 1000,
+        min_scale_window: int = 20,
+    ) -> None:
+        self.loss_scale_value = check_positive_number(
+            "loss_scale_value", loss_scale_value, finite=True
+        )
+        self.scale_factor = check_factor(scale_factor)
+        self.max_scale_window = max_scale_window
+        self.min_scale_window = min_scale_window
+        self._check_windows()
+        scale_window = check_positive_int("scale_window", scale_window)
+        self.window_list = tuple(_window_list(max_scale_window, min_scale_window))
+        index = self._first_index(scale_window)
+        self._decrease_ratio = 1 / self.scale_factor
+        self._windows = torch.tensor(self.window_list, dtype=torch.int64)
+        self._counters = new_counters(
+            cur_iter=1,
+            last_overflow_iter=0,
+            scale_window=self.window_list[index],
+            list_index=index,
+            window_up_count=0,
+            window_down_count=0,
+        )
+
+    def _check_windows(self) -> None:
+        smallest, largest = self.min_scale_window, self.max_scale_window
+        # MindFormers compares first, so a float in the wrong order is a ValueError.
+        if largest <= 0 or smallest <= 0 or largest <= smallest:
+            msg = (
+                "`max_scale_window` and `min_scale_window` must be > 0 and `max_scale_window` "
+                f"the larger one, got {largest} and {smallest}"
+            )
+            raise ValueError(msg)
+        check_positive_int("max_scale_window", largest)
+        check_positive_int("min_scale_window", smallest)
+
+    def _first_index(self, scale_window: int) -> int:
+        if scale_window in self.window_list:
+            return self.window_list.index(scale_window)
+        warnings.warn(
+            f"`scale_window` {scale_window} is not one of {list(self.window_list)}; "
+            f"training starts with {self.window_list[0]}",
+            stacklevel=3,
+        )
+        return 0
+
+    @property
+    def scale_window(self) -> Tensor:
+        """Shape ``()``, int64: the window of the next call, in steps."""
+        return self._counters["scale_window"]
+
+    def get_loss_scale(self) -> float:
+        return self.loss_scale_value
+
+    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        self.to(loss_scale.device)
+        flag = as_flag(overflow)
+        counters = self._counters
+        due = window_is_full(counters, counters["scale_window"])
+        changed = change_scale(
+            loss_scale,
+            falls=flag,
+            grows=due & ~flag,
+            factor=self.scale_factor,
+            ratio=self._decrease_ratio,
+            floor=1.0,
+        )
+        restart_window(counters, flag | due)
+        self._adapt_window(flag, grew=changed & ~flag)
+        return overflow
+
+    def _adapt_window(self, overflow: Tensor, *, grew: Tensor) -> None:
+        window, index = self._counters["scale_window"], self._counters["list_index"]
+        up, down = self._counters["window_up_count"], self._counters["window_down_count"]
+        up.add_(grew).remainder_(4)
+        down.masked_fill_(grew, 0)
+        longer = (up == 3) & (index != len(self.window_list) - 1)
+        index.add_(longer)
+        up.masked_fill_(longer, 0)
+        # `take` with a tensor stays on the device, where `windows[index]` would be read.
+        window.copy_(torch.where(longer, self._windows.take(index.clamp(min=0)), window))
+        down.add_(overflow).remainder_(4)
+        collapses = overflow & (down == 3) & (index > 0)
+        window.masked_fill_(collapses, 1)
+        index.masked_fill_(collapses, -1)
+        up.masked_fill_(collapses, 0)
+        down.masked_fill_(collapses, 0)
+
+    def to(self, device: torch.device) -> None:
+        self._counters = moved_counters(self._counters, device)
+        if self._windows.device != device:
+            self._windows = self._windows.to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: counter.clone() for name, counter in self._counters.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_counters(state_dict, self._counters)
+        for name, counter in self._counters.items():
+            counter.copy_(state_dict[name])
+
+
+def _window_list(largest: int, smallest: int) -> list[int]:
+    """Return MindFormers' list of windows, ascending."""
+    windows, window = [largest], float(largest)
+    while window > smallest:
+        if window > 100:
+            window = int(window / 2 / 100) * 100
+        elif window == 100:
+            window /= 2
+        else:
+            window -= smallest / 2
+        windows.append(int(window))
+    return windows[::-1]

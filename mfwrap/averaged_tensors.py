@@ -1,0 +1,63 @@
+"""Which tensors an average of weights follows."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from mfwrap.arguments import described
+from mfwrap.wrappers import unwrapped_network
+
+__all__ = ["BufferPlace", "buffer_places", "named_weights"]
+
+
+class BufferPlace(NamedTuple):
+    """Where a buffer is found: ``module.to()`` replaces the tensor, so the tensor is not kept."""
+
+    module: nn.Module
+    attribute: str
+
+    def tensor(self) -> Tensor:
+        return self.module.get_buffer(self.attribute)
+
+
+def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return what is averaged by name, each tensor once."""
+    weights: dict[str, Any]
+    if isinstance(parameters, nn.Module):
+        network = unwrapped_network(parameters)
+        weights = {n: p for n, p in network.named_parameters() if p.requires_grad}
+    elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        msg = (
+            f"`parameters` must be a module or an iterable of tensors, got {described(parameters)}"
+        )
+        raise TypeError(msg)
+    else:
+        unique = {id(tensor): tensor for tensor in parameters}
+        weights = {str(index): tensor for index, tensor in enumerate(unique.values())}
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            msg = f"`parameters` must be floating-point tensors, got {_kind(weight)} at {name!r}"
+            raise TypeError(msg)
+    if not weights:
+        msg = "`parameters` must hold a tensor that can be trained, got none"
+        raise ValueError(msg)
+    return weights
+
+
+def buffer_places(parameters: object) -> dict[str, BufferPlace]:
+    """Return where the persistent buffers of a module are, by name."""
+    if not isinstance(parameters, nn.Module):
+        return {}
+    network = unwrapped_network(parameters)
+    persistent = network.state_dict(keep_vars=True)
+    places = {}
+    for name, _ in network.named_buffers():
+        if name in persistent:
+            path, _, attribute = name.rpartition(".")
+            places[name] = BufferPlace(network.get_submodule(path), attribute)
+    return places
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,273 @@
+"""MindSpore's plain training cells."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mfwrap.accumulation import GradientAccumulation
+from mfwrap.arguments import described
+from mfwrap.config import StepConfig
+from mfwrap.gradients import has_non_finite
+from mfwrap.loss_scale import LossScaleUpdateCell
+from mfwrap.micro_batches import NetworkCall
+from mfwrap.outputs import LossScaleStepOutput
+from mfwrap.parameters import TrainedParameters, checked_network
+from mfwrap.scale_sense import LossScale
+from mfwrap.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.wrappers import unwrapped_optimizer
+
+__all__ = [
+    "LossScaleHooks",
+    "TrainOneStepCell",
+    "TrainOneStepWithLossScaleCell",
+    "WithLossCell",
+]
+
+
+class WithLossCell(nn.Module):
+    """A network and its loss function as one network that returns the loss.
+
+    Source: MindSpore, ``nn.WithLossCell``.
+
+    Args:
+        backbone: Called with the data.
+        loss_fn: Called with the backbone's output and the label.
+
+    Example:
+        >>> network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+        >>> network(torch.ones(4, 2), torch.ones(4, 1)).shape
+        torch.Size([])
+    """
+
+    def __init__(self, backbone: nn.Module, loss_fn: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.loss_fn = loss_fn
+
+    def forward(self, data: Any, label: Any) -> Any:
+        """Return ``loss_fn(backbone(data), label)``."""
+        return self.loss_fn(self.backbone(data), label)
+
+    @property
+    def backbone_network(self) -> nn.Module:
+        """The network without the loss function."""
+        return self.backbone
+
+
+class TrainOneStepCell:
+    """Forward, backward, optimizer: the plain step, without protection from overflow.
+
+    Source: MindSpore, ``nn.TrainOneStepCell``.
+
+    Args:
+        network: Returns a loss of one element.
+        optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
+        sens: The gradients are multiplied by it and not divided again; ``None`` for 1.
+        return_grad: Return the gradients, too.
+        lr_scheduler: Stepped after the optimizer; ``None`` for none.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `sens` is 0, or `optimizer` holds no parameter of `network`.
+
+    Example:
+        >>> network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+        >>> cell = TrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        >>> cell(torch.ones(4, 2), torch.ones(4, 1)).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        sens: float | None = None,
+        return_grad: bool = False,  # noqa: FBT001, FBT002  (MindSpore's signature)
+        *,
+        lr_scheduler: Schedule | None = None,
+    ) -> None:
+        if sens is not None and not isinstance(sens, (int, float)):
+            msg = f"`sens` must be a number or None, got {described(sens)}"
+            raise TypeError(msg)
+        if sens == 0:
+            msg = "`sens` must not be 0, got 0"
+            raise ValueError(msg)
+        self.network = checked_network(network)
+        self.optimizer = unwrapped_optimizer(optimizer)
+        self.sens = sens
+        self.return_grad = return_grad
+        self._lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
+        self._parameters = TrainedParameters(network, self.optimizer, None)
+        self._accumulate = GradientAccumulation(network, per_token=False)
+        self._sens = torch.full((), 1 if sens is None else sens, device=self._parameters.device)
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Do one update.
+
+        Returns:
+            The loss, shape ``()``, float32; with `return_grad` also the gradients by name,
+            multiplied by `sens`.
+        """
+        self._parameters.release_gradients()
+        try:
+            loss = self._accumulate([NetworkCall(inputs, keywords)], self._sens).loss
+            gradients = self._parameters.named_gradients()
+            self.optimizer.step()
+            if self._lr_scheduler is not None:
+                self._lr_scheduler.step()
+        finally:
+            self._parameters.release_gradients()
+        return (loss, gradients) if self.return_grad else loss
+
+
+class LossScaleHooks:
+    """MindSpore's seams for a training step of one's own.
+
+    A step that is built from these is the user's: `MFTrainOneStepCell` does not call them.
+
+    Args:
+        network: The training network.
+        optimizer: The optimizer itself.
+        loss_scale: The live loss scale.
+    """
+
+    def __init__(self, network: nn.Module, optimizer: Optimizer, loss_scale: LossScale) -> None:
+        self.network = network
+        self.optimizer = optimizer
+        self._loss_scale = loss_scale
+
+    @property
+    def scale_sense(self) -> Tensor:
+        """The live loss scale, shape ``()``, float32."""
+        return self._loss_scale.value
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The optimizer's parameters, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def set_sense_scale(self, sens: Tensor) -> None:
+        """Replace the loss scale, from the next step on.
+
+        Args:
+            sens: Shape ``()`` or ``(1,)``, any real dtype; not read on the host.
+
+        Raises:
+            TypeError: If `sens` is not a tensor.
+            ValueError: If it has another shape.
+        """
+        self._loss_scale.set(sens)
+
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[bool, Any]:
+        """Return ``(False, compute_input)``, as MindSpore does on GPU.
+
+        Args:
+            pre_cond: Computed before the check starts.
+            compute_input: Input of the computation to be checked.
+        """
+        del pre_cond
+        return False, compute_input
+
+    def get_overflow_status(self, status: Any, compute_output: Tensor | Sequence[Any]) -> Tensor:
+        """Tell whether any element is inf or nan.
+
+        Args:
+            status: What `start_overflow_check` returned.
+            compute_output: A tensor, or a nested sequence or mapping of tensors: the gradients.
+
+        Returns:
+            Shape ``()``, bool, on the training device. Does not wait for it.
+        """
+        del status
+        return has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
+
+    def process_loss_scale(self, overflow: Tensor) -> Tensor:
+        """Let the update cell, if any, change the loss scale; return `overflow`.
+
+        Args:
+            overflow: Shape ``()``, bool, on the training device.
+        """
+        return self._loss_scale.update(overflow)
+
+
+class TrainOneStepWithLossScaleCell(LossScaleHooks):
+    """A step with a loss scale that skips updates whose gradients are not finite.
+
+    Source: MindSpore, ``nn.TrainOneStepWithLossScaleCell``.
+
+    Args:
+        network: Returns a loss of one element.
+        optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
+        scale_sense: A tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell.
+        lr_scheduler: Stepped once per applied update, before the next one; ``None`` for none.
+
+    Raises:
+        TypeError: If `scale_sense` is neither, or another argument has the wrong type.
+        ValueError: If `scale_sense` has another shape, or `optimizer` holds no parameter of
+            `network`.
+
+    Example:
+        >>> network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> cell = TrainOneStepWithLossScaleCell(network, optimizer, torch.tensor(1024.0))
+        >>> loss, overflow, loss_scale = cell(torch.ones(4, 2), torch.ones(4, 1))
+        >>> overflow, loss_scale
+        (tensor(False), tensor(1024.))
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        scale_sense: Tensor | LossScaleUpdateCell,
+        *,
+        lr_scheduler: Schedule | None = None,
+    ) -> None:
+        if not isinstance(scale_sense, (Tensor, LossScaleUpdateCell)):
+            msg = (
+                "`scale_sense` must be a tensor or a loss-scale update cell, got "
+                f"{described(scale_sense)}"
+            )
+            raise TypeError(msg)
+        optimizer = unwrapped_optimizer(optimizer)
+        self._update = StepUpdate(
+            checked_network(network),
+            optimizer,
+            StepConfig(max_consecutive_skips=None),
+            scale_sense,
+            lr_scheduler=checked_schedule(lr_scheduler, optimizer),
+        )
+        super().__init__(network, optimizer, self._update.loss_scale)
+        self._accumulate = GradientAccumulation(network, per_token=False)
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> LossScaleStepOutput:
+        """Do one update.
+
+        Returns:
+            Loss, overflow flag and the loss scale that the next step uses.
+        """
+        self._update.release_gradients()
+        try:
+            accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
+            output = self._update(accumulated.loss).output
+        finally:
+            self._update.release_gradients()
+        return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
+
+    def flush(self) -> None:
+        """Step the schedule for the last update, if it was applied."""
+        self._update.flush()
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        msg = f"`compute_output` must hold tensors, got {described(values)}"
+        raise TypeError(msg)
+    return [tensor for value in values for tensor in _tensors_in(value)]

@@ -1,0 +1,269 @@
+"""MindFormers' training step for PyTorch."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mfwrap.accumulation import GradientAccumulation
+from mfwrap.arguments import described
+from mfwrap.base_cells import LossScaleHooks
+from mfwrap.config import LocalNormGroups, StepConfig
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.loss_scale import DynamicLossScaleUpdateCell
+from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
+from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.parameters import checked_network
+from mfwrap.scale_sense import ScaleSense
+from mfwrap.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.wrappers import unwrapped_optimizer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["MFTrainOneStepCell"]
+
+
+class _NotGiven(float):
+    """The default loss scale, told apart from the same number given by the caller."""
+
+
+_DEFAULT_SCALE = _NotGiven(1.0)
+
+
+class MFTrainOneStepCell(LossScaleHooks):
+    """One whole update of a network: MindFormers' training step.
+
+    A call does forward and backward of every micro-batch with the loss scaled, one read of the
+    gradients for norms and overflow, the change of the loss scale, and, unless the update is
+    skipped, the optimizer on unscaled and clipped gradients, the schedule and the average of the
+    weights. With torch's fused optimizers nothing of it waits for the device; with any other
+    optimizer one flag is read. An update is skipped in every precision when a gradient is not
+    finite.
+
+    The cell owns neither network nor data, moves no data and does not change train or eval mode.
+
+    Source: MindFormers, ``wrapper.MFTrainOneStepCell``; the keyword-only arguments are ours.
+
+    Args:
+        network: Returns a loss of one element, an output with a ``loss`` (Hugging Face models),
+            a tuple that begins with the loss, or, with `calculate_per_token_loss`,
+            ``(numerator, denominator)``.
+        optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
+        use_clip_grad: As `StepConfig`, like all settings that are not described here.
+        max_grad_norm: As `StepConfig`.
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell.
+        local_norm: As `StepConfig`.
+        accelerator: Its autocast, ``no_sync`` and gradient state are used. Its gradient scaler,
+            if it has one, is taken out, and its scale taken over if `scale_sense` is not given.
+        gradient_accumulation_steps: As `StepConfig`.
+        lr_scheduler: Stepped once per applied update, before the next one. `flush` steps it for
+            the last update.
+        ema: Follows the weights after each applied update.
+        calculate_per_token_loss: As `StepConfig`. A Hugging Face model whose forward takes
+            ``num_items_in_batch`` has its targets counted.
+        use_skip_data_by_global_norm: As `StepConfig`.
+        global_norm_spike_threshold: As `StepConfig`.
+        local_norm_groups: As `StepConfig`.
+        max_consecutive_skips: As `StepConfig`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or two do not go together.
+
+    Example:
+        >>> from mfwrap import DynamicLossScaleUpdateCell, WithLossCell
+        >>> network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+        >>> optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+        >>> cell = MFTrainOneStepCell(
+        ...     network,
+        ...     optimizer,
+        ...     use_clip_grad=True,
+        ...     scale_sense=DynamicLossScaleUpdateCell(65536.0, 2, 2000),
+        ...     local_norm=True,
+        ... )
+        >>> output = cell(torch.ones(4, 2), torch.ones(4, 1))
+        >>> output.loss_scale, output.overflow, output.size
+        (tensor(65536.), tensor(False), tensor([2, 1]))
+        >>> cell.local_norm_names
+        ('backbone.weight', 'backbone.bias')
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        use_clip_grad: bool = False,  # noqa: FBT001, FBT002  (MindFormers' signature)
+        max_grad_norm: float = 1.0,
+        scale_sense: ScaleSense = _DEFAULT_SCALE,
+        local_norm: bool = False,  # noqa: FBT001, FBT002  (MindFormers' signature)
+        *,
+        accelerator: "Accelerator | None" = None,
+        gradient_accumulation_steps: int = 1,
+        lr_scheduler: Schedule | None = None,
+        ema: ExponentialMovingAverage | None = None,
+        calculate_per_token_loss: bool = False,
+        use_skip_data_by_global_norm: bool = False,
+        global_norm_spike_threshold: float = 1.0,
+        local_norm_groups: LocalNormGroups | None = None,
+        max_consecutive_skips: int | None = 100,
+    ) -> None:
+        self.config = StepConfig(
+            use_clip_grad=use_clip_grad,
+            max_grad_norm=max_grad_norm,
+            local_norm=local_norm,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            calculate_per_token_loss=calculate_per_token_loss,
+            use_skip_data_by_global_norm=use_skip_data_by_global_norm,
+            global_norm_spike_threshold=global_norm_spike_threshold,
+            local_norm_groups=local_norm_groups,
+            max_consecutive_skips=max_consecutive_skips,
+        )
+        _check_network(network, self.config)
+        if ema is not None and not isinstance(ema, ExponentialMovingAverage):
+            msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
+            raise TypeError(msg)
+        if accelerator is not None:
+            _check_accumulation(accelerator, gradient_accumulation_steps)
+        self.ema = ema
+        inner = unwrapped_optimizer(optimizer)
+        self._update = StepUpdate(
+            network,
+            inner,
+            self.config,
+            _effective_scale(scale_sense, accelerator),
+            lr_scheduler=checked_schedule(lr_scheduler, inner),
+            ema=ema,
+        )
+        super().__init__(network, inner, self._update.loss_scale)
+        self._accumulate = GradientAccumulation(
+            network, per_token=calculate_per_token_loss, accelerator=accelerator
+        )
+        if accelerator is not None:
+            _remove_grad_scaler(accelerator)
+        self.last_report: StepReport | None = None
+        """Everything that is known of the last update; ``None`` before the first."""
+
+    @property
+    def local_norm_names(self) -> tuple[str, ...]:
+        """Names of the groups of local norms, in the order of ``local_norm``."""
+        return self._update.local_norm_names
+
+    def __call__(self, *inputs: Any, **batch: Any) -> StepOutput | LocalNormStepOutput:
+        """Do one update from one batch.
+
+        With ``gradient_accumulation_steps=k`` tensors with at least one dimension are split along
+        the first into ``k`` micro-batches; anything else goes to every one.
+
+        Args:
+            inputs: Positional arguments of the network.
+            batch: Keyword arguments of the network.
+
+        Returns:
+            MindFormers' 5-tuple, or with `local_norm` the 7-tuple, by name. Making it does not
+            wait for the device.
+
+        Raises:
+            RuntimeError: If too many updates in a row were skipped, no parameter has a gradient,
+                or the optimizer's parameters have changed.
+            TypeError: If the network returns no loss, or a gradient is sparse.
+            ValueError: If a tensor does not split, or the loss is not one element.
+        """
+        return self._step(split_calls(inputs, batch, self.config.gradient_accumulation_steps))
+
+    def step(self, micro_batches: Sequence[Any]) -> StepOutput | LocalNormStepOutput:
+        """Do one update from micro-batches as a data loader yields them.
+
+        Args:
+            micro_batches: At least one, of any sizes. A mapping becomes keywords of the network,
+                a tuple its positional arguments, anything else its one argument.
+
+        Returns:
+            As a call of the cell.
+
+        Raises:
+            RuntimeError: As a call of the cell.
+            TypeError: If `micro_batches` is not a sequence, and as a call of the cell.
+            ValueError: If `micro_batches` is empty, and as a call of the cell.
+        """
+        return self._step(calls_of(micro_batches))
+
+    def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
+        self._update.release_gradients()
+        try:
+            accumulated = self._accumulate(calls, self.scale_sense)
+            self.last_report = self._update(accumulated.loss, accumulated.normalizer)
+        finally:
+            # Also when forward or backward raised: half a step must not leak into the next.
+            self._update.release_gradients()
+        return self.last_report.output
+
+    def flush(self) -> None:
+        """Wait for what is pending of the last update: step the schedule, count skips.
+
+        Call it at the end of training, and before a schedule is saved or read.
+
+        Raises:
+            RuntimeError: If too many updates in a row were skipped.
+        """
+        self._update.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cell's own state, after a flush: loss scale, counters, average.
+
+        Returns:
+            A nested dict of tensors and numbers, for ``torch.save`` and
+            ``torch.load(weights_only=True)``. Network, optimizer and schedule have their own.
+        """
+        return self._update.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+
+        Raises:
+            KeyError: If a key is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value has the wrong shape or range.
+        """
+        self._update.load_state_dict(state_dict)
+
+
+def _check_network(network: nn.Module, config: StepConfig) -> None:
+    checked_network(network)
+    if config.local_norm and isinstance(network, DistributedDataParallel):
+        num_ranks = torch.distributed.get_world_size(network.process_group)
+        if num_ranks > 1:
+            msg = (
+                "`local_norm` must be False on several ranks, where gradients are seen only after "
+                f"their reduction, got local_norm=True on {num_ranks} ranks"
+            )
+            raise ValueError(msg)
+
+
+def _check_accumulation(accelerator: "Accelerator", steps: int) -> None:
+    if accelerator.gradient_accumulation_steps != steps:
+        msg = (
+            "`gradient_accumulation_steps` must be the accelerator's "
+            f"{accelerator.gradient_accumulation_steps}, got {steps}"
+        )
+        raise ValueError(msg)
+
+
+def _effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") -> ScaleSense:
+    """Return the accelerator's loss scale if none was given, as an update cell."""
+    if isinstance(scale_sense, _NotGiven) and accelerator is not None:
+        scaler = accelerator.scaler
+        if scaler is not None and scaler.is_enabled():
+            return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
+    return scale_sense
+
+
+def _remove_grad_scaler(accelerator: "Accelerator") -> None:
+    """Take out accelerate's gradient scaler, which would scale a second time."""
+    accelerator.scaler = None
+    # accelerate keeps no public list of what it has prepared.
+    for optimizer in accelerator._optimizers:  # noqa: SLF001
+        optimizer.scaler = None

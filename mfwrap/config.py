@@ -1,0 +1,93 @@
+"""Every setting of a training step that is not an object, valid once it is built."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mfwrap.arguments import check_bool, check_positive_int, check_positive_number
+
+__all__ = ["LocalNormGroups", "StepConfig"]
+
+LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
+"""How parameters are grouped for local norms; see `StepConfig.local_norm_groups`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """Settings of a training step.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range, or two values exclude each other.
+
+    Example:
+        >>> StepConfig(use_clip_grad=True, max_grad_norm=0.5).max_grad_norm
+        0.5
+    """
+
+    use_clip_grad: bool = False
+    """Clip gradients by their global norm and report that norm."""
+
+    max_grad_norm: float = 1.0
+    """Largest global L2 norm of the unscaled gradients; ``inf`` reports and never clips."""
+
+    local_norm: bool = False
+    """Report one norm per group of parameters, from this rank's own gradients."""
+
+    gradient_accumulation_steps: int = 1
+    """Number of micro-batches that one call of the cell splits its inputs into."""
+
+    calculate_per_token_loss: bool = False
+    """Divide the sum of loss numerators by the sum of denominators of all micro-batches."""
+
+    use_skip_data_by_global_norm: bool = False
+    """Skip an update whose global norm is not below `global_norm_spike_threshold`."""
+
+    global_norm_spike_threshold: float = 1.0
+    """Global norm from which on an update is skipped."""
+
+    local_norm_groups: LocalNormGroups | None = None
+    """Groups of local norms. ``None``: one per trainable parameter. ``"layer"``: one per
+    numbered layer, and one per module outside of them. Regular expressions: one group each, a
+    parameter belongs to the first that is found in its name, or to none. A callable: from a
+    parameter's name to its group's name, or to ``None`` to leave it out."""
+
+    max_consecutive_skips: int | None = 100
+    """Skipped updates in a row after which training stops with an error; ``None``: never."""
+
+    def __post_init__(self) -> None:
+        """Refuse bad values and bad pairs."""
+        for name in (
+            "use_clip_grad",
+            "local_norm",
+            "calculate_per_token_loss",
+            "use_skip_data_by_global_norm",
+        ):
+            check_bool(name, getattr(self, name))
+        check_positive_number("max_grad_norm", self.max_grad_norm)
+        check_positive_number("global_norm_spike_threshold", self.global_norm_spike_threshold)
+        check_positive_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        if self.max_consecutive_skips is not None:
+            check_positive_int("max_consecutive_skips", self.max_consecutive_skips)
+        if self.use_skip_data_by_global_norm and not self.use_clip_grad:
+            msg = (
+                "`use_skip_data_by_global_norm` needs the global norm, which is computed only "
+                "with `use_clip_grad=True`, got use_clip_grad=False; `max_grad_norm=inf` "
+                "reports the norm and never clips"
+            )
+            raise ValueError(msg)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups = self.local_norm_groups
+        if groups is None or callable(groups) or groups == "layer":
+            return
+        if isinstance(groups, str) or not isinstance(groups, Sequence):
+            msg = (
+                '`local_norm_groups` must be None, "layer", a list of regular expressions or a '
+                f"callable, got {groups!r}"
+            )
+            raise TypeError(msg)
+        if not groups or not all(isinstance(pattern, str) for pattern in groups):
+            msg = f"`local_norm_groups` must hold at least one pattern, all str, got {groups!r}"
+            raise ValueError(msg)

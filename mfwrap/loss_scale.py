@@ -1,0 +1,283 @@
+"""Loss-scale update cells: state machines whose state lives on the training device.
+
+A cell is called with the loss scale and the overflow flag of a step and changes the loss scale in
+place. Nothing here reads a tensor on the host.
+"""
+
+import abc
+from collections.abc import Mapping
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from mfwrap.arguments import check_positive_int, check_positive_number
+
+__all__ = [
+    "DynamicLossScaleUpdateCell",
+    "FixedLossScaleUpdateCell",
+    "LossScaleUpdateCell",
+]
+
+
+class LossScaleUpdateCell(abc.ABC):
+    """Interface: how the loss scale follows overflows.
+
+    Source: MindSpore, the ``Cell`` that ``TrainOneStepWithLossScaleCell`` takes as
+    ``scale_sense``.
+    """
+
+    @abc.abstractmethod
+    def get_loss_scale(self) -> float:
+        """Return the initial loss scale."""
+
+    @abc.abstractmethod
+    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        """Change `loss_scale` in place and return `overflow`.
+
+        Args:
+            loss_scale: Shape ``()`` or ``(1,)``, float32.
+            overflow: One element, bool or number, on the device of `loss_scale`: whether the
+                gradients of the step were not finite.
+
+        Returns:
+            `overflow`, unchanged. Does not wait for the device.
+        """
+
+    @abc.abstractmethod
+    def to(self, device: torch.device) -> None:
+        """Move the counters to `device`."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the counters; the loss scale itself belongs to the caller."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the counters.
+
+        Raises:
+            KeyError: If a counter is missing or unknown.
+            TypeError: If a counter is not a tensor.
+            ValueError: If a counter is not one integer.
+        """
+
+
+@final
+class FixedLossScaleUpdateCell(LossScaleUpdateCell):
+    """Keep the loss scale; an overflowing update is still skipped.
+
+    Source: MindSpore, ``nn.FixedLossScaleUpdateCell``.
+
+    Args:
+        loss_scale_value: The loss scale, > 0 and finite.
+
+    Raises:
+        TypeError: If `loss_scale_value` is not a number.
+        ValueError: If `loss_scale_value` is not positive and finite.
+
+    Example:
+        >>> cell = FixedLossScaleUpdateCell(128.0)
+        >>> scale = torch.full((), 128.0)
+        >>> cell(scale, torch.ones((), dtype=torch.bool))
+        tensor(True)
+        >>> scale
+        tensor(128.)
+    """
+
+    def __init__(self, loss_scale_value: float) -> None:
+        self.loss_scale_value = check_positive_number(
+            "loss_scale_value", loss_scale_value, finite=True
+        )
+
+    def get_loss_scale(self) -> float:
+        return self.loss_scale_value
+
+    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        del loss_scale
+        return overflow
+
+    def to(self, device: torch.device) -> None:
+        del device
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_counters(state_dict, {})
+
+
+@final
+class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
+    """Lower the loss scale on overflow, raise it after a row of finite steps.
+
+    Overflow: ``scale = max(scale / scale_factor, min_loss_scale)``. `scale_window` steps in a row
+    without overflow: ``scale = scale * scale_factor``, unless that is not finite.
+
+    Source: MindSpore, ``nn.DynamicLossScaleUpdateCell``; `hysteresis` as in Megatron-LM.
+
+    Args:
+        loss_scale_value: Initial loss scale, > 0 and finite.
+        scale_factor: Factor of growth, >= 1; the scale falls by its reciprocal.
+        scale_window: Steps in a row without overflow after which the scale grows, >= 1.
+        hysteresis: The scale falls at this many overflows since it last changed, >= 1. A
+            tolerated overflow still skips its update and restarts the window.
+        min_loss_scale: The scale never falls below it, > 0.
+
+    Raises:
+        TypeError: If a number, or an int for `scale_window` and `hysteresis`, is none.
+        ValueError: If a value is out of range.
+
+    Example:
+        >>> cell = DynamicLossScaleUpdateCell(1024.0, scale_factor=2, scale_window=2)
+        >>> scale = torch.full((), cell.get_loss_scale())
+        >>> for overflow in (False, False, True):
+        ...     _ = cell(scale, torch.full((), overflow))
+        ...     print(scale.item())
+        1024.0
+        2048.0
+        1024.0
+    """
+
+    def __init__(
+        self,
+        loss_scale_value: float,
+        scale_factor: float,
+        scale_window: int,
+        *,
+        hysteresis: int = 1,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        self.loss_scale_value = check_positive_number(
+            "loss_scale_value", loss_scale_value, finite=True
+        )
+        self.scale_factor = check_factor(scale_factor)
+        self.scale_window = check_positive_int("scale_window", scale_window)
+        self.hysteresis = check_positive_int("hysteresis", hysteresis)
+        self.min_loss_scale = check_positive_number("min_loss_scale", min_loss_scale, finite=True)
+        self._decrease_ratio = 1 / self.scale_factor
+        self._counters = new_counters(cur_iter=1, last_overflow_iter=0, overflow_count=0)
+
+    @classmethod
+    def from_grad_scaler(cls, grad_scaler: torch.amp.GradScaler) -> Self:
+        """Take over scale, factors and interval of a torch gradient scaler.
+
+        Reads the scaler's scale on the host, once. The floor of 1.0 stays, which torch does not
+        have.
+
+        Args:
+            grad_scaler: Its scale is read as it stands.
+        """
+        cell = cls(
+            grad_scaler.get_scale(),
+            grad_scaler.get_growth_factor(),
+            grad_scaler.get_growth_interval(),
+        )
+        cell._decrease_ratio = grad_scaler.get_backoff_factor()
+        return cell
+
+    @property
+    def cur_iter(self) -> Tensor:
+        """Shape ``()``, int64: number of the next call, from 1."""
+        return self._counters["cur_iter"]
+
+    @property
+    def last_overflow_iter(self) -> Tensor:
+        """Shape ``()``, int64: last call that overflowed or completed a window."""
+        return self._counters["last_overflow_iter"]
+
+    def get_loss_scale(self) -> float:
+        return self.loss_scale_value
+
+    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        self.to(loss_scale.device)
+        flag = as_flag(overflow)
+        counters = self._counters
+        overflow_count = counters["overflow_count"].add_(flag)
+        falls = flag & (overflow_count >= self.hysteresis)
+        due = window_is_full(counters, self.scale_window)
+        changed = change_scale(
+            loss_scale,
+            falls=falls,
+            grows=due & ~flag,
+            factor=self.scale_factor,
+            ratio=self._decrease_ratio,
+            floor=self.min_loss_scale,
+        )
+        overflow_count.masked_fill_(changed | falls, 0)
+        restart_window(counters, flag | due)
+        return overflow
+
+    def to(self, device: torch.device) -> None:
+        self._counters = moved_counters(self._counters, device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: counter.clone() for name, counter in self._counters.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_counters(state_dict, self._counters)
+        for name, counter in self._counters.items():
+            counter.copy_(state_dict[name])
+
+
+def new_counters(**values: int) -> dict[str, Tensor]:
+    return {name: torch.full((), value, dtype=torch.int64) for name, value in values.items()}
+
+
+def moved_counters(counters: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    if all(counter.device == device for counter in counters.values()):
+        return counters
+    return {name: counter.to(device) for name, counter in counters.items()}
+
+
+def as_flag(overflow: Tensor) -> Tensor:
+    return overflow.reshape(()) if overflow.dtype == torch.bool else overflow.reshape(()) != 0
+
+
+def window_is_full(counters: Mapping[str, Tensor], scale_window: int | Tensor) -> Tensor:
+    return counters["cur_iter"] - counters["last_overflow_iter"] >= scale_window
+
+
+def restart_window(counters: Mapping[str, Tensor], restart: Tensor) -> None:
+    last = counters["last_overflow_iter"]
+    last.copy_(torch.where(restart, counters["cur_iter"], last))
+    counters["cur_iter"].add_(1)
+
+
+def change_scale(
+    loss_scale: Tensor, *, falls: Tensor, grows: Tensor, factor: float, ratio: float, floor: float
+) -> Tensor:
+    """Change `loss_scale` in place; return whether it fell or grew, shape ``()``, bool."""
+    grown = loss_scale * factor
+    grows = (grows & torch.isfinite(grown)).reshape(())
+    # The product with the float32 reciprocal, not a quotient: MindSpore's exact number.
+    fallen = (loss_scale * ratio).clamp(min=floor)
+    loss_scale.copy_(torch.where(falls, fallen, torch.where(grows, grown, loss_scale)))
+    return falls | grows
+
+
+def check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    if set(state_dict) != set(expected):
+        msg = (
+            f"`state_dict` of this loss-scale update cell must have the keys {sorted(expected)}, "
+            f"got {sorted(state_dict)}"
+        )
+        raise KeyError(msg)
+    for name, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            msg = f"`state_dict[{name!r}]` must be a tensor, got {type(value).__name__}"
+            raise TypeError(msg)
+        if value.shape != () or value.dtype != torch.int64:
+            msg = (
+                f"`state_dict[{name!r}]` must have shape () and dtype int64, "
+                f"got {tuple(value.shape)} and {value.dtype}"
+            )
+            raise ValueError(msg)
+
+
+def check_factor(value: object) -> float:
+    number = check_positive_number("scale_factor", value, finite=True)
+    if number < 1:
+        msg = f"`scale_factor` must be >= 1, got {value}"
+        raise ValueError(msg)
+    return number

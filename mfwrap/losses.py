@@ -1,0 +1,183 @@
+"""How the loss is read from what a network returns."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from mfwrap.arguments import described
+from mfwrap.micro_batches import NetworkCall
+
+__all__ = ["LossParts", "MeanLoss", "Normalizer", "PerTokenLoss"]
+
+_IGNORED_LABEL = -100
+
+
+class Normalizer(NamedTuple):
+    """What summed losses are divided by; zero stands for a batch without targets."""
+
+    reduced: Tensor
+    """Shape ``()``, float32: for the gradients as they are, reduced over ranks."""
+
+    local: Tensor
+    """Shape ``()``, float32: for this rank's own gradients."""
+
+
+class LossParts(NamedTuple):
+    """Loss of one micro-batch."""
+
+    numerator: Tensor
+    """Shape ``()``, of the network's dtype, with its graph: what is differentiated."""
+
+    denominator: Tensor | None
+    """Shape ``()``, float32, detached; ``None`` if the numerator is a mean already."""
+
+
+@final
+class MeanLoss:
+    """Call a network that returns the mean loss of its micro-batch.
+
+    Args:
+        network: Returns a tensor of one element, an output with a ``loss``, or a tuple that
+            begins with the loss.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+
+    def __call__(self, call: NetworkCall) -> LossParts:
+        """Run the forward pass.
+
+        Raises:
+            TypeError: If the network returns no loss.
+            ValueError: If the loss is not one element, or depends on no trainable parameter.
+        """
+        return LossParts(_loss_of(self._network(*call.arguments, **call.keywords)), None)
+
+
+@final
+class PerTokenLoss:
+    """Call a network for the sum of its token losses and their number.
+
+    A Hugging Face model is called with ``num_items_in_batch=1``, which makes its loss a sum, and
+    its targets are counted as ``Trainer._get_num_items_in_batch`` does. (A model that adds an
+    auxiliary loss, such as a router's, adds it to that sum.) Any other network returns
+    ``(numerator, denominator)``.
+
+    Args:
+        network: The network that is called.
+        inspected: The same without wrappers, for its signature.
+    """
+
+    def __init__(self, network: nn.Module, inspected: nn.Module) -> None:
+        self._network = network
+        model = _without_adapters(inspected)
+        self._counts_targets = _accepts_num_items_in_batch(model)
+        self._shifts_labels = _shifts_labels(model)
+        self._parameter_names = list(inspect.signature(model.forward).parameters)
+
+    def __call__(self, call: NetworkCall) -> LossParts:
+        """Run the forward pass.
+
+        Raises:
+            TypeError: If the network returns no loss, or not a pair.
+            ValueError: If a part is not one element, depends on no trainable parameter, or a
+                Hugging Face model gets no ``labels``.
+        """
+        if not self._counts_targets:
+            return _pair_of(self._network(*call.arguments, **call.keywords))
+        num_targets = self._num_targets(call)
+        output = self._network(*call.arguments, **call.keywords, num_items_in_batch=1)
+        return LossParts(_loss_of(output), num_targets)
+
+    def _num_targets(self, call: NetworkCall) -> Tensor:
+        named = dict(zip(self._parameter_names, call.arguments, strict=False)) | call.keywords
+        shifted = named.get("shift_labels")
+        labels: Tensor | None = named.get("labels") if shifted is None else shifted
+        if labels is None:
+            msg = f"`labels` must be given to count targets, got {sorted(named)}"
+            raise ValueError(msg)
+        if shifted is None and self._shifts_labels:
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED_LABEL).sum().float()
+
+
+def _loss_of(output: Any) -> Tensor:
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        loss = output[0] if output else None
+    elif isinstance(output, Tensor):
+        loss = output
+    else:
+        loss = getattr(output, "loss", None)
+    if loss is None:
+        msg = (
+            "`network` must return a loss: a tensor of one element, an output with `loss`, or a "
+            f"tuple that begins with it; got {type(output).__name__} without one (a Hugging Face "
+            "model computes it when it gets `labels`)"
+        )
+        raise TypeError(msg)
+    return _differentiable("loss", loss)
+
+
+def _pair_of(output: Any) -> LossParts:
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        size = f" of {len(output)}" if isinstance(output, (tuple, list)) else ""
+        msg = (
+            "`network` must return (numerator, denominator) with calculate_per_token_loss=True, "
+            f"got {type(output).__name__}{size}"
+        )
+        raise TypeError(msg)
+    numerator = _differentiable("numerator", output[0])
+    denominator = output[1]
+    if isinstance(denominator, (int, float)):
+        denominator = torch.full((), denominator, device=numerator.device)
+    return LossParts(numerator, _one_element("denominator", denominator).detach().float())
+
+
+def _one_element(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        msg = f"the {name} that `network` returns must be a tensor, got {described(value)}"
+        raise TypeError(msg)
+    if value.numel() != 1:
+        msg = f"the {name} that `network` returns must be one element, got {tuple(value.shape)}"
+        raise ValueError(msg)
+    return value.reshape(())
+
+
+def _differentiable(name: str, value: Any) -> Tensor:
+    scalar = _one_element(name, value)
+    if not scalar.requires_grad:
+        msg = f"the {name} that `network` returns must depend on a trainable parameter, got none"
+        raise ValueError(msg)
+    return scalar
+
+
+def _without_adapters(network: nn.Module) -> nn.Module:
+    """Return the model inside a PEFT model, whose own forward says nothing."""
+    get_base_model: Any = getattr(network, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else network
+
+
+def _accepts_num_items_in_batch(model: nn.Module) -> bool:
+    """Tell whether ``num_items_in_batch`` makes the model's loss a sum, as the Trainer does."""
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is not None:
+        return bool(accepts)
+    parameters = inspect.signature(model.forward).parameters
+    if "num_items_in_batch" in parameters:
+        return True
+    # Keywords alone say nothing about a network that is no Hugging Face model.
+    takes_keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return takes_keywords and "loss_function" in dir(type(model))
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Tell whether the model predicts the next token, so that the first label is no target."""
+    config = getattr(model, "config", None)
+    loss_function = getattr(model, "loss_function", None)
+    causal = getattr(loss_function, "__name__", None) == "ForCausalLMLoss"
+    return causal and not getattr(config, "is_encoder_decoder", False)

@@ -1,0 +1,140 @@
+"""Apply one multiplier and one skip flag to any torch optimizer.
+
+torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the attribute ``grad_scale``
+and leave everything as it is when ``found_inf`` is 1, inside their own pass over the gradients.
+For every other optimizer the flag is read on the host, once, and the gradients are multiplied in
+place, once.
+"""
+
+import inspect
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+__all__ = ["SkippableOptimizer", "learning_rates"]
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+
+
+def learning_rates(optimizer: Optimizer, device: torch.device) -> Tensor:
+    """Return the learning rates of all groups as they stand.
+
+    Returns:
+        Shape ``(number of groups,)``, float32, on `device`; a copy. Does not wait for it.
+    """
+    rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
+    if all(isinstance(rate, float) for rate in rates) and len(set(rates)) == 1:
+        return torch.full((len(rates),), rates[0], dtype=torch.float32, device=device)
+    return torch.stack([_rate(rate, device) for rate in rates])
+
+
+def _rate(rate: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(rate, Tensor):
+        return rate.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+    return torch.full((), rate, dtype=torch.float32, device=device)
+
+
+@final
+class SkippableOptimizer:
+    """Run an optimizer on unscaled, clipped gradients, or not at all.
+
+    With torch's fused optimizers nothing is read on the host, but for fused SGD with dampening
+    until its first applied update. With any other optimizer a step reads one flag, once.
+
+    Args:
+        optimizer: The optimizer itself, no wrapper around it.
+
+    Raises:
+        TypeError: If the optimizer's step needs a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            msg = (
+                "`optimizer` must update from the gradients of one backward pass, got LBFGS, "
+                "which evaluates the loss again through a closure"
+            )
+            raise TypeError(msg)
+        self.optimizer = optimizer
+        self.skips_on_device = _is_fused(optimizer)
+        """Whether the flag stays on the device."""
+
+    def step(self, divisor: Tensor | None, skip: Tensor) -> None:
+        """Update the parameters from their gradients, unless told to skip.
+
+        Args:
+            divisor: Shape ``()``, float32: what the gradients are divided by; ``None`` stands
+                for 1 and saves the pass.
+            skip: Shape ``()``, bool: leave parameters, state and step counts as they are.
+        """
+        if self.skips_on_device and not self._first_update_is_unsafe():
+            self._step_folded(divisor, skip)
+        else:
+            self._step_in_place(divisor, skip)
+
+    def _step_folded(self, divisor: Tensor | None, skip: Tensor) -> None:
+        optimizer: Any = self.optimizer
+        # Exactly 0.0 or 1.0: the kernels compare with 1, and Adam subtracts it from its count.
+        optimizer.found_inf = skip.float()
+        if divisor is not None:
+            optimizer.grad_scale = divisor
+        try:
+            optimizer.step()
+        finally:
+            # A later plain `optimizer.step()` must not divide or skip again.
+            del optimizer.found_inf
+            if divisor is not None:
+                del optimizer.grad_scale
+
+    def _step_in_place(self, divisor: Tensor | None, skip: Tensor) -> None:
+        one = torch.ones_like(skip, dtype=torch.float32)
+        flag, value = torch.stack((skip.float(), one if divisor is None else divisor)).tolist()
+        if flag:
+            return
+        if value != 1:
+            gradients = [
+                parameter.grad
+                for group in self.optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            # A host number is multiplied in float32 whatever the gradients' type, where a
+            # tensor would be rounded to bfloat16 first.
+            torch._foreach_mul_(gradients, 1 / value)
+        self.optimizer.step()
+
+    def _first_update_is_unsafe(self) -> bool:
+        """Prepare fused SGD's momentum; return whether the flag must be read this time.
+
+        Fused SGD allocates its momentum without initialising it and then skips the kernel that
+        would have filled it. Zeros are exact without dampening; with dampening the first
+        momentum is the bare gradient, which zeros would damp.
+        """
+        if not isinstance(self.optimizer, SGD):
+            return False
+        unsafe = False
+        for group in self.optimizer.param_groups:
+            if group["momentum"] == 0:
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    if group["dampening"] == 0:
+                        state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                    else:
+                        unsafe = True
+        return unsafe
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
+    return (
+        kind is not None
+        # A subclass with a step of its own may not hand the attributes on.
+        and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )

@@ -1,0 +1,100 @@
+"""What a training step returns: tensors on the training device, detached, never awaited."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["LocalNormStepOutput", "LossScaleStepOutput", "StepOutput", "StepReport"]
+
+
+class StepOutput(NamedTuple):
+    """Result of one update, MindFormers' 5-tuple.
+
+    Making it does not wait for the device; reading a value on the host does.
+
+    Source: MindFormers, ``MFTrainOneStepCell``.
+
+    Attributes:
+        loss: Shape ``()``, float32. Unscaled loss of this update on this rank: the mean over its
+            micro-batches, or its numerators over its denominators.
+        overflow: Shape ``()``, bool. The gradients of this update were not finite, on any rank.
+        loss_scale: Shape ``()``, float32. Loss scale that the next step uses; a copy.
+        learning_rate: Shape ``()``, float32. Rate of the first parameter group in this update.
+        global_norm: Shape ``()``, float32. L2 norm of all unscaled, reduced gradients before
+            clipping; ``None`` unless ``use_clip_grad``.
+    """
+
+    loss: Tensor
+    overflow: Tensor
+    loss_scale: Tensor
+    learning_rate: Tensor
+    global_norm: Tensor | None
+
+
+class LocalNormStepOutput(NamedTuple):
+    """Result of one update with local norms, MindFormers' 7-tuple.
+
+    Source: MindFormers, ``MFTrainOneStepCell(local_norm=True)``, which returns sums of squares
+    under this name; here it is the norm.
+
+    Attributes:
+        loss: As in `StepOutput`.
+        overflow: As in `StepOutput`.
+        loss_scale: As in `StepOutput`.
+        learning_rate: As in `StepOutput`.
+        global_norm: As in `StepOutput`.
+        local_norm: Shape ``(G,)``, float32. L2 norm per group of the unscaled gradients of this
+            rank's own loss, before they are reduced over ranks.
+        size: Shape ``(G,)``, int64. Number of gradient elements per group.
+    """
+
+    loss: Tensor
+    overflow: Tensor
+    loss_scale: Tensor
+    learning_rate: Tensor
+    global_norm: Tensor | None
+    local_norm: Tensor
+    size: Tensor
+
+
+class LossScaleStepOutput(NamedTuple):
+    """Result of MindSpore's plain step with a loss scale, a 3-tuple.
+
+    Source: MindSpore, ``nn.TrainOneStepWithLossScaleCell``.
+
+    Attributes:
+        loss: As in `StepOutput`.
+        overflow: As in `StepOutput`.
+        loss_scale: As in `StepOutput`.
+    """
+
+    loss: Tensor
+    overflow: Tensor
+    loss_scale: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """Everything that is known of one update; callbacks get it as ``step_report``."""
+
+    output: StepOutput | LocalNormStepOutput
+    """What the cell returned."""
+
+    skipped: Tensor
+    """Shape ``()``, bool. Weights, optimizer, schedule and average were left as they were."""
+
+    applied_updates: Tensor
+    """Shape ``()``, int64. Updates applied so far, this one included."""
+
+    skipped_updates: Tensor
+    """Shape ``()``, int64. Updates skipped so far, this one included."""
+
+    consecutive_skips: Tensor
+    """Shape ``()``, int64. Skipped updates in a row up to this one; 0 if it was applied."""
+
+    learning_rates: Tensor
+    """Shape ``(number of parameter groups,)``, float32. Rates used by this update."""
+
+    local_norm_names: tuple[str, ...]
+    """Names of the groups of ``output.local_norm``, in its order."""

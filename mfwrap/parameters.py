@@ -1,0 +1,165 @@
+"""Which parameters an update concerns, and their gradients."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mfwrap.arguments import described
+from mfwrap.config import LocalNormGroups
+from mfwrap.gradients import NormGroups, group_parameters
+from mfwrap.wrappers import unwrapped_network
+
+__all__ = ["TrainedParameters", "checked_network"]
+
+
+def checked_network(network: nn.Module) -> nn.Module:
+    """Return `network`, or raise ``TypeError`` if it is no module."""
+    if not isinstance(network, nn.Module):
+        msg = f"`network` must be a torch.nn.Module, got {described(network)}"
+        raise TypeError(msg)
+    return network
+
+
+@final
+class TrainedParameters:
+    """The parameters of an optimizer that are also in a network, in the network's order.
+
+    A trainable parameter that is in no optimizer is named in one warning; so is the number of
+    the optimizer's parameters outside of the network, which are not updated.
+
+    Args:
+        network: Tied weights count once.
+        optimizer: The optimizer itself, no wrapper around it.
+        local_norm_groups: As in `StepConfig`.
+
+    Raises:
+        ValueError: If `optimizer` holds no parameter of `network`, a parameter is sharded, or
+            `local_norm_groups` does not fit.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        local_norm_groups: LocalNormGroups | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._local_norm_groups = local_norm_groups
+        self._held = _held_by(optimizer)
+        self._parameters, self._outside = _select(unwrapped_network(network), self._held)
+        # Gradients of everything that backward may reach, in the optimizer or not.
+        self._released = list(dict.fromkeys([*network.parameters(), *self._held]))
+        self._trainable: list[bool] = []
+        self.device = next(iter(self._parameters.values())).device
+        """Where the first parameter is: the training device."""
+        self._groups = self.groups()
+
+    def groups(self) -> NormGroups:
+        """Return the groups of local norms of the parameters that are trainable now."""
+        trainable = [parameter.requires_grad for parameter in self._parameters.values()]
+        if trainable != self._trainable:
+            sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
+            self._groups = group_parameters(
+                sizes,
+                self._local_norm_groups,
+                self.device,
+                left_out=[n for n, kept in zip(sizes, trainable, strict=True) if not kept],
+            )
+            self._trainable = trainable
+        return self._groups
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter, ``None`` where backward did not reach.
+
+        Raises:
+            RuntimeError: If there is none at all, or the optimizer's parameters have changed.
+            TypeError: If one is sparse.
+        """
+        if not _same_objects(_held_by(self._optimizer), self._held):
+            msg = (
+                f"`optimizer` must hold the {len(self._held)} parameters it had when the cell was "
+                "built, got others; build a new cell after adding parameters"
+            )
+            raise RuntimeError(msg)
+        for parameter in self._outside:
+            parameter.grad = None
+        gradients = [parameter.grad for parameter in self._parameters.values()]
+        if all(gradient is None for gradient in gradients):
+            msg = "no parameter of the optimizer has a gradient; the loss must depend on one"
+            raise RuntimeError(msg)
+        for name, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                msg = (
+                    f"the gradient of `{name}` must be dense, got {gradient.layout}; "
+                    "build the embedding with sparse=False"
+                )
+                raise TypeError(msg)
+        return gradients
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that there are, by the parameters' names."""
+        return {
+            name: gradient
+            for name, gradient in zip(self._parameters, self.gradients(), strict=True)
+            if gradient is not None
+        }
+
+    def release_gradients(self) -> None:
+        """Set all gradients to ``None``, also of parameters that are in no optimizer."""
+        for parameter in self._released:
+            parameter.grad = None
+
+
+def _held_by(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _select(
+    network: nn.Module, held: Sequence[Tensor]
+) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
+    """Return the network's parameters that are held, by name, and those held outside of it."""
+    named = {
+        name.replace("_orig_mod.", ""): parameter for name, parameter in network.named_parameters()
+    }
+    held_set = set(held)
+    shared = {name: parameter for name, parameter in named.items() if parameter in held_set}
+    if not shared:
+        msg = (
+            f"`optimizer` must hold parameters of the network, got {len(held)} parameters, none "
+            f"of them among the network's {len(named)}"
+        )
+        raise ValueError(msg)
+    _refuse_sharded(shared)
+    untrained = [n for n, p in named.items() if p.requires_grad and n not in shared]
+    if untrained:
+        warnings.warn(
+            f"trainable parameters in no optimizer are not updated: {untrained}", stacklevel=5
+        )
+    inside = set(shared.values())
+    outside = [parameter for parameter in held if parameter not in inside]
+    if outside:
+        warnings.warn(
+            f"{len(outside)} parameters of the optimizer are not in the network and are not "
+            "updated",
+            stacklevel=5,
+        )
+    return shared, outside
+
+
+def _refuse_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (takes long to import)
+
+    sharded = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+    if sharded:
+        msg = f"`network` must hold whole parameters, got sharded ones (DTensor): {sharded}"
+        raise ValueError(msg)

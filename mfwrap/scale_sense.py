@@ -1,0 +1,131 @@
+"""The loss scale of a run: a tensor on the device, and the cell that changes it, if any."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from mfwrap.arguments import described
+from mfwrap.loss_scale import LossScaleUpdateCell
+
+__all__ = ["LossScale", "ScaleSense"]
+
+ScaleSense = float | Tensor | LossScaleUpdateCell
+"""What `MFTrainOneStepCell` takes as ``scale_sense``."""
+
+
+@final
+class LossScale:
+    """The live loss scale.
+
+    Source: MindSpore, ``TrainOneStepWithLossScaleCell.scale_sense``.
+
+    Args:
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell.
+        device: Where the scale is.
+
+    Raises:
+        TypeError: If `scale_sense` is anything else.
+        ValueError: If a tensor has another shape, or the scale is not > 0 and finite.
+    """
+
+    def __init__(self, scale_sense: ScaleSense, device: torch.device) -> None:
+        self.update_cell = scale_sense if isinstance(scale_sense, LossScaleUpdateCell) else None
+        number = _initial_number(scale_sense)
+        self.value = torch.full((), number, dtype=torch.float32, device=device)
+        """Shape ``()``, float32, changed in place."""
+        self.is_one = number == 1 and self.update_cell is None
+        """Whether the scale is known to be 1 without asking the device."""
+        if self.update_cell is not None:
+            self.update_cell.to(device)
+
+    def set(self, sens: Tensor) -> None:
+        """Replace the scale, in place.
+
+        Does not read `sens` on the host, so a scale that is not > 0 and finite shows as overflow.
+
+        Args:
+            sens: Shape ``()`` or ``(1,)``, any real dtype.
+
+        Raises:
+            TypeError: If `sens` is not a tensor.
+            ValueError: If it has another shape.
+        """
+        if not isinstance(sens, Tensor):
+            msg = f"`sens` must be a tensor, got {described(sens)}"
+            raise TypeError(msg)
+        _check_shape("sens", sens)
+        self.value.copy_(sens.detach().reshape(()), non_blocking=True)
+        self.is_one = False
+
+    def update(self, overflow: Tensor) -> Tensor:
+        """Let the update cell see the overflow flag; return the flag."""
+        if self.update_cell is None:
+            return overflow
+        return self.update_cell(self.value, overflow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of scale and counters."""
+        counters = {} if self.update_cell is None else self.update_cell.state_dict()
+        return {"value": self.value.clone(), "update_cell": counters}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore scale and counters; nothing is changed if anything does not fit.
+
+        Raises:
+            KeyError: If a key is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value has the wrong shape, or the scale is not > 0 and finite.
+        """
+        if set(state_dict) != {"value", "update_cell"}:
+            msg = (
+                "`state_dict` of the loss scale must have the keys ['update_cell', 'value'], "
+                f"got {sorted(state_dict)}"
+            )
+            raise KeyError(msg)
+        value = state_dict["value"]
+        if not isinstance(value, Tensor):
+            msg = f"`state_dict['value']` must be a tensor, got {described(value)}"
+            raise TypeError(msg)
+        _check_shape("state_dict['value']", value)
+        number = _checked_number(value.item())
+        counters = state_dict["update_cell"]
+        if self.update_cell is not None:
+            self.update_cell.load_state_dict(counters)
+        elif counters:
+            msg = (
+                "`state_dict` must come from a fixed loss scale, got the counters "
+                f"{sorted(counters)} of an update cell"
+            )
+            raise KeyError(msg)
+        self.value.fill_(number)
+        self.is_one = number == 1 and self.update_cell is None
+
+
+def _initial_number(scale_sense: ScaleSense) -> float:
+    if isinstance(scale_sense, LossScaleUpdateCell):
+        return _checked_number(scale_sense.get_loss_scale())
+    if isinstance(scale_sense, Tensor):
+        _check_shape("scale_sense", scale_sense)
+        return _checked_number(scale_sense.item())
+    if isinstance(scale_sense, (int, float)):
+        return _checked_number(scale_sense)
+    msg = (
+        "`scale_sense` must be a number, a tensor of shape () or (1,), or a loss-scale update "
+        f"cell, got {described(scale_sense)}"
+    )
+    raise TypeError(msg)
+
+
+def _check_shape(name: str, tensor: Tensor) -> None:
+    if tensor.shape not in ((), (1,)):
+        msg = f"`{name}` must have shape () or (1,), got {tuple(tensor.shape)}"
+        raise ValueError(msg)
+
+
+def _checked_number(number: float) -> float:
+    if not 0 < number <= torch.finfo(torch.float32).max:
+        msg = f"`scale_sense` must be > 0 and finite in float32, got {number}"
+        raise ValueError(msg)
+    return float(number)

@@ -1,0 +1,34 @@
+"""What lies inside the wrappers that training puts around networks and optimizers."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mfwrap.arguments import described
+
+__all__ = ["unwrapped_network", "unwrapped_optimizer"]
+
+
+def unwrapped_network(network: nn.Module) -> nn.Module:
+    """Return the network inside DistributedDataParallel and ``torch.compile``."""
+    while True:
+        if isinstance(network, DistributedDataParallel):
+            network = network.module
+        elif any(name == "_orig_mod" for name, _ in network.named_children()):
+            network = network.get_submodule("_orig_mod")
+        else:
+            return network
+
+
+def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the torch optimizer inside accelerate's wrapper.
+
+    Raises:
+        TypeError: If `optimizer` is no torch optimizer.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        msg = f"`optimizer` must be a torch.optim.Optimizer, got {described(optimizer)}"
+        raise TypeError(msg)
+    return optimizer
