@@ -1,0 +1,169 @@
+"""The ways to do everything after backward that are compared."""
+
+import abc
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from ema_pytorch import EMA
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
+from mfwrap.update import StepUpdate
+
+LOSS_SCALE = 2.0**16
+MAX_GRAD_NORM = 1.0
+DECAY = 0.999
+LEARNING_RATE = 1e-4
+
+
+class Model(nn.Module):
+    """Parameters without a forward pass.
+
+    Args:
+        weights: Copied.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weight.clone() for weight in weights)
+
+
+class Contestant(abc.ABC):
+    """One way to do everything after backward.
+
+    Args:
+        model: Its parameters are trained.
+    """
+
+    name: str
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.device = self.parameters[0].device
+        self._gradients = [torch.empty_like(parameter) for parameter in self.parameters]
+
+    def load_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Give every parameter its scaled gradient."""
+        torch._foreach_copy_(self._gradients, list(gradients))
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def state_bytes(self) -> int:
+        """Return the bytes of parameters, gradients, two moments and one average."""
+        return 5 * sum(parameter.nbytes for parameter in self.parameters)
+
+    @abc.abstractmethod
+    def step(self) -> None:
+        """Unscale, clip, update, average, measure every gradient's norm."""
+
+
+class Mfwrap(Contestant):
+    """The part of `MFTrainOneStepCell` after backward."""
+
+    name = "mfwrap, fused AdamW"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._loss = torch.zeros((), device=self.device)
+        self._update = StepUpdate(
+            model,
+            torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=True),
+            StepConfig(use_clip_grad=True, max_grad_norm=MAX_GRAD_NORM, local_norm=True),
+            DynamicLossScaleUpdateCell(LOSS_SCALE, 2, 10**6),
+            ema=ExponentialMovingAverage(model, DECAY),
+        )
+
+    def step(self) -> None:
+        self._update(self._loss)
+
+
+class Torch(Contestant):
+    """torch's GradScaler and ``clip_grad_norm_``, with one read a parameter for its norm."""
+
+    fused = True
+    reads_norms = True
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._optimizer = torch.optim.AdamW(
+            self.parameters, LEARNING_RATE, fused=self.fused, foreach=not self.fused
+        )
+        self._scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6
+        )
+        # A scaler has no scale before it has scaled something.
+        self._scaler.scale(torch.zeros((), device=self.device))
+        self._average = self.make_average()
+        self.norms: list[float] = []
+
+    def step(self) -> None:
+        self._scaler.unscale_(self._optimizer)
+        if self.reads_norms:
+            self.norms = [p.grad.norm().item() for p in self.parameters if p.grad is not None]
+        nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._average()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @abc.abstractmethod
+    def make_average(self) -> Callable[[], None]:
+        """Return what is called to average the weights."""
+
+
+class TorchFused(Torch):
+    """With fused AdamW and one foreach call for the average."""
+
+    name = "torch, fused AdamW, foreach average"
+
+    def make_average(self) -> Callable[[], None]:
+        averages = [parameter.detach().clone() for parameter in self.parameters]
+        follow = get_ema_multi_avg_fn(DECAY)
+        return lambda: follow(averages, self.parameters, 0)
+
+
+class TorchFusedWithoutNorms(TorchFused):
+    """The same, without the norm of every parameter."""
+
+    name = "the same, without norms by parameter"
+    reads_norms = False
+
+
+class TorchForeach(TorchFused):
+    """With foreach AdamW."""
+
+    name = "torch, foreach AdamW, foreach average"
+    fused = False
+
+
+class TorchAveragedModel(Torch):
+    """With torch's AveragedModel."""
+
+    name = "torch, fused AdamW, AveragedModel"
+
+    def make_average(self) -> Callable[[], None]:
+        averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        return lambda: averaged.update_parameters(self.model)
+
+
+class TorchEmaPytorch(Torch):
+    """With the package ema-pytorch."""
+
+    name = "torch, fused AdamW, ema-pytorch"
+
+    def make_average(self) -> Callable[[], None]:
+        average = EMA(self.model, beta=DECAY, update_after_step=0, update_every=1)
+        update: Callable[[], None] = average.update
+        return update
+
+
+CONTESTANTS: tuple[type[Contestant], ...] = (
+    Mfwrap,
+    TorchFused,
+    TorchFusedWithoutNorms,
+    TorchForeach,
+    TorchAveragedModel,
+    TorchEmaPytorch,
+)

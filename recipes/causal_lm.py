@@ -1,0 +1,256 @@
+"""Train a small Llama on Python's own documentation, byte by byte: the cell at its plainest.
+
+    python -m mfwrap.recipes.causal_lm --output_dir runs/causal_lm
+
+Everything is built from what is installed: the model from its configuration, the text from
+`pydoc_data.topics`. The run folder gets `metrics.jsonl`, `run.png` and the models of raw and
+averaged weights in `save_pretrained` form.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
+
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+    StepReport,
+)
+from mfwrap.recipes.run_picture import draw_run
+
+IGNORED_LABEL = -100
+
+
+@dataclass
+class RecipeArguments:
+    """Settings of the run."""
+
+    output_dir: Path = field(default=Path("runs/causal_lm"), metadata={"help": "run folder"})
+    max_steps: int = field(default=300, metadata={"help": "number of updates"})
+    micro_batch_size: int = field(default=8, metadata={"help": "texts in a micro-batch"})
+    gradient_accumulation_steps: int = field(default=2, metadata={"help": "micro-batches"})
+    sequence_length: int = field(default=256, metadata={"help": "longest text, in bytes"})
+    learning_rate: float = field(default=3e-3, metadata={"help": "highest learning rate"})
+    warmup_steps: int = field(default=30, metadata={"help": "updates up to that rate"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "limit of the global norm"})
+    ema_decay: float = field(default=0.98, metadata={"help": "decay of the averaged weights"})
+    mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16"})
+    logging_steps: int = field(default=10, metadata={"help": "updates between two read-outs"})
+    seed: int = field(default=0, metadata={"help": "seed of weights and order"})
+
+
+class PythonTopics(Dataset[dict[str, Tensor]]):
+    """Pieces of the topics of Python's `help()`, as bytes; the last piece of each is padded.
+
+    Args:
+        names: Topics to take.
+        sequence_length: Length of a piece, in bytes.
+    """
+
+    def __init__(self, names: Sequence[str], sequence_length: int) -> None:
+        self._length = sequence_length
+        texts = [topics[name].encode() for name in names]
+        self._pieces = [
+            text[start : start + sequence_length]
+            for text in texts
+            for start in range(0, len(text), sequence_length)
+        ]
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one piece: ``input_ids`` and ``labels``, shape ``(sequence_length,)``, int64."""
+        piece = torch.frombuffer(bytearray(self._pieces[index]), dtype=torch.uint8).long()
+        padding = self._length - len(piece)
+        return {
+            "input_ids": torch.nn.functional.pad(piece, (0, padding)),
+            "labels": torch.nn.functional.pad(piece, (0, padding), value=IGNORED_LABEL),
+        }
+
+
+def build_model(sequence_length: int) -> LlamaForCausalLM:
+    """Build a Llama of 1.3 million weights over bytes."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=160,
+            intermediate_size=432,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=sequence_length,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def build_loaders(arguments: RecipeArguments) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return loaders of training text and of the topics that are held out, every tenth."""
+    names = sorted(topics)
+    training = [name for index, name in enumerate(names) if index % 10]
+    held_out = [name for index, name in enumerate(names) if not index % 10]
+    size, length = arguments.micro_batch_size, arguments.sequence_length
+    order = torch.Generator().manual_seed(arguments.seed)
+    return (
+        DataLoader(PythonTopics(training, length), size, shuffle=True, generator=order),
+        DataLoader(PythonTopics(held_out, length), size),
+    )
+
+
+def micro_batches(loader: DataLoader[Any], number: int) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield `number` batches at a time, epoch after epoch."""
+    pending: list[dict[str, Tensor]] = []
+    while True:
+        for batch in loader:
+            pending.append(batch)
+            if len(pending) == number:
+                yield pending
+                pending = []
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, loader: DataLoader[Any], accelerator: Accelerator) -> float:
+    """Return the mean loss per byte of the held-out text."""
+    model.eval()
+    totals = torch.zeros(2, device=accelerator.device)
+    for batch in loader:
+        num_targets = batch["labels"][:, 1:].ne(IGNORED_LABEL).sum()
+        totals += torch.stack((model(**batch).loss * num_targets, num_targets))
+    model.train()
+    loss, num_targets = accelerator.reduce(totals)
+    return float(loss / num_targets)
+
+
+class MetricsFile:
+    """Write one JSON line a step, reading the device once in a while.
+
+    Args:
+        path: File that is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+        self._reports: list[StepReport] = []
+
+    def add(self, report: StepReport) -> None:
+        """Keep the report of a step; its numbers stay on the device."""
+        self._reports.append(report)
+
+    def write_steps(self) -> dict[str, Any]:
+        """Write all steps that were added since the last time; return the newest."""
+        record: dict[str, Any] = {}
+        for report in self._reports:
+            step = int(report.applied_updates + report.skipped_updates)
+            values = {k: v.tolist() for k, v in report.output._asdict().items() if k != "size"}
+            local_norms = zip(report.local_norm_names, values["local_norm"], strict=True)
+            record = {"step": step, **values, "local_norm": dict(local_norms)}
+            self.write(record)
+        self._reports.clear()
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def train(
+    arguments: RecipeArguments,
+    cell: MFTrainOneStepCell,
+    loader: DataLoader[Any],
+    metrics: MetricsFile,
+) -> None:
+    """Do all updates."""
+    progress = tqdm(range(1, arguments.max_steps + 1), unit="step", dynamic_ncols=True)
+    batches = micro_batches(loader, arguments.gradient_accumulation_steps)
+    for step, batch in zip(progress, batches, strict=False):
+        cell.step(batch)
+        metrics.add(cell.last_report)
+        if step % arguments.logging_steps == 0 or step == arguments.max_steps:
+            progress.set_postfix_str(
+                "loss {loss:.3f}, learning rate {learning_rate:.1e}, "
+                "loss scale {loss_scale:.0f}, global norm {global_norm:.2f}".format(
+                    **metrics.write_steps()
+                )
+            )
+    cell.flush()
+
+
+def main() -> None:
+    """Train, evaluate raw and averaged weights, and write the run folder."""
+    (arguments,) = HfArgumentParser(RecipeArguments).parse_args_into_dataclasses()
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    set_seed(arguments.seed)
+    accelerator = Accelerator(
+        mixed_precision=arguments.mixed_precision,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+    )
+    model = build_model(arguments.sequence_length)
+    optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, fused=True)
+    schedule = get_cosine_schedule_with_warmup(
+        optimizer, arguments.warmup_steps, arguments.max_steps
+    )
+    training, held_out = build_loaders(arguments)
+    model, optimizer, training, held_out = accelerator.prepare(model, optimizer, training, held_out)
+    ema = ExponentialMovingAverage(model, arguments.ema_decay, warmup=True)
+    cell = MFTrainOneStepCell(
+        model,
+        optimizer,
+        use_clip_grad=True,
+        max_grad_norm=arguments.max_grad_norm,
+        scale_sense=DynamicLossScaleUpdateCell(65536.0, scale_factor=2, scale_window=100),
+        local_norm=True,
+        accelerator=accelerator,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        lr_scheduler=schedule,
+        ema=ema,
+        calculate_per_token_loss=True,
+        local_norm_groups="layer",
+    )
+    metrics = MetricsFile(arguments.output_dir / "metrics.jsonl")
+    start = evaluate(model, held_out, accelerator)
+    metrics.write({"step": 0, "eval_loss": start})
+    train(arguments, cell, training, metrics)
+    raw = evaluate(model, held_out, accelerator)
+    save(model, accelerator, arguments.output_dir / "model")
+    with ema.swap():
+        averaged = evaluate(model, held_out, accelerator)
+        save(model, accelerator, arguments.output_dir / "model_ema")
+    metrics.write({"step": arguments.max_steps, "eval_loss": raw, "ema_eval_loss": averaged})
+    draw_run(
+        arguments.output_dir / "metrics.jsonl",
+        arguments.output_dir / "run.png",
+        max_grad_norm=arguments.max_grad_norm,
+        title="A small Llama on Python's documentation",
+    )
+    print(f"loss on held-out text: {start:.3f} at the start, {raw:.3f} with the raw weights, ")
+    print(f"{averaged:.3f} with averaged weights; run folder: {arguments.output_dir}")
+
+
+def save(model: torch.nn.Module, accelerator: Accelerator, folder: Path) -> None:
+    """Write the model in `save_pretrained` form."""
+    accelerator.unwrap_model(model).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
