@@ -33,14 +33,15 @@ class _HostReads(TorchFunctionMode):
 
 def count_host_reads(step: Callable[[], None]) -> int:
     """Return how often `step` reads a value of a tensor on the host."""
-    with _HostReads() as reads:
+    reads = _HostReads()
+    with reads:
         step()
     return reads.count
 
 
 class _Traffic(TorchDispatchMode):
     def __init__(self, larger_than: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._larger_than = larger_than
         self.num_bytes = 0
 
@@ -88,7 +89,8 @@ def count_traffic(step: Callable[[], None], *, larger_than: int) -> int:
         step: Run once.
         larger_than: Tensors of at most this many elements do not count.
     """
-    with _Traffic(larger_than) as traffic:
+    traffic = _Traffic(larger_than)
+    with traffic:
         step()
     return traffic.num_bytes
 
@@ -104,7 +106,8 @@ def transient_peak(step: Callable[[], None], device: torch.device) -> int:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         step()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()
     memory = [event for event in events if event.name() == "[memory]"]
     memory.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in memory), initial=0))
+    sizes: list[int] = [event.nbytes() for event in memory]
+    return max(accumulate(sizes, initial=0))

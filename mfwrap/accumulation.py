@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mfwrap.devices import on_device
 from mfwrap.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
 from mfwrap.micro_batches import NetworkCall
 from mfwrap.wrappers import unwrapped_network
@@ -65,7 +66,7 @@ class GradientAccumulation:
                 with self._autocast():
                     part = self._forward(call)
                 self._backward(part, loss_scale, len(calls))
-            parts.append(LossParts(part.numerator.detach().float(), part.denominator))
+            parts.append(_detached(part, loss_scale.device))
         return self._accumulated(parts)
 
     def _backward(self, part: LossParts, loss_scale: Tensor, num_micro_batches: int) -> None:
@@ -73,7 +74,8 @@ class GradientAccumulation:
         numerator = part.numerator.float()
         share = 1 if part.denominator is not None else num_micro_batches
         with torch.autocast(numerator.device.type, enabled=False):
-            (numerator * (loss_scale / share)).backward()  # type: ignore[no-untyped-call]
+            scale = on_device(loss_scale / share, numerator.device)
+            (numerator * scale).backward()
 
     def _accumulated(self, parts: Sequence[LossParts]) -> Accumulated:
         total = torch.stack([part.numerator for part in parts]).sum()
@@ -107,3 +109,8 @@ class GradientAccumulation:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
         return context
+
+
+def _detached(part: LossParts, device: torch.device) -> LossParts:
+    denominator = None if part.denominator is None else on_device(part.denominator, device)
+    return LossParts(on_device(part.numerator.detach().float(), device), denominator)

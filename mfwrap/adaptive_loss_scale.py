@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import check_positive_int, check_positive_number
+from mfwrap.devices import on_device
 from mfwrap.loss_scale import (
     LossScaleUpdateCell,
     as_flag,
@@ -141,8 +142,7 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
 
     def to(self, device: torch.device) -> None:
         self._counters = moved_counters(self._counters, device)
-        if self._windows.device != device:
-            self._windows = self._windows.to(device)
+        self._windows = on_device(self._windows, device)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: counter.clone() for name, counter in self._counters.items()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_positive_int, described
 from mfwrap.averaged_tensors import buffer_places, named_weights
+from mfwrap.devices import on_device
 from mfwrap.wrappers import unwrapped_network
 
 __all__ = ["ExponentialMovingAverage"]
@@ -138,7 +139,7 @@ class ExponentialMovingAverage:
         if applied is None:
             self._applied_updates.add_(1)
         else:
-            self._applied_updates.add_(_on_device(applied, self._applied_updates.device))
+            self._applied_updates.add_(on_device(applied, self._applied_updates.device))
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
@@ -254,19 +255,19 @@ class ExponentialMovingAverage:
         factor = group.smoothing_factor
         if self._warmup:
             # 1 - (1 + n) / (10 + n), written so that nothing cancels.
-            num_updates = _on_device(self._applied_updates, factor.device)
+            num_updates = on_device(self._applied_updates, factor.device)
             factor = torch.maximum(group.nine / (num_updates + 10), factor)
         if applied is None:
             return factor
-        return torch.where(_on_device(applied, factor.device), factor, group.zero)
+        return torch.where(on_device(applied, factor.device), factor, group.zero)
 
     def _follow_buffers(self, applied: Tensor | None) -> None:
         if applied is None:
             _write(self._buffers.values(), self._current_buffers())
             return
         for copy, buffer in zip(self._buffers.values(), self._current_buffers(), strict=True):
-            condition = _on_device(applied, copy.device)
-            torch.where(condition, _on_device(buffer, copy.device), copy, out=copy)
+            condition = on_device(applied, copy.device)
+            torch.where(condition, on_device(buffer, copy.device), copy, out=copy)
 
     def _current_buffers(self) -> list[Tensor]:
         return [place.tensor() for place in self._buffer_places.values()]
@@ -299,11 +300,6 @@ def _write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     written = list(targets)
     if written:
         torch._foreach_copy_(written, list(values))
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    # `to` alone would do the same, but looks like a read to who counts moves to the CPU.
-    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _copy(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

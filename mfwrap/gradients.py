@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mfwrap.arguments import described
 from mfwrap.config import LocalNormGroups
+from mfwrap.devices import on_device
 
 __all__ = [
     "NormGroups",
@@ -164,8 +165,8 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
         kind_squares = (
             _squares_on_cpu(kind, dtype) if where.type == "cpu" else _squares(kind, dtype)
         )
-        on_device = kind_squares.to(device, non_blocking=True).unbind()
-        for index, square in zip(indices, on_device, strict=True):
+        moved = on_device(kind_squares, device).unbind()
+        for index, square in zip(indices, moved, strict=True):
             squares[index] = square
     return torch.stack(squares)
 
@@ -197,17 +198,13 @@ def _large_square_on_cpu(gradient: Tensor) -> Tensor:
     if gradient.is_contiguous():
         flat = gradient.view(-1)
         whole = flat.numel() // _ROW * _ROW
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
-        rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+        rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
+        rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
         return (rows.square_().sum() + rest.square_()).float()
     # A view would copy; splitting along the first dimension does not.
     slices = gradient.split(max(1, _LARGE * gradient.shape[0] // gradient.numel()))
-    return (
-        torch.stack([torch.linalg.vector_norm(s, dtype=dtype) for s in slices])
-        .square_()
-        .sum()
-        .float()
-    )
+    norms: Tensor = torch.stack([torch.linalg.vector_norm(s, dtype=dtype) for s in slices])
+    return norms.square_().sum().float()
 
 
 def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:
@@ -227,7 +224,7 @@ def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """
     # The largest magnitude carries inf and nan and needs no temporary of the tensor's size.
     largest = [
-        torch.linalg.vector_norm(tensor, float("inf")).float().to(device, non_blocking=True)
+        on_device(torch.linalg.vector_norm(tensor, float("inf")).float(), device)
         for tensor in tensors
         if tensor.numel() > 0
     ]
@@ -281,7 +278,7 @@ def clip_by_global_norm(
     norm = sum_of_squares(x, x[0].device).sum().sqrt()
     # `where`, because `maximum` would turn a nan norm into a nan factor.
     factor = clip_norm / torch.where(norm > clip_norm, norm, float(clip_norm))
-    clipped = [(tensor * factor.to(tensor.device)).to(tensor.dtype) for tensor in x]
+    clipped = [(tensor * on_device(factor, tensor.device)).to(tensor.dtype) for tensor in x]
     return clipped if isinstance(x, list) else tuple(clipped)
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from mfwrap.devices import on_device
+
 __all__ = ["SkippableOptimizer", "learning_rates"]
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -32,7 +34,7 @@ def learning_rates(optimizer: Optimizer, device: torch.device) -> Tensor:
 
 def _rate(rate: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(rate, Tensor):
-        return rate.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+        return on_device(rate.detach().reshape(()).float(), device)
     return torch.full((), rate, dtype=torch.float32, device=device)
 
 

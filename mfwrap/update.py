@@ -249,7 +249,9 @@ class StepUpdate:
             global_norm=measured.global_norm if self._config.use_clip_grad else None,
         )
         if self._config.local_norm:
-            output = LocalNormStepOutput(*output, local_norm=measured.local_norm, size=groups.sizes)
+            output = LocalNormStepOutput(
+                **output._asdict(), local_norm=measured.local_norm, size=groups.sizes
+            )
         return StepReport(
             output=output,
             skipped=~applied,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator
@@ -54,6 +54,17 @@ class RecipeArguments:
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16"})
     logging_steps: int = field(default=10, metadata={"help": "updates between two read-outs"})
     seed: int = field(default=0, metadata={"help": "seed of weights and order"})
+
+    def __post_init__(self) -> None:
+        """Refuse what would train nothing.
+
+        Raises:
+            ValueError: If a number that must be positive is not.
+        """
+        for name in ("max_steps", "micro_batch_size", "sequence_length", "logging_steps"):
+            if getattr(self, name) < 1:
+                msg = f"`{name}` must be >= 1, got {getattr(self, name)}"
+                raise ValueError(msg)
 
 
 class PythonTopics(Dataset[dict[str, Tensor]]):
@@ -145,16 +156,17 @@ class MetricsFile:
     """Write one JSON line a step, reading the device once in a while.
 
     Args:
-        path: File that is replaced.
+        file: Open for writing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
         self._reports: list[StepReport] = []
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport | None) -> None:
         """Keep the report of a step; its numbers stay on the device."""
-        self._reports.append(report)
+        if report is not None:
+            self._reports.append(report)
 
     def write_steps(self) -> dict[str, Any]:
         """Write all steps that were added since the last time; return the newest."""
@@ -183,22 +195,27 @@ def train(
     """Do all updates."""
     progress = tqdm(range(1, arguments.max_steps + 1), unit="step", dynamic_ncols=True)
     batches = micro_batches(loader, arguments.gradient_accumulation_steps)
-    for step, batch in zip(progress, batches, strict=False):
-        cell.step(batch)
-        metrics.add(cell.last_report)
-        if step % arguments.logging_steps == 0 or step == arguments.max_steps:
-            progress.set_postfix_str(
-                "loss {loss:.3f}, learning rate {learning_rate:.1e}, "
-                "loss scale {loss_scale:.0f}, global norm {global_norm:.2f}".format(
-                    **metrics.write_steps()
+    try:
+        for step, batch in zip(progress, batches, strict=False):
+            cell.step(batch)
+            metrics.add(cell.last_report)
+            if step % arguments.logging_steps == 0 or step == arguments.max_steps:
+                progress.set_postfix_str(
+                    "loss {loss:.3f}, learning rate {learning_rate:.1e}, "
+                    "loss scale {loss_scale:.0f}, global norm {global_norm:.2f}".format(
+                        **metrics.write_steps()
+                    )
                 )
-            )
-    cell.flush()
+        cell.flush()
+    finally:
+        metrics.write_steps()
 
 
 def main() -> None:
     """Train, evaluate raw and averaged weights, and write the run folder."""
-    (arguments,) = HfArgumentParser(RecipeArguments).parse_args_into_dataclasses()
+    # The parser's own name for the type of a dataclass is one that no dataclass has.
+    parser = HfArgumentParser(RecipeArguments)  # type: ignore[arg-type]
+    (arguments,) = parser.parse_args_into_dataclasses()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     set_seed(arguments.seed)
     accelerator = Accelerator(
@@ -210,8 +227,9 @@ def main() -> None:
     schedule = get_cosine_schedule_with_warmup(
         optimizer, arguments.warmup_steps, arguments.max_steps
     )
-    training, held_out = build_loaders(arguments)
-    model, optimizer, training, held_out = accelerator.prepare(model, optimizer, training, held_out)
+    model, optimizer, training, held_out = accelerator.prepare(
+        model, optimizer, *build_loaders(arguments)
+    )
     ema = ExponentialMovingAverage(model, arguments.ema_decay, warmup=True)
     cell = MFTrainOneStepCell(
         model,
@@ -227,29 +245,35 @@ def main() -> None:
         calculate_per_token_loss=True,
         local_norm_groups="layer",
     )
-    metrics = MetricsFile(arguments.output_dir / "metrics.jsonl")
-    start = evaluate(model, held_out, accelerator)
-    metrics.write({"step": 0, "eval_loss": start})
-    train(arguments, cell, training, metrics)
-    raw = evaluate(model, held_out, accelerator)
-    save(model, accelerator, arguments.output_dir / "model")
+    with (arguments.output_dir / "metrics.jsonl").open("w") as file:
+        metrics = MetricsFile(file)
+        start = evaluate(model, held_out, accelerator)
+        metrics.write({"step": 0, "eval_loss": start})
+        train(arguments, cell, training, metrics)
+        raw = evaluate(model, held_out, accelerator)
+        with ema.swap():
+            averaged = evaluate(model, held_out, accelerator)
+        metrics.write({"step": arguments.max_steps, "eval_loss": raw, "ema_eval_loss": averaged})
+    save(arguments, accelerator.unwrap_model(model), ema)
+    print(
+        f"loss on held-out text: {start:.3f} at the start, {raw:.3f} with raw weights, "
+        f"{averaged:.3f} with averaged weights\nrun folder: {arguments.output_dir}"
+    )
+
+
+def save(
+    arguments: RecipeArguments, model: LlamaForCausalLM, ema: ExponentialMovingAverage
+) -> None:
+    """Write both models in `save_pretrained` form, and the picture."""
+    model.save_pretrained(arguments.output_dir / "model")
     with ema.swap():
-        averaged = evaluate(model, held_out, accelerator)
-        save(model, accelerator, arguments.output_dir / "model_ema")
-    metrics.write({"step": arguments.max_steps, "eval_loss": raw, "ema_eval_loss": averaged})
+        model.save_pretrained(arguments.output_dir / "model_ema")
     draw_run(
         arguments.output_dir / "metrics.jsonl",
         arguments.output_dir / "run.png",
         max_grad_norm=arguments.max_grad_norm,
         title="A small Llama on Python's documentation",
     )
-    print(f"loss on held-out text: {start:.3f} at the start, {raw:.3f} with the raw weights, ")
-    print(f"{averaged:.3f} with averaged weights; run folder: {arguments.output_dir}")
-
-
-def save(model: torch.nn.Module, accelerator: Accelerator, folder: Path) -> None:
-    """Write the model in `save_pretrained` form."""
-    accelerator.unwrap_model(model).save_pretrained(folder)
 
 
 if __name__ == "__main__":

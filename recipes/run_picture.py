@@ -9,13 +9,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 __all__ = ["draw_run"]
 
 _RAW = "#2f6db3"
 _AVERAGED = "#d1662c"
 _FAINT = "#a9bfd8"
-_STYLE = {
+_STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -96,6 +97,8 @@ def _draw_norm(axes: Axes, steps: list[dict[str, Any]], max_grad_norm: float) ->
         ha="right", va="bottom", textcoords="offset points", xytext=(-4, 2),
     )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     _mark_skips(axes, steps)
 
 
