@@ -1,6 +1,7 @@
 """Checks of arguments, with one form of message."""
 
 import math
+import sys
 
 __all__ = ["check_bool", "check_positive_int", "check_positive_number", "described"]
 
@@ -39,7 +40,9 @@ def check_positive_number(name: str, value: object, *, finite: bool = False) -> 
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"`{name}` must be a number, got {described(value)}"
         raise TypeError(msg)
-    if math.isnan(value) or value <= 0 or (finite and math.isinf(value)):
+    # Not `float(value)` first: an int may be too large for any float.
+    number = math.inf if value > sys.float_info.max else float(value)
+    if not number > 0 or (finite and math.isinf(number)):
         msg = f"`{name}` must be > 0{' and finite' if finite else ''}, got {value}"
         raise ValueError(msg)
-    return float(value)
+    return number

@@ -114,13 +114,20 @@ class TrainOneStepCell:
         self._parameters.release_gradients()
         try:
             loss = self._accumulate([NetworkCall(inputs, keywords)], self._sens).loss
-            gradients = self._parameters.named_gradients()
+            gradients = self._gradients()
             self.optimizer.step()
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
         finally:
             self._parameters.release_gradients()
         return (loss, gradients) if self.return_grad else loss
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self._parameters.named_gradients()
+        if not self.return_grad:
+            return named
+        # Copies, because some optimizers change gradients in place.
+        return {name: gradient.clone() for name, gradient in named.items()}
 
 
 class LossScaleHooks:

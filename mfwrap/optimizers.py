@@ -1,8 +1,8 @@
-"""Apply one multiplier and one skip flag to any torch optimizer.
+"""Apply one divisor and one skip flag to any torch optimizer.
 
 torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the attribute ``grad_scale``
 and leave everything as it is when ``found_inf`` is 1, inside their own pass over the gradients.
-For every other optimizer the flag is read on the host, once, and the gradients are multiplied in
+For every other optimizer the flag is read on the host, once, and the gradients are divided in
 place, once.
 """
 
@@ -102,9 +102,9 @@ class SkippableOptimizer:
                 for parameter in group["params"]
                 if parameter.grad is not None
             ]
-            # A host number is multiplied in float32 whatever the gradients' type, where a
-            # tensor would be rounded to bfloat16 first.
-            torch._foreach_mul_(gradients, 1 / value)
+            # Not `mul_(1 / value)`: on CPU that rounds the number to the gradients' type first, and
+            # float16 would lose all of it.
+            torch._foreach_div_(gradients, value)
         self.optimizer.step()
 
     def _first_update_is_unsafe(self) -> bool:

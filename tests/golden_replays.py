@@ -1,0 +1,137 @@
+"""The recorded runs of training cells, done again by mfwrap."""
+
+import functools
+from collections.abc import Collection, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import mfwrap
+from golden_traces import (
+    FUSED,
+    TOLERANCE,
+    assert_same,
+    cases,
+    network_of,
+    optimizer_of,
+    scale_sense_of,
+    tensor,
+)
+
+PLAIN = "train_one_step_cell"
+LOSS_SCALE = "train_one_step_with_loss_scale_cell"
+MF = "mf_train_one_step_cell"
+
+LARGEST_SCALE = 2.0**60
+"""Up to here a float32 sum of squares of scaled gradients overflows only with its elements."""
+
+
+def recorded_scales(case: dict[str, Any]) -> list[float]:
+    """Return every loss scale of a recorded run."""
+    given = case["scale_sense"] or {}
+    return [
+        *(given[name] for name in ("value", "loss_scale_value") if name in given),
+        *(event["set_sense_scale"] for event in case["events"]),
+        *(float(step["loss_scale"]) for step in case["expected"]),
+    ]
+
+
+FAR_SCALES = frozenset(
+    name
+    for family in (LOSS_SCALE, MF)
+    for name, case in cases(family).items()
+    if max(recorded_scales(case)) > LARGEST_SCALE
+)
+"""Cases with a loss scale above `LARGEST_SCALE`."""
+
+
+class Replay:
+    """A recorded case, ready to be run step by step by mfwrap.
+
+    Args:
+        case: Of a family whose cases have a ``wrapper``.
+        fused: Use torch's fused optimizer, which is skipped on the device; otherwise an optimizer
+            that is skipped by one read.
+    """
+
+    def __init__(self, case: Mapping[str, Any], *, fused: bool) -> None:
+        self.case = case
+        self.network = network_of(case)
+        parameters = dict(self.network.named_parameters())
+        self.optimizer, self.schedule = optimizer_of(case, parameters, fused=fused)
+        self._parameters = [parameters[recorded["name"]] for recorded in case["params"]]
+        keywords = dict(case["wrapper_args"], lr_scheduler=self.schedule)
+        if case["scale_sense"] is not None:
+            keywords["scale_sense"] = scale_sense_of(case["scale_sense"])
+        self.cell: Any = getattr(mfwrap, case["wrapper"])(self.network, self.optimizer, **keywords)
+
+    def batch(self, step: int) -> list[Tensor]:
+        """Return the inputs of a step."""
+        return [tensor(value) for value in self.case["batches"][self.case["batch_index"][step]]]
+
+    def weights(self) -> list[Tensor]:
+        """Return copies of the weights, flat, in the order of the recorded ``params``."""
+        return [parameter.detach().clone().flatten() for parameter in self._parameters]
+
+    def set_scale(self, index: int) -> None:
+        """Call ``set_sense_scale`` if the recorded run did so before this step."""
+        for event in self.case["events"]:
+            if event["before_step"] == index:
+                self.cell.set_sense_scale(torch.full(event["shape"], event["set_sense_scale"]))
+
+    def step(self, index: int) -> Any:
+        """Do one recorded step and return the cell's output."""
+        self.set_scale(index)
+        return self.cell(*self.batch(index))
+
+
+def replays(*families: str, without: Collection[str] = ()) -> list[Any]:
+    """Return parameters ``family, name, fused``, both ways where torch has a fused optimizer."""
+    return [
+        pytest.param(family, name, fused, id=f"{name}-{'fused' if fused else 'in_place'}")
+        for family in families
+        for name, case in cases(family).items()
+        if name not in without
+        for fused in (True, False)
+        if not fused or case["optimizer"]["class"] in FUSED
+    ]
+
+
+class Run(NamedTuple):
+    """A whole replay, of which nothing was read on the host before its end."""
+
+    replay: Replay
+    outputs: list[Any]
+    reports: list[Any]
+    weights: list[Tensor]
+
+    def stacked(self, field: str) -> Tensor:
+        """Return one field of all outputs."""
+        return torch.stack([getattr(output, field) for output in self.outputs])
+
+    def reported(self, field: str) -> Tensor:
+        """Return one field of all reports."""
+        return torch.stack([getattr(report, field) for report in self.reports])
+
+    def recorded(self, field: str) -> list[Any]:
+        """Return what MindSpore returned in that field."""
+        return [step[field] for step in self.replay.case["expected"]]
+
+    def assert_weights(self) -> None:
+        """Compare the weights after every step with the recorded ones, as one output."""
+        recorded = [list(chain.from_iterable(weights)) for weights in self.recorded("params")]
+        assert_same(torch.stack(self.weights), recorded, relative=TOLERANCE)
+
+
+@functools.cache
+def run_of(family: str, name: str, fused: bool) -> Run:  # noqa: FBT001  (a parameter of tests)
+    """Replay a case; once, because several tests look at the same run."""
+    run = Run(Replay(cases(family)[name], fused=fused), [], [], [])
+    for index in range(run.replay.case["steps"]):
+        run.outputs.append(run.replay.step(index))
+        run.reports.append(getattr(run.replay.cell, "last_report", None))
+        run.weights.append(torch.cat(run.replay.weights()))
+    return run

@@ -1,0 +1,673 @@
+"""The average follows applied updates only, exactly, and never waits for the device."""
+
+import copy
+import io
+import itertools
+import weakref
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from host_reads import HostReads
+from mfwrap.ema import ExponentialMovingAverage
+
+APPLIED = torch.ones((), dtype=torch.bool)
+SKIPPED = torch.zeros((), dtype=torch.bool)
+FLAGS = {True: APPLIED, False: SKIPPED}
+DTYPES = (torch.float32, torch.float64)
+patterns = st.lists(st.booleans(), min_size=1, max_size=12)
+decays = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999, 0.9999])
+
+
+def weights_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return random weights."""
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def train(weights: Iterable[Tensor]) -> None:
+    """Change weights as an optimizer does, in place."""
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(torch.randn_like(weight))
+
+
+def averages(ema: ExponentialMovingAverage) -> dict[str, Tensor]:
+    """Return copies of the averages."""
+    return {name: average.clone() for name, average in ema.named_averages()}
+
+
+def flat(state: dict) -> dict[str, Tensor]:
+    """Return copies of a state's tensors."""
+    return {f"{part}.{k}": v.clone() for part, tensors in state.items() for k, v in tensors.items()}
+
+
+def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    """Assert equal names, shapes, dtypes and values, bitwise."""
+    assert list(expected) == list(actual)
+    for name, tensor in expected.items():
+        assert tensor.dtype == actual[name].dtype, name
+        assert torch.equal(tensor, actual[name]), name
+
+
+class Network(nn.Module):
+    """A tied weight, a frozen one, buffers of two kinds and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.frozen(self.norm(self.embedding(tokens))))
+
+
+AVERAGED = ["embedding.weight", "norm.weight", "norm.bias"]
+COPIED = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def training(network: Network, num_steps: int, ema: ExponentialMovingAverage, seed: int) -> None:
+    """Train a network; every third update is skipped."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.1)
+    for step in range(num_steps):
+        tokens = torch.randint(7, (5,), generator=generator)
+        nn.functional.cross_entropy(network(tokens), tokens).backward()
+        applied = step % 3 != 2
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad()
+        ema.update(FLAGS[applied])
+
+
+@given(decay=decays, num_steps=st.integers(1, 12), dtype=st.sampled_from(DTYPES))
+def test_equals_torch_bitwise(decay, num_steps, dtype):
+    """Without warm-up the averages are those of torch's own function, bit by bit."""
+    weights = weights_of((3, 5), (), (0,), (17,), dtype=dtype)
+    expected = [weight.clone() for weight in weights]
+    follow = get_ema_multi_avg_fn(decay)
+    with_flag = ExponentialMovingAverage(weights, decay)
+    without_flag = ExponentialMovingAverage(weights, decay)
+    for _ in range(num_steps):
+        train(weights)
+        follow(expected, weights, None)
+        with_flag.update(APPLIED)
+        without_flag.update()
+
+    assert_same(dict(zip("0123", expected, strict=True)), averages(with_flag))
+    assert_same(averages(with_flag), averages(without_flag))
+
+
+@given(
+    decay=decays,
+    pattern=patterns,
+    update_every=st.integers(1, 3),
+    warmup=st.booleans(),
+    dtype=st.sampled_from([*DTYPES, torch.bfloat16]),
+)
+def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
+    """Any decay, any skips: the averages are those of the formula in float64."""
+    weights = weights_of((4, 3), (5,), dtype=dtype)
+    expected = [weight.double().clone() for weight in weights]
+    ema = ExponentialMovingAverage(weights, decay, warmup, update_every)
+    num_applied = 0
+    for call, applied in enumerate(pattern, start=1):
+        train(weights)
+        ema.update(FLAGS[applied])
+        if applied and call % update_every == 0:
+            now = min(decay, (1 + num_applied) / (10 + num_applied)) if warmup else decay
+            expected = [
+                now * e + (1 - now) * w.double() for e, w in zip(expected, weights, strict=True)
+            ]
+        num_applied += applied
+
+    precision = 1e-12 if dtype == torch.float64 else 1e-5
+    for average, reference in zip(averages(ema).values(), expected, strict=True):
+        assert average.dtype == (dtype if dtype in DTYPES else torch.float32)
+        torch.testing.assert_close(average.double(), reference, rtol=precision, atol=precision)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9999, 1 - 1e-7])
+def test_decay_close_to_one_is_not_rounded(decay):
+    """The step of an average is 1 - decay in float64, rounded once."""
+    weight = torch.zeros(())
+    ema = ExponentialMovingAverage([weight], decay)
+    weight.fill_(1.0)
+    ema.update(APPLIED)
+
+    assert averages(ema)["0"] == torch.full((), 1 - decay)
+
+
+def test_skipped_updates_change_nothing():
+    """A skipped update leaves averages, copied buffers and the count of updates as they were."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.5, warmup=True)
+    training(network, 4, ema, seed=0)
+    before = flat(ema.state_dict())
+    train(network.parameters())
+    train([network.norm.running_mean])
+    network.norm.num_batches_tracked.fill_(99)
+    network.norm.running_var.fill_(torch.nan)
+    ema.update(SKIPPED)
+    after = flat(ema.state_dict())
+
+    assert after.pop("counters.num_calls") == before.pop("counters.num_calls") + 1
+    assert_same(before, after)
+
+
+def test_warmup_counts_applied_updates():
+    """The decay of warm-up is (1 + n) / (10 + n), n being the updates applied before."""
+    weight = torch.zeros((), dtype=torch.float64)
+    ema = ExponentialMovingAverage([weight], 0.25, warmup=True)
+    steps = []
+    for applied in (True, False, True, False, True, True):
+        weight.copy_(averages(ema)["0"] + 1)
+        before = averages(ema)["0"]
+        ema.update(FLAGS[applied])
+        steps.append((averages(ema)["0"] - before).item())
+
+    # 1 - 1/10, skipped, 1 - 2/11, skipped, then the decay is 3/12 and stays.
+    assert steps == pytest.approx([0.9, 0.0, 9 / 11, 0.0, 0.75, 0.75])
+
+
+def test_warmup_counts_updates_that_are_not_averaged():
+    """With `update_every`, warm-up still counts every applied update."""
+    weight = torch.zeros((), dtype=torch.float64)
+    ema = ExponentialMovingAverage([weight], 0.99, warmup=True, update_every=3)
+    for applied in (True, False):
+        ema.update(FLAGS[applied])
+    weight.fill_(1.0)
+    ema.update(APPLIED)
+
+    assert averages(ema)["0"].item() == pytest.approx(9 / 11)
+
+
+def test_update_every_counts_calls():
+    """Every third call averages, whether the calls between were for applied updates or not."""
+    weight = torch.zeros(2)
+    ema = ExponentialMovingAverage([weight], 0.5, update_every=3)
+    changed = []
+    for applied in (True, False, True, False, True, False, True, True, True):
+        weight.add_(1)
+        before = averages(ema)["0"]
+        ema.update(FLAGS[applied])
+        changed.append(not torch.equal(before, averages(ema)["0"]))
+
+    # The sixth call would average, but its update was skipped.
+    assert changed == [False, False, True, False, False, False, False, False, True]
+
+
+def test_trainable_weights_of_a_module_once():
+    """Of a module, trainable weights are averaged once, saved buffers copied, the rest left."""
+    ema = ExponentialMovingAverage(Network())
+    state = ema.state_dict()
+
+    assert [name for name, _ in ema.named_averages()] == AVERAGED
+    assert list(state["averages"]) == AVERAGED
+    assert list(state["buffers"]) == COPIED
+
+
+def test_tied_weights_of_an_iterable_once():
+    """A tensor that an iterable, here a generator, yields twice is averaged once."""
+    first, second = weights_of((2,), (3,))
+    expected = [first.clone(), second.clone()]
+    ema = ExponentialMovingAverage((weight for weight in (first, second, first)), 0.5)
+    train([first, second])
+    ema.update()
+    get_ema_multi_avg_fn(0.5)(expected, [first, second], None)
+
+    assert_same({"0": expected[0], "1": expected[1]}, averages(ema))
+
+
+def test_average_of_bfloat16_weights_is_float32():
+    """A float32 average follows bfloat16 weights; one in bfloat16 would not move at all."""
+    weights = [torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float16)]
+    ema = ExponentialMovingAverage(weights, 0.999)
+    stalled = ExponentialMovingAverage(weights, 0.999, dtype=torch.bfloat16)
+    for weight in weights:
+        weight.fill_(1.5)
+    for _ in range(1000):
+        ema.update()
+        stalled.update()
+    expected = torch.full((4,), 1.5 - 0.5 * 0.999**1000)
+
+    for average in averages(ema).values():
+        torch.testing.assert_close(average, expected, rtol=1e-4, atol=0)
+    for average in averages(stalled).values():
+        assert torch.equal(average, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_weights_are_converted_one_at_a_time():
+    """No more than one converted weight is alive at a time."""
+    ema = ExponentialMovingAverage([torch.ones(9).bfloat16() for _ in range(4)])
+    created: list[weakref.ref] = []
+    num_alive = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.numel() == 9 and result is not args[0]:
+                num_alive.append(1 + sum(reference() is not None for reference in created))
+                created.append(weakref.ref(result))
+            return result
+
+    with Watch():
+        ema.update(APPLIED)
+
+    assert num_alive == [1, 1, 1, 1]
+
+
+def test_asked_dtype():
+    """`dtype` is the averages' dtype; copied buffers keep theirs."""
+    network = Network().bfloat16()
+    ema = ExponentialMovingAverage(network, 0.5, dtype=torch.float64, device="cpu")
+    expected = network.norm.weight.detach().double()
+    train([network.norm.weight])
+    ema.update()
+    expected = 0.5 * expected + 0.5 * network.norm.weight.detach().double()
+
+    assert torch.equal(averages(ema)["norm.weight"], expected)
+    assert {average.dtype for average in averages(ema).values()} == {torch.float64}
+    assert ema.state_dict()["buffers"]["norm.running_mean"].dtype == torch.bfloat16
+
+
+def test_weights_of_several_dtypes():
+    """Weights of different dtypes are averaged side by side, each in its own order."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    weights = [torch.randn(3).to(dtype) for dtype in dtypes]
+    expected = [weight.double().clone() for weight in weights]
+    ema = ExponentialMovingAverage(weights, 0.75)
+    train(weights)
+    ema.update(APPLIED)
+
+    for old, weight, average in zip(expected, weights, averages(ema).values(), strict=True):
+        reference = 0.75 * old + 0.25 * weight.double()
+        torch.testing.assert_close(average.double(), reference, rtol=1e-6, atol=1e-6)
+
+
+def test_buffers_are_copied_when_averaging():
+    """Buffers are those of the last averaging call, also where the module replaced them."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9, update_every=2)
+    network.norm.running_mean = torch.full((4,), 3.0)
+    network.norm.num_batches_tracked.fill_(5)
+    ema.update()
+
+    assert torch.equal(ema.state_dict()["buffers"]["norm.running_mean"], torch.zeros(4))
+    for applied in (None, APPLIED):
+        network.norm.running_mean += 1
+        ema.update(applied)
+        ema.update(applied)
+    buffers = ema.state_dict()["buffers"]
+    assert torch.equal(buffers["norm.running_mean"], torch.full((4,), 5.0))
+    assert buffers["norm.num_batches_tracked"] == 5
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_swap_restores_bitwise(error):
+    """Inside the block the module holds the averages, after it its raw values, error or not."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    training(network, 3, ema, seed=0)
+    raw = copy.deepcopy(network.state_dict())
+    state = flat(ema.state_dict())
+
+    def evaluate() -> None:
+        with ema.swap():
+            inside = network.state_dict()
+            assert_same(averages(ema), {name: inside[name] for name in AVERAGED})
+            buffers = ema.state_dict()["buffers"]
+            assert_same(buffers, {name: inside[name] for name in COPIED})
+            assert not torch.equal(raw["norm.weight"], inside["norm.weight"])
+            network(torch.arange(5))  # changes the running statistics
+            if error is not None:
+                raise error
+
+    if error is None:
+        evaluate()
+    else:
+        with pytest.raises(error):
+            evaluate()
+    assert_same(raw, network.state_dict())
+    assert_same(state, flat(ema.state_dict()))
+    ema.update()
+
+
+def test_swap_keeps_bits_of_bfloat16_weights():
+    """Weights that are coarser than their average come back as they were."""
+    weight = torch.randn(5).bfloat16()
+    ema = ExponentialMovingAverage([weight], 0.9)
+    train([weight])
+    ema.update()
+    raw, expected = weight.clone(), averages(ema)["0"].bfloat16()
+    with ema.swap():
+        assert torch.equal(weight, expected)
+
+    assert torch.equal(weight, raw)
+
+
+def test_calls_refused_inside_swap():
+    """What would average averages, or be undone, is refused inside the block."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    training(network, 3, ema, seed=0)
+    state = copy.deepcopy(ema.state_dict())
+    raw = copy.deepcopy(network.state_dict())
+    calls = {
+        "swap": lambda: ema.swap().__enter__(),
+        "update": ema.update,
+        "copy_to": ema.copy_to,
+        "load_state_dict": lambda: ema.load_state_dict(state),
+    }
+    with ema.swap():
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=f"`{name}` must not be called inside `swap`"):
+                call()
+        assert_same(flat(state), flat(ema.state_dict()))
+
+    assert_same(raw, network.state_dict())
+
+
+def test_copy_to_own_parameters():
+    """By default the averages, and copied buffers, replace the values they follow, for good."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    training(network, 3, ema, seed=0)
+    ema.copy_to()
+    values = network.state_dict()
+
+    assert_same(averages(ema), {name: values[name] for name in AVERAGED})
+    assert_same(ema.state_dict()["buffers"], {name: values[name] for name in COPIED})
+    assert network.head.weight is network.embedding.weight
+
+
+def test_copy_to_another_module():
+    """Another module gets averages and buffers by name, whatever it would train itself."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    training(network, 3, ema, seed=0)
+    raw = copy.deepcopy(network.state_dict())
+    other = Network().double().requires_grad_(requires_grad=False)
+    frozen = other.frozen.weight.clone()
+    with ema.swap():
+        ema.copy_to(other)
+    values = other.state_dict()
+
+    for name, average in ema.named_averages():
+        assert torch.equal(values[name], average.double())
+    for name, buffer in ema.state_dict()["buffers"].items():
+        assert torch.equal(values[name].double(), buffer.double())
+    assert torch.equal(frozen, other.frozen.weight)
+    assert_same(raw, network.state_dict())
+
+
+@pytest.mark.parametrize("of_module", [True, False])
+def test_copy_to_by_position(of_module):
+    """Where one of the two is an iterable, the order decides."""
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    ema = ExponentialMovingAverage(source if of_module else source.parameters(), 0.9)
+    train(source.parameters())
+    ema.update()
+    ema.copy_to(target.parameters() if of_module else target)
+
+    for average, parameter in zip(averages(ema).values(), target.parameters(), strict=True):
+        assert torch.equal(average, parameter)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        (nn.Linear(3, 2, bias=False), KeyError, "`parameters` .* no 'bias'"),
+        (nn.Linear(3, 3), ValueError, "`parameters` must be like .2, 3. .* at 'weight'"),
+        (nn.Sequential(nn.Linear(3, 2)), KeyError, "`parameters` .* no 'weight'"),
+        ([torch.zeros(2, 3)], ValueError, "`parameters` must be 2 tensors, got 1"),
+        ([torch.zeros(2, 3), torch.zeros(3)], ValueError, "`parameters` must be like .2,."),
+        ([torch.zeros(2, 3), 1.0], TypeError, "`parameters` must be floating-point tensors"),
+    ],
+)
+def test_copy_to_what_does_not_fit(target, error, message):
+    """Nothing is written into a target that does not fit as a whole."""
+    ema = ExponentialMovingAverage(nn.Linear(3, 2))
+    tensors = list(target.parameters()) if isinstance(target, nn.Module) else target
+    before = copy.deepcopy(tensors)
+    with pytest.raises(error, match=message):
+        ema.copy_to(target)
+
+    for old, new in zip(before, tensors, strict=True):
+        assert old == new if isinstance(old, float) else torch.equal(old, new)
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+def test_resumed_run_equals_unbroken_one(update_every):
+    """A run that is saved with torch.save and goes on in new objects ends bitwise the same."""
+    unbroken = Network()
+    ema = ExponentialMovingAverage(unbroken, 0.9, warmup=True, update_every=update_every)
+    training(unbroken, 5, ema, seed=0)
+    file = io.BytesIO()
+    torch.save({"network": unbroken.state_dict(), "ema": ema.state_dict()}, file)
+    training(unbroken, 4, ema, seed=1)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = Network()
+    resumed.load_state_dict(saved["network"], strict=False)
+    resumed.frozen.load_state_dict(unbroken.frozen.state_dict())
+    resumed_ema = ExponentialMovingAverage(resumed, 0.9, warmup=True, update_every=update_every)
+    resumed_ema.load_state_dict(saved["ema"])
+    assert_same(flat(saved["ema"]), flat(resumed_ema.state_dict()))
+    training(resumed, 4, resumed_ema, seed=1)
+
+    assert_same(unbroken.state_dict(), resumed.state_dict())
+    assert_same(flat(ema.state_dict()), flat(resumed_ema.state_dict()))
+
+
+def test_state_of_another_dtype_is_converted():
+    """A loaded state takes the dtype of the average that loads it."""
+    weights = weights_of((3,), (2, 2))
+    state = ExponentialMovingAverage(weights, dtype=torch.float64).state_dict()
+    ema = ExponentialMovingAverage(weights_of((3,), (2, 2)))
+    ema.load_state_dict(state)
+
+    assert_same({"0": weights[0], "1": weights[1]}, averages(ema))
+
+
+def test_loaded_state_is_not_shared():
+    """The tensors of a state that was loaded are nobody's afterwards."""
+    weight = torch.zeros(2)
+    ema = ExponentialMovingAverage([weight], 0.5)
+    state = copy.deepcopy(ema.state_dict())
+    ema.load_state_dict(state)
+    weight.fill_(1.0)
+    ema.update()
+
+    assert torch.equal(state["averages"]["0"], torch.zeros(2))
+    assert state["counters"]["applied_updates"] == 0
+
+
+def replaced(part: str, name: str, value: object):
+    """Return a change of one entry of a state."""
+
+    def change(state: dict) -> None:
+        state[part][name] = value
+
+    return change
+
+
+def removed(*path: str):
+    """Return a change that takes an entry out of a state."""
+
+    def change(state: dict) -> None:
+        *parts, name = path
+        for part in parts:
+            state = state[part]
+        del state[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (removed("averages"), KeyError, "`state` .*missing are .'averages'."),
+        (removed("counters"), KeyError, "`state` .*missing are .'counters'."),
+        (removed("averages", "norm.bias"), KeyError, "`averages` .*missing are .'norm.bias'."),
+        (removed("buffers", COPIED[0]), KeyError, "`buffers` .*missing are .'norm.running_mean'."),
+        (removed("counters", "num_calls"), KeyError, "`counters` .*missing are .'num_calls'."),
+        (replaced("averages", "other", torch.ones(4)), KeyError, "`averages` .*unknown .'other'."),
+        (lambda state: state.update(decay=0.9), KeyError, "`state` .*unknown .'decay'."),
+        (lambda state: state.update(averages=[]), TypeError, "`averages` must be a mapping"),
+        (replaced("averages", "norm.bias", torch.ones(5)), ValueError, "`averages` .*'norm.bias'"),
+        (replaced("averages", "norm.bias", 1.0), TypeError, "`averages` .*tensor at 'norm.bias'"),
+        (
+            replaced("averages", "norm.bias", torch.ones(4, dtype=torch.int64)),
+            ValueError,
+            "`averages` .*'norm.bias', got .4,. torch.int64",
+        ),
+        (replaced("buffers", COPIED[2], torch.ones(())), ValueError, "`buffers` .*num_batches"),
+        (replaced("counters", "num_calls", 3), TypeError, "`counters` .*'num_calls'"),
+        (replaced("counters", "num_calls", torch.full((), -1)), ValueError, "`counters` .*>= 0"),
+    ],
+)
+def test_foreign_state_changes_nothing(change, error, message):
+    """A state that does not fit is refused as a whole, by the name of what does not fit."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    training(network, 2, ema, seed=0)
+    before = flat(ema.state_dict())
+    state = copy.deepcopy(ema.state_dict())
+    for tensor in itertools.chain(state["averages"].values(), state["buffers"].values()):
+        tensor.add_(1)
+    change(state)
+    with pytest.raises(error, match=message):
+        ema.load_state_dict(state)
+
+    assert_same(before, flat(ema.state_dict()))
+
+
+def test_state_must_be_a_mapping():
+    """Something else than a state is a TypeError."""
+    with pytest.raises(TypeError, match="`state` must be a mapping, got None"):
+        ExponentialMovingAverage([torch.zeros(1)]).load_state_dict(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        ({"decay": 1.0}, ValueError, "decay"),
+        ({"decay": -0.1}, ValueError, "decay"),
+        ({"decay": float("nan")}, ValueError, "decay"),
+        ({"decay": "0.9"}, TypeError, "decay"),
+        ({"decay": False}, TypeError, "decay"),
+        ({"decay": torch.zeros(())}, TypeError, "decay"),
+        ({"warmup": 10}, TypeError, "warmup"),
+        ({"update_every": 0}, ValueError, "update_every"),
+        ({"update_every": 2.0}, TypeError, "update_every"),
+        ({"update_every": True}, TypeError, "update_every"),
+        ({"device": 0.5}, TypeError, "device"),
+        ({"dtype": "float32"}, TypeError, "dtype"),
+        ({"dtype": torch.int32}, ValueError, "dtype"),
+        ({"parameters": []}, ValueError, "parameters"),
+        ({"parameters": nn.ReLU()}, ValueError, "parameters"),
+        ({"parameters": torch.zeros(2)}, TypeError, "parameters"),
+        ({"parameters": None}, TypeError, "parameters"),
+        ({"parameters": [torch.zeros(2), torch.zeros(2).int()]}, TypeError, "parameters"),
+        ({"parameters": nn.Linear(1, 1).named_parameters()}, TypeError, "parameters"),
+        ({"parameters": nn.Linear(1, 1, dtype=torch.complex64)}, TypeError, "parameters"),
+    ],
+)
+def test_bad_arguments(arguments, error, name):
+    """Each argument that cannot be used is named, at construction."""
+    with pytest.raises(error, match=f"`{name}` must "):
+        ExponentialMovingAverage(**{"parameters": [torch.zeros(1)], **arguments})
+
+
+@pytest.mark.parametrize(
+    ("applied", "error"),
+    [
+        (True, TypeError),
+        (torch.ones(()), TypeError),
+        (torch.ones(1, dtype=torch.bool), ValueError),
+    ],
+)
+def test_bad_flag(applied, error):
+    """A flag of another type or shape is refused, and the call is not counted."""
+    ema = ExponentialMovingAverage([torch.zeros(1)])
+    with pytest.raises(error, match="`applied` must "):
+        ema.update(applied)
+
+    assert ema.state_dict()["counters"]["num_calls"] == 0
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_update_reads_nothing_on_the_host(warmup):
+    """No kind of update reads a value on the host: flag or none, converted weights, buffers."""
+    averaging = [
+        ExponentialMovingAverage(Network().bfloat16(), warmup=warmup),
+        ExponentialMovingAverage(Network(), warmup=warmup, update_every=2),
+        ExponentialMovingAverage(Network().double(), warmup=warmup),
+    ]
+    with HostReads() as host:
+        for ema, applied in itertools.product(averaging, (None, APPLIED, SKIPPED)):
+            ema.update(applied)
+            ema.update(applied)
+
+    assert host.names == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("warmup", [False, True])
+def test_cuda_update_does_not_wait(warmup):
+    """On CUDA an update never waits, and agrees with torch's own function."""
+    network = Network().cuda()
+    ema = ExponentialMovingAverage(network, 0.9, warmup=warmup)
+    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    expected = [parameter.detach().clone() for parameter in trainable]
+    train(trainable)
+    applied = torch.ones((), dtype=torch.bool, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ema.update(applied)
+        ema.update(~applied)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    get_ema_multi_avg_fn(0.1 if warmup else 0.9)(expected, trainable, None)
+
+    for average, reference in zip(averages(ema).values(), expected, strict=True):
+        torch.testing.assert_close(average, reference)
+
+
+@pytest.mark.cuda
+def test_cuda_weights_with_averages_on_the_cpu():
+    """Averages that are kept on the CPU follow weights on a GPU."""
+    network = Network()
+    device_network = copy.deepcopy(network).cuda()
+    ema = ExponentialMovingAverage(network, 0.9)
+    offloaded = ExponentialMovingAverage(device_network, 0.9, device="cpu")
+    train(network.parameters())
+    device_network.load_state_dict(network.state_dict())
+    for applied in (True, False):
+        ema.update(FLAGS[applied])
+        offloaded.update(FLAGS[applied].cuda())
+
+    assert_same(
+        flat(ema.state_dict()),
+        flat(offloaded.state_dict())
+        | {"counters.applied_updates": ema.state_dict()["counters"]["applied_updates"]},
+    )
+    with offloaded.swap():
+        assert_same(
+            averages(offloaded),
+            {
+                name: value.cpu()
+                for name, value in device_network.state_dict().items()
+                if name in AVERAGED
+            },
+        )

@@ -1,0 +1,281 @@
+"""The training cells follow runs recorded from MindSpore and MindFormers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from golden_replays import FAR_SCALES, LOSS_SCALE, MF, PLAIN, Replay, replays, run_of
+from golden_traces import TOLERANCE, assert_same, cases, parametrized, tensor
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+)
+from mfwrap.optimizers import SkippableOptimizer
+
+with_loss_scale = pytest.mark.parametrize(
+    ("family", "name", "fused"), replays(LOSS_SCALE, MF, without=FAR_SCALES)
+)
+mf_only = pytest.mark.parametrize(("family", "name", "fused"), replays(MF, without=FAR_SCALES))
+plain_only = pytest.mark.parametrize(("family", "name", "fused"), replays(PLAIN))
+both_ways = pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_place"])
+
+
+@pytest.mark.parametrize(("family", "name", "fused"), replays(PLAIN, LOSS_SCALE, MF))
+def test_fused_is_skipped_on_the_device(family, name, fused):
+    """The two ways of each case are the two ways of the package."""
+    optimizer = Replay(cases(family)[name], fused=fused).optimizer
+    assert SkippableOptimizer(optimizer).skips_on_device is fused
+
+
+@with_loss_scale
+def test_overflow(family, name, fused):
+    """Every overflow flag is the recorded one."""
+    run = run_of(family, name, fused)
+    assert_same(run.stacked("overflow"), run.recorded("overflow"))
+
+
+@with_loss_scale
+def test_loss_scale(family, name, fused):
+    """Every loss scale is the recorded one exactly, also when it is read after the last step."""
+    run = run_of(family, name, fused)
+    assert_same(run.stacked("loss_scale"), run.recorded("loss_scale"))
+
+
+@with_loss_scale
+def test_live_loss_scale(family, name, fused):
+    """The scale that the next step uses is the one recorded after the step."""
+    replay = Replay(cases(family)[name], fused=fused)
+    live = []
+    for index in range(replay.case["steps"]):
+        replay.step(index)
+        live.append(replay.cell.scale_sense.clone())
+    assert_same(torch.stack(live), [step["scale_sense_after"] for step in replay.case["expected"]])
+
+
+@with_loss_scale
+def test_loss(family, name, fused):
+    """Every loss is the recorded one, unscaled."""
+    run = run_of(family, name, fused)
+    assert_same(run.stacked("loss"), run.recorded("loss"), relative=TOLERANCE)
+
+
+@with_loss_scale
+def test_weights(family, name, fused):
+    """The weights after every step are the recorded ones."""
+    run = run_of(family, name, fused)
+    run.assert_weights()
+
+
+@with_loss_scale
+def test_schedule_position(family, name, fused):
+    """After a flush the schedule has advanced by the applied updates alone."""
+    replay = Replay(cases(family)[name], fused=fused)
+    positions = []
+    for index in range(replay.case["steps"]):
+        replay.step(index)
+        replay.cell.flush()
+        positions.append(replay.schedule.last_epoch)
+    assert_same(positions, [step["global_step"] for step in replay.case["expected"]])
+
+
+@with_loss_scale
+def test_output_types(family, name, fused):
+    """Outputs have the recorded names, dtypes and shapes, but for the differences on purpose."""
+    run = run_of(family, name, fused)
+    signature = run.replay.case["output_signature"]
+    for output in run.outputs:
+        assert output._fields == tuple(field for field, _, _ in signature)
+        for field, dtype, shape in signature:
+            value = getattr(output, field)
+            actual = None if value is None else (value.dtype, tuple(value.shape))
+            assert actual == type_on_purpose(field, dtype, shape), field
+
+
+def type_on_purpose(field: str, dtype: str | None, shape: Any) -> tuple[Any, ...] | None:
+    """Return dtype and shape that an output has here."""
+    if dtype is None:
+        return None
+    if field == "size":
+        return (torch.int64, (shape,))
+    if field == "local_norm":
+        return (torch.float32, tuple(shape))
+    return (torch.bool if field == "overflow" else torch.float32, ())
+
+
+@mf_only
+def test_global_norm(family, name, fused):
+    """The norm is the recorded one, unscaled and before clipping; None unless clipping is on."""
+    run = run_of(family, name, fused)
+    if run.replay.case["wrapper_args"].get("use_clip_grad"):
+        recorded = run.recorded("global_norm")
+        assert_same(run.stacked("global_norm"), recorded, relative=TOLERANCE)
+    else:
+        assert {output.global_norm for output in run.outputs} == {None}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "fused"),
+    [
+        values
+        for values in replays(MF, without=FAR_SCALES)
+        if cases(MF)[values.values[1]]["wrapper_args"].get("local_norm")
+    ],
+)
+def test_local_norm(family, name, fused):
+    """Local norms, squared, are the recorded sums of squares; sizes are the recorded ones."""
+    run = run_of(family, name, fused)
+    recorded = run.recorded("local_norm")
+    assert_same(run.stacked("local_norm").square(), recorded, relative=TOLERANCE)
+    assert_same(run.stacked("size"), run.recorded("size"))
+
+
+@mf_only
+def test_counters(family, name, fused):
+    """Applied updates are MindSpore's global step; all others are skipped ones."""
+    run = run_of(family, name, fused)
+    applied = run.reported("applied_updates")
+    assert_same(applied, run.recorded("global_step"))
+    steps = torch.arange(1, len(applied) + 1)
+    assert torch.equal(run.reported("skipped_updates"), steps - applied)
+    assert torch.equal(run.reported("skipped"), applied.diff(prepend=torch.zeros(1)) == 0)
+
+
+@mf_only
+def test_learning_rate(family, name, fused):
+    """Every learning rate is exactly the recorded one, that of the group it is recorded of."""
+    run = run_of(family, name, fused)
+    case = run.replay.case
+    parameters = [recorded["name"] for recorded in case["params"]]
+    groups = case["optimizer"].get("groups", [{"params": parameters}])
+    group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
+    rates = run.reported("learning_rates")
+    recorded = run.recorded("learning_rate")
+    if isinstance(recorded[0], list):
+        assert_same(rates[:, [group_of[name] for name in parameters]], recorded)
+    else:
+        assert_same(rates[:, group_of[parameters[-1]]], recorded)
+    assert torch.equal(run.stacked("learning_rate"), rates[:, 0])
+
+
+@both_ways
+def test_learning_rates_of_all_groups(fused):
+    """A group with the optimizer's schedule follows it beside one with its own."""
+    run = run_of(MF, "mf_group_lr_dynamic_b", fused)
+    schedule = run.replay.case["lr_by_global_step"]
+    before = [0, *run.recorded("global_step")[:-1]]
+    assert_same(run.reported("learning_rates")[:, 1], [schedule[step] for step in before])
+
+
+@plain_only
+def test_plain_cell(family, name, fused):
+    """TrainOneStepCell follows its recorded runs, through weights that are not finite, too."""
+    run = run_of(family, name, fused)
+    returns_grad = run.replay.case["wrapper_args"].get("return_grad", False)
+    losses = [output[0] if returns_grad else output for output in run.outputs]
+    assert_same(torch.stack(losses), run.recorded("loss"), relative=TOLERANCE)
+    run.assert_weights()
+    assert run.replay.schedule.last_epoch == run.recorded("global_step")[-1]
+
+
+@both_ways
+def test_plain_cell_returns_gradients(fused):
+    """With `return_grad` come the gradients by name, multiplied by `sens`."""
+    run = run_of(PLAIN, "tos_return_grad_sens", fused)
+    for (_, gradients), recorded in zip(run.outputs, run.recorded("grads"), strict=True):
+        assert list(gradients) == list(recorded)
+        for name, gradient in gradients.items():
+            assert_same(gradient, recorded[name], relative=TOLERANCE)
+
+
+@pytest.mark.parametrize("cell", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
+@pytest.mark.parametrize("case", parametrized("overflow_status"))
+def test_overflow_status(case, cell):
+    """`get_overflow_status` looks at elements: large finite ones are no overflow."""
+    network = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    step = cell(network, optimizer, scale_sense=torch.ones(()))
+    gradients = tuple(tensor(recorded) for recorded in case["input"])
+    status, gradients = step.start_overflow_check(torch.ones(()), gradients)
+    overflow = step.get_overflow_status(status, gradients)
+    assert (overflow.dtype, overflow.shape) == (torch.bool, ())
+    assert overflow.item() is case[cell.__name__]["overflow"]
+
+
+class TwoWeights(nn.Module):
+    """Returns ``sum(w * x) + 2 * sum(b)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.b = nn.Parameter(torch.tensor([3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum() + 2 * self.b.sum()
+
+
+@both_ways
+def test_clipped_run_by_hand(fused):
+    """Growth, an overflow and clipping to norm 1, in numbers that can be followed by hand."""
+    network = TwoWeights()
+    cell = MFTrainOneStepCell(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.1, fused=fused),
+        use_clip_grad=True,
+        max_grad_norm=1.0,
+        scale_sense=DynamicLossScaleUpdateCell(8.0, 2, 2),
+        local_norm=True,
+    )
+    inf = float("inf")
+    # x, loss, overflow, scale, global norm, local norms squared, w after, applied updates
+    steps = [
+        ([1, 2], 11.0, False, 8, 3.0, [5.0, 4.0], [0.9666667, 1.9333334], 1),
+        ([1, 2], 10.7, False, 16, 3.0, [5.0, 4.0], [0.9333334, 1.8666668], 2),
+        ([1, 2], 10.4, False, 16, 3.0, [5.0, 4.0], [0.9000001, 1.8000002], 3),
+        ([inf, 1], inf, True, 8, inf, [inf, 4.0], [0.9000001, 1.8000002], 3),
+        ([1, 2], 10.1, False, 8, 3.0, [5.0, 4.0], [0.8666668, 1.7333336], 4),
+        ([1, 2], 9.8, False, 16, 3.0, [5.0, 4.0], [0.8333335, 1.666667], 5),
+        ([1, 2], 9.5, False, 16, 3.0, [5.0, 4.0], [0.8000002, 1.6000004], 6),
+    ]
+    for x, loss, overflow, scale, norm, squares, weights, applied in steps:
+        output = cell(torch.tensor(x, dtype=torch.float32))
+        assert_same(output.loss, loss, relative=TOLERANCE)
+        assert output.overflow.item() is overflow
+        assert output.loss_scale.item() == scale
+        assert_same(output.learning_rate, 0.10000000149011612)
+        assert_same(output.global_norm, norm, relative=TOLERANCE)
+        assert_same(output.local_norm.square(), squares, relative=TOLERANCE)
+        assert output.size.tolist() == [2, 1]
+        assert_same(network.w.detach(), weights, relative=TOLERANCE)
+        assert cell.last_report.applied_updates.item() == applied
+
+
+class MaskedWeights(TwoWeights):
+    """Returns a numerator and a denominator of shape ``(1,)``."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        numerator = ((self.w * x + self.b) * mask).sum()
+        return numerator.reshape(1), (mask.sum() + 1e-8).reshape(1)
+
+
+@both_ways
+def test_per_token_run_by_hand(fused):
+    """The gradients of a per-token loss are divided by the number of tokens."""
+    network = MaskedWeights()
+    cell = MFTrainOneStepCell(
+        network,
+        torch.optim.SGD(network.parameters(), lr=1.0, fused=fused),
+        scale_sense=128.0,
+        local_norm=True,
+        calculate_per_token_loss=True,
+    )
+    output = cell(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
+    assert_same(output.loss, 5.5, relative=TOLERANCE)
+    assert output.overflow.item() is False
+    assert output.loss_scale.item() == 128
+    assert output.global_norm is None
+    assert_same(output.local_norm.square(), [1.25, 1.0], relative=TOLERANCE)
+    assert_same(network.w.detach(), [0.5, 1.0], relative=TOLERANCE)
+    assert_same(network.b.detach(), [2.0], relative=TOLERANCE)

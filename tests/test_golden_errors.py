@@ -1,0 +1,163 @@
+"""Arguments are refused with the exception types recorded from MindSpore and MindFormers."""
+
+import builtins
+
+import pytest
+import torch
+from torch import nn
+
+import mfwrap
+from golden_networks import LinearProbe, PerToken
+from golden_traces import cases
+from mfwrap import (
+    AdaptiveLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    clip_by_global_norm,
+)
+
+LATER = {
+    "DynamicLossScaleManager",
+    "DynamicLossScaler",
+    "FixedLossScaleManager",
+    "StaticLossScaler",
+}
+"""Names of recorded calls that a later release brings."""
+
+GRADIENTS = (torch.tensor([3.0, 4.0]),)
+
+
+def build(cell, **keywords):
+    """Build a cell around a small network."""
+    network = nn.Linear(2, 1)
+    return cell(network, torch.optim.SGD(network.parameters(), lr=0.1), **keywords)
+
+
+def loss_scale_cell(scale_sense):
+    """Build the cell that takes no number as its scale."""
+    return build(TrainOneStepWithLossScaleCell, scale_sense=scale_sense)
+
+
+def mf_cell(**keywords):
+    """Build MindFormers' cell."""
+    return build(MFTrainOneStepCell, **keywords)
+
+
+def adaptive(**keywords):
+    """Build the adaptive update cell as the recorded calls do."""
+    return AdaptiveLossScaleUpdateCell(4096, 2, 20, **keywords)
+
+
+# MindFormers clips by an object of its own, ClipGradNorm; here the cell has its argument.
+CALLS = {
+    "clip_by_global_norm(grads, -1.0)": lambda: clip_by_global_norm(GRADIENTS, -1.0),
+    "clip_by_global_norm(grads, 1.0, use_norm=5.0)": lambda: clip_by_global_norm(
+        GRADIENTS, 1.0, use_norm=5.0
+    ),
+    "clip_by_global_norm(grads, True)": lambda: clip_by_global_norm(GRADIENTS, True),  # noqa: FBT003
+    "clip_by_global_norm((), 1.0)": lambda: clip_by_global_norm((), 1.0),
+    "ClipGradNorm(0)": lambda: mf_cell(max_grad_norm=0),
+    "ClipGradNorm('a')": lambda: mf_cell(max_grad_norm="a"),
+    "TrainOneStepWithLossScaleCell(scale_sense=1024.0)": lambda: loss_scale_cell(1024.0),
+    "TrainOneStepWithLossScaleCell(scale_sense=1024)": lambda: loss_scale_cell(1024),
+    "TrainOneStepWithLossScaleCell(scale_sense='a')": lambda: loss_scale_cell("a"),
+    "TrainOneStepWithLossScaleCell(scale_sense=Tensor shape (1,1))": lambda: loss_scale_cell(
+        torch.ones(1, 1)
+    ),
+    "TrainOneStepWithLossScaleCell(scale_sense=Tensor shape (1,))": lambda: loss_scale_cell(
+        torch.ones(1)
+    ),
+    "set_sense_scale(2.0)": lambda: loss_scale_cell(torch.ones(())).set_sense_scale(2.0),
+    "set_sense_scale(Tensor of shape (3,))": lambda: loss_scale_cell(
+        torch.ones(())
+    ).set_sense_scale(torch.ones(3)),
+    "TrainOneStepCell(sens=0)": lambda: build(TrainOneStepCell, sens=0),
+    "TrainOneStepCell(sens=None)": lambda: build(TrainOneStepCell, sens=None),
+    "MFTrainOneStepCell(scale_sense=2)": lambda: mf_cell(scale_sense=2),
+    "MFTrainOneStepCell(scale_sense='a')": lambda: mf_cell(scale_sense="a"),
+    "MFTrainOneStepCell(scale_sense=True)": lambda: mf_cell(scale_sense=True),
+    "MFTrainOneStepCell(scale_sense=Tensor shape (2,))": lambda: mf_cell(scale_sense=torch.ones(2)),
+    "MFTrainOneStepCell(max_grad_norm=0.0)": lambda: mf_cell(max_grad_norm=0.0),
+    "MFTrainOneStepCell(global_norm_spike_threshold=1)": lambda: mf_cell(
+        global_norm_spike_threshold=1
+    ),
+    "AdaptiveLossScaleUpdateCell(4096, 2, 20, max_scale_window=0)": lambda: adaptive(
+        max_scale_window=0
+    ),
+    "AdaptiveLossScaleUpdateCell(4096, 2, 20, max_scale_window=20, min_scale_window=20)": (
+        lambda: adaptive(max_scale_window=20, min_scale_window=20)
+    ),
+    "AdaptiveLossScaleUpdateCell(4096, 2, 20, min_scale_window=20.0)": lambda: adaptive(
+        min_scale_window=20.0
+    ),
+}
+
+ON_PURPOSE = {"err_49": ValueError, "err_62": None}
+"""What happens here where the traces say otherwise: the exception, None for none.
+
+A tensor of another shape is refused by `set_sense_scale` as by the constructor; an int is a number.
+"""
+
+
+def called_name(case):
+    """Return the name that a recorded call begins with."""
+    return case["call"].partition("(")[0]
+
+
+def test_later_names():
+    """Only calls of names that are not there yet are left out."""
+    recorded = {called_name(case) for case in cases("argument_errors").values()}
+    ours = {*mfwrap.__all__, "ClipGradNorm", "set_sense_scale"}
+    assert recorded - ours == LATER
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name)
+        for name, case in cases("argument_errors").items()
+        if called_name(case) not in LATER
+    ],
+)
+def test_argument(case):
+    """A call raises exactly the recorded exception type, or none."""
+    recorded = getattr(builtins, case["type"]) if case["result"] == "raises" else None
+    expected = ON_PURPOSE.get(case["id"], recorded)
+    call = CALLS[case["call"]]
+    if expected is None:
+        call()
+        return
+    with pytest.raises(expected) as raised:
+        call()
+    assert raised.type is expected
+
+
+def test_set_sense_scale_of_the_mf_cell():
+    """MindFormers' cell refuses a number as a new scale, as MindSpore's does."""
+    with pytest.raises(TypeError, match="`sens` must be a tensor"):
+        mf_cell().set_sense_scale(2.0)
+
+
+def test_skip_without_clip():
+    """What fails at MindFormers' first step fails here when the cell is built."""
+    case = cases("mf_runtime_errors")["mf_runtime_skip_without_clip"]
+    assert case["type"] == "TypeError"
+    network = LinearProbe({"w0": torch.ones(3)})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`use_skip_data_by_global_norm` needs"):
+        MFTrainOneStepCell(network, optimizer, **case["wrapper_args"])
+
+
+def test_per_token_with_a_scalar_denominator():
+    """A denominator of shape () works as one of shape (1,) does."""
+    case = cases("mf_runtime_errors")["mf_runtime_per_token_scalar_denominator"]
+    arguments = {name: value for name, value in case["network"].items() if name != "kind"}
+    network = PerToken(**arguments)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    cell = MFTrainOneStepCell(network, optimizer, **case["wrapper_args"])
+    output = cell(torch.ones(4, 2), torch.ones(4, 1), torch.ones(4))
+    for name, dtype, shape in case["output_signature"]:
+        value = getattr(output, name)
+        actual = (None, None) if value is None else (str(value.dtype), list(value.shape))
+        assert actual == (dtype and f"torch.{dtype}", shape)

@@ -1,0 +1,123 @@
+"""The loss-scale update cells follow runs recorded from MindSpore and MindFormers."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from golden_traces import assert_same, cases, parametrized
+from mfwrap import (
+    AdaptiveLossScaleUpdateCell,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    LossScaleUpdateCell,
+)
+
+FIXED = "fixed_loss_scale_update_cell"
+DYNAMIC = "dynamic_loss_scale_update_cell"
+ADAPTIVE = "adaptive_loss_scale_update_cell"
+
+INFINITE = frozenset(
+    name
+    for family in (DYNAMIC, ADAPTIVE)
+    for name, case in cases(family).items()
+    if "inf" in case["expected"]["loss_scale"]
+)
+
+
+def run(cell: LossScaleUpdateCell, overflows: list[int], shape: tuple[int, ...], dtype) -> dict:
+    """Return what a cell leaves after each call: scale, flag and counters."""
+    loss_scale = torch.full(shape, cell.get_loss_scale())
+    states = []
+    for overflow in overflows:
+        flag = torch.full(shape, overflow, dtype=dtype)
+        returned = cell(loss_scale, flag)
+        state = {"loss_scale": loss_scale, "returned_overflow": returned, **cell.state_dict()}
+        states.append({name: value.clone().reshape(()) for name, value in state.items()})
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def assert_follows(actual: dict[str, Tensor], expected: dict[str, list]) -> None:
+    """Compare every recorded quantity exactly."""
+    for name, recorded in expected.items():
+        assert_same(actual[name], recorded)
+
+
+# A flag is what the steps hand on, or a number of one element, as MindSpore's was.
+kinds = pytest.mark.parametrize(
+    ("shape", "dtype"), [((), torch.bool), ((1,), torch.float32)], ids=["bool", "number"]
+)
+
+
+def test_infinite():
+    """No case of an update cell is left out but those whose recorded scale becomes infinite."""
+    assert {"dyn_grow_to_inf", "adaptive_09"} == INFINITE
+
+
+@kinds
+@pytest.mark.parametrize("case", parametrized(FIXED))
+def test_fixed(case, shape, dtype):
+    """The fixed cell changes nothing and returns the flag."""
+    cell = FixedLossScaleUpdateCell(case["loss_scale_value"])
+    assert cell.get_loss_scale() == case["get_loss_scale"]
+    assert_follows(run(cell, case["overflow"], shape, dtype), case["expected"])
+
+
+@kinds
+@pytest.mark.parametrize("case", parametrized(DYNAMIC, without=INFINITE))
+def test_dynamic(case, shape, dtype):
+    """The dynamic cell has every recorded scale and counter exactly."""
+    cell = dynamic_cell(case)
+    assert cell.get_loss_scale() == case["get_loss_scale"]
+    assert_follows(run(cell, case["overflow"], shape, dtype), case["expected"])
+
+
+@kinds
+@pytest.mark.parametrize("case", parametrized(ADAPTIVE, without=INFINITE))
+def test_adaptive(case, shape, dtype):
+    """The adaptive cell has every recorded scale, window and counter exactly."""
+    cell = adaptive_cell(case)
+    assert list(cell.window_list) == case["window_list"]
+    assert cell.state_dict() == case["initial_state"]
+    assert_follows(run(cell, case["overflow"], shape, dtype), case["expected"])
+
+
+def test_dynamic_growth_to_infinity_is_not_done():
+    """At the last finite scale growth is passed over, counters go on and an overflow halves."""
+    case = cases(DYNAMIC)["dyn_grow_to_inf"]
+    actual = run(dynamic_cell(case), case["overflow"], (), torch.bool)
+    exponents = [126, 127, 127, 127, 127, 127, 126, 125, 124, 123, 124, 125, 126]
+    assert_follows(
+        actual, case["expected"] | {"loss_scale": [2.0**exponent for exponent in exponents]}
+    )
+
+
+def test_adaptive_growth_to_infinity_is_not_done():
+    """The recorded run holds up to its last finite scale, which stays until an overflow."""
+    case = cases(ADAPTIVE)["adaptive_09"]
+    finite = case["expected"]["loss_scale"].index("inf")
+    actual = run(adaptive_cell(case), [*case["overflow"], 1], (), torch.bool)
+    assert_follows(
+        {name: values[:finite] for name, values in actual.items()},
+        {name: values[:finite] for name, values in case["expected"].items()},
+    )
+    highest = case["expected"]["loss_scale"][finite - 1]
+    assert actual["loss_scale"][finite:-1].tolist() == [highest] * (len(case["overflow"]) - finite)
+    assert actual["loss_scale"][-1].item() == pytest.approx(highest / 10, rel=1e-6)
+
+
+def dynamic_cell(case: dict) -> DynamicLossScaleUpdateCell:
+    """Return the cell of a case."""
+    return DynamicLossScaleUpdateCell(
+        case["loss_scale_value"], case["scale_factor"], case["scale_window"]
+    )
+
+
+def adaptive_cell(case: dict) -> AdaptiveLossScaleUpdateCell:
+    """Return the cell of a case."""
+    return AdaptiveLossScaleUpdateCell(
+        case["loss_scale_value"],
+        case["scale_factor"],
+        case["scale_window"],
+        max_scale_window=case["max_scale_window"],
+        min_scale_window=case["min_scale_window"],
+    )

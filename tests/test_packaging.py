@@ -1,0 +1,94 @@
+"""The three folders at the top are one package, from the tree and from a wheel."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import mfwrap
+import mfwrap.callbacks
+import mfwrap.recipes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def project() -> dict:
+    """Return what pyproject.toml says of the project."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("package", "folder"),
+    [(mfwrap, "mfwrap"), (mfwrap.callbacks, "callbacks"), (mfwrap.recipes, "recipes")],
+    ids=["mfwrap", "callbacks", "recipes"],
+)
+def test_packages_come_from_this_tree(package, folder):
+    """The tests import the code beside them, not another copy that is installed."""
+    assert Path(package.__file__) == ROOT / folder / "__init__.py"
+
+
+@pytest.mark.parametrize("folder", ["callbacks", "recipes"])
+def test_folders_are_no_packages_of_their_own(folder):
+    """Nothing has imported a second copy of ``mfwrap.callbacks`` as ``callbacks``."""
+    assert folder not in sys.modules
+
+
+def test_version_is_one():
+    """The version of the package is the version of the project."""
+    assert mfwrap.__version__ == project()["project"]["version"]
+
+
+def test_every_folder_is_listed():
+    """Each folder with code is among the packages that are installed."""
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts).removeprefix("mfwrap.")
+        for folder in ("mfwrap", "callbacks", "recipes")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    listed = {name.removeprefix("mfwrap.") for name in project()["tool"]["setuptools"]["packages"]}
+
+    assert found == listed
+
+
+def test_every_dependency_has_a_tested_version():
+    """constraints.txt pins each dependency, those of the extras included, to one version."""
+    settings = project()["project"]
+    required = chain(settings["dependencies"], *settings["optional-dependencies"].values())
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in required} - {"mfwrap"}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    pinned = {line.split("==")[0] for line in lines if "==" in line}
+
+    assert names - pinned == set()
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
+    """A wheel has all of the package with its types and recipes, and no tests."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("mfwrap", "callbacks", "recipes", "tests"):
+        shutil.copytree(
+            ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".*")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "recipes" / "example.yaml").write_text("steps: 1\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--no-index", "-w", tmp_path, tree], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {
+        (path if path.parts[0] == "mfwrap" else "mfwrap" / path).as_posix()
+        for folder in ("mfwrap", "callbacks", "recipes")
+        for path in (p.relative_to(tree) for p in (tree / folder).rglob("*.py"))
+    }
+
+    files = {name for name in names if ".dist-info/" not in name}
+    assert files == modules | {"mfwrap/py.typed", "mfwrap/recipes/example.yaml"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

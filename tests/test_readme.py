@@ -1,0 +1,87 @@
+"""The Python snippets of README.md and docs/ run as they stand."""
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
+
+BLOCK = re.compile(
+    r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?"
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Snippet(NamedTuple):
+    """A block of Python in a page, with the line at which its code begins."""
+
+    line: int
+    code: str
+
+
+def snippets(text: str) -> list[Snippet]:
+    """Return the Python blocks of a page, but for those behind ``<!-- no-test: reason -->``."""
+    return [
+        Snippet(
+            line=text.count("\n", 0, match.start("code")) + 1,
+            code=re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE),
+        )
+        for match in BLOCK.finditer(text)
+        if not match["left_out"]
+    ]
+
+
+def run(page: Path, blocks: list[Snippet], namespace: dict) -> None:
+    """Run blocks in order, with the page's own line numbers in tracebacks."""
+    for block in blocks:
+        exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)  # noqa: S102
+
+
+def test_readme_has_snippets():
+    """README.md is there and shows code that is run."""
+    assert README.exists(), "README.md is missing"
+    assert snippets(README.read_text(encoding="utf-8")), "README.md has no ```python block"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.exists()], ids=lambda page: page.name
+)
+def test_snippets_run(page, tmp_path, monkeypatch):
+    """The blocks of a page run one after the other, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    # A module that can be found: dataclasses and pickle look up where a class was defined.
+    module = types.ModuleType("snippets_of_a_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    run(page, snippets(page.read_text(encoding="utf-8")), vars(module))
+
+
+def test_snippets_are_found():
+    """A block is found with its line and without its indentation; one with a reason is left out."""
+    page = (
+        "# Title\n\n```python\na = 1\nb = 2\n```\n\n```bash\nmake\n```\n"
+        "<!-- no-test: needs two GPUs -->\n```python\nraise\n```\n"
+        "- item\n\n  ```python\n  if a:\n      c = 3\n  ```\n"
+    )
+
+    assert snippets(page) == [
+        Snippet(line=4, code="a = 1\nb = 2\n"),
+        Snippet(line=18, code="if a:\n    c = 3\n"),
+    ]
+
+
+def test_a_wrong_snippet_fails(tmp_path):
+    """An error in a snippet is reported at its line of the page."""
+    page = tmp_path / "page.md"
+    blocks = snippets("text\n\n```python\na = 1\n```\n```python\nassert a == 2\n```\n")
+
+    with pytest.raises(AssertionError) as error:
+        run(page, blocks, {})
+    assert (Path(error.traceback[-1].path), error.traceback[-1].lineno + 1) == (page, 7)
