@@ -1,6 +1,7 @@
 """How the loss is read from what a network returns."""
 
 import inspect
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
@@ -61,7 +62,7 @@ class MeanLoss:
 class PerTokenLoss:
     """Call a network for the sum of its token losses and their number.
 
-    A Hugging Face model is called with ``num_items_in_batch=1``, which makes its loss a sum, and
+    A Hugging Face model is called with ``num_items_in_batch`` 1, which makes its loss a sum, and
     its targets are counted as ``Trainer._get_num_items_in_batch`` does. (A model that adds an
     auxiliary loss, such as a router's, adds it to that sum.) Any other network returns
     ``(numerator, denominator)``.
@@ -74,7 +75,9 @@ class PerTokenLoss:
     def __init__(self, network: nn.Module, inspected: nn.Module) -> None:
         self._network = network
         model = _without_adapters(inspected)
+        self._model_name = type(model).__name__
         self._counts_targets = _accepts_num_items_in_batch(model)
+        self._divides_by_it: bool | None = None
         self._shifts_labels = _shifts_labels(model)
         self._parameter_names = list(inspect.signature(model.forward).parameters)
 
@@ -82,26 +85,39 @@ class PerTokenLoss:
         """Run the forward pass.
 
         Raises:
-            TypeError: If the network returns no loss, or not a pair.
+            TypeError: If the network returns no loss, or not a pair, or is a Hugging Face model
+                that returns a mean whatever it is called with.
             ValueError: If a part is not one element, depends on no trainable parameter, or a
                 Hugging Face model gets no ``labels``.
         """
         if not self._counts_targets:
             return _pair_of(self._network(*call.arguments, **call.keywords))
-        num_targets = self._num_targets(call)
-        output = self._network(*call.arguments, **call.keywords, num_items_in_batch=1)
-        return LossParts(_loss_of(output), num_targets)
+        labels = self._targets(call)
+        one = torch.ones((), device=labels.device, requires_grad=self._divides_by_it is None)
+        output = self._network(*call.arguments, **call.keywords, num_items_in_batch=one)
+        numerator = _loss_of(output)
+        if self._divides_by_it is None:
+            self._divides_by_it = _depends_on(numerator, one)
+        if not self._divides_by_it:
+            msg = (
+                "`network` must divide its loss by `num_items_in_batch` or return (numerator, "
+                f"denominator) with calculate_per_token_loss=True, got {self._model_name}, which "
+                "takes the number and returns a mean all the same"
+            )
+            raise TypeError(msg)
+        return LossParts(numerator, labels.ne(_IGNORED_LABEL).sum().float())
 
-    def _num_targets(self, call: NetworkCall) -> Tensor:
+    def _targets(self, call: NetworkCall) -> Tensor:
+        """Return the labels that the loss is computed for."""
         named = dict(zip(self._parameter_names, call.arguments, strict=False)) | call.keywords
-        shifted = named.get("shift_labels")
-        labels: Tensor | None = named.get("labels") if shifted is None else shifted
+        shifted: Tensor | None = named.get("shift_labels")
+        if shifted is not None:
+            return shifted
+        labels: Tensor | None = named.get("labels")
         if labels is None:
             msg = f"`labels` must be given to count targets, got {sorted(named)}"
             raise ValueError(msg)
-        if shifted is None and self._shifts_labels:
-            labels = labels[..., 1:]
-        return labels.ne(_IGNORED_LABEL).sum().float()
+        return labels[..., 1:] if self._shifts_labels else labels
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -181,3 +197,17 @@ def _shifts_labels(model: nn.Module) -> bool:
     loss_function = getattr(model, "loss_function", None)
     causal = getattr(loss_function, "__name__", None) == "ForCausalLMLoss"
     return causal and not getattr(config, "is_encoder_decoder", False)
+
+
+def _depends_on(loss: Tensor, leaf: Tensor) -> bool:
+    """Tell from the graph, without running it, whether `loss` was computed from `leaf`."""
+    pending, seen = deque([loss.grad_fn]), set()
+    while pending:
+        node = pending.popleft()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is leaf:
+            return True
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+    return False
