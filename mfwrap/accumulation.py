@@ -61,12 +61,17 @@ class GradientAccumulation:
             ValueError: If the loss is not one element, or depends on no trainable parameter.
         """
         parts: list[LossParts] = []
-        for index, call in enumerate(calls):
-            with self._reduction(last=index == len(calls) - 1):
-                with self._autocast():
-                    part = self._forward(call)
-                self._backward(part, loss_scale, len(calls))
-            parts.append(_detached(part, loss_scale.device))
+        try:
+            for index, call in enumerate(calls):
+                with self._reduction(last=index == len(calls) - 1):
+                    with self._autocast():
+                        part = self._forward(call)
+                    self._backward(part, loss_scale, len(calls))
+                parts.append(_detached(part, loss_scale.device))
+        finally:
+            if self._accelerator is not None:
+                # accelerate's scheduler stands still while gradients are not reduced.
+                self._accelerator.sync_gradients = True
         return self._accumulated(parts)
 
     def _backward(self, part: LossParts, loss_scale: Tensor, num_micro_batches: int) -> None:

@@ -41,8 +41,7 @@ def check_positive_number(name: str, value: object, *, finite: bool = False) -> 
         msg = f"`{name}` must be a number, got {described(value)}"
         raise TypeError(msg)
     # Not `float(value)` first: an int may be too large for any float.
-    number = math.inf if value > sys.float_info.max else float(value)
-    if not number > 0 or (finite and math.isinf(number)):
+    if not value > 0 or (finite and value > sys.float_info.max):
         msg = f"`{name}` must be > 0{' and finite' if finite else ''}, got {value}"
         raise ValueError(msg)
-    return number
+    return math.inf if value > sys.float_info.max else float(value)

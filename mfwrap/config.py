@@ -1,5 +1,6 @@
 """Every setting of a training step that is not an object, valid once it is built."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -91,3 +92,9 @@ class StepConfig:
         if not groups or not all(isinstance(pattern, str) for pattern in groups):
             msg = f"`local_norm_groups` must hold at least one pattern, all str, got {groups!r}"
             raise ValueError(msg)
+        for pattern in groups:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                msg = f"`local_norm_groups` must hold regular expressions, got {pattern!r}: {error}"
+                raise ValueError(msg) from error

@@ -130,7 +130,7 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap`.
         """
         _check_applied(applied)
-        self._refuse_inside_swap("update")
+        self.refuse_inside_swap("update")
         if (self._num_calls + 1) % self._update_every == 0:
             for group in self._groups:
                 _average(group, self._smoothing_factor(group, applied))
@@ -152,7 +152,7 @@ class ExponentialMovingAverage:
         Raises:
             RuntimeError: If called inside `swap`.
         """
-        self._refuse_inside_swap("swap")
+        self.refuse_inside_swap("swap")
         with torch.no_grad():
             raw_weights = [weight.clone() for weight in self._weights.values()]
             raw_buffers = [buffer.clone() for buffer in self._current_buffers()]
@@ -181,7 +181,7 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap` by default, because leaving it would undo this.
         """
         if parameters is None:
-            self._refuse_inside_swap("copy_to")
+            self.refuse_inside_swap("copy_to")
             self._fill(self._weights.values(), self._current_buffers())
         elif self._from_module and isinstance(parameters, nn.Module):
             network = unwrapped_network(parameters)
@@ -234,7 +234,7 @@ class ExponentialMovingAverage:
             ValueError: If a shape or a dtype does not fit, or a counter is negative.
             RuntimeError: If called inside `swap`.
         """
-        self._refuse_inside_swap("load_state_dict")
+        self.refuse_inside_swap("load_state_dict")
         expected = self.state_dict()
         _check_names("state", state, expected)
         fitting = {}
@@ -278,7 +278,12 @@ class ExponentialMovingAverage:
         if buffers:
             _write(buffers, self._buffers.values())
 
-    def _refuse_inside_swap(self, method: str) -> None:
+    def refuse_inside_swap(self, method: str) -> None:
+        """Raise ``RuntimeError`` if the averages are in the parameters.
+
+        Args:
+            method: Name of what must not be called then.
+        """
         if self._swapped:
             msg = f"`{method}` must not be called inside `swap`; leave its block first"
             raise RuntimeError(msg)

@@ -50,6 +50,7 @@ class SkippableOptimizer:
 
     Raises:
         TypeError: If the optimizer's step needs a closure.
+        ValueError: If it is a fused SGD that does not update the weights it holds.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -59,6 +60,7 @@ class SkippableOptimizer:
                 "which evaluates the loss again through a closure"
             )
             raise TypeError(msg)
+        _refuse_idle_sgd(optimizer)
         self.optimizer = optimizer
         self.skips_on_device = _is_fused(optimizer)
         """Whether the flag stays on the device."""
@@ -140,3 +142,17 @@ def _is_fused(optimizer: Optimizer) -> bool:
         and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
         and all(group.get("fused") for group in optimizer.param_groups)
     )
+
+
+def _refuse_idle_sgd(optimizer: Optimizer) -> None:
+    """Refuse half-precision weights on CPU, which torch's fused SGD leaves as they are."""
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        half = any(p.device.type == "cpu" and p.dtype.itemsize < 4 for p in group["params"])
+        if group.get("fused") and half:
+            msg = (
+                "`optimizer` must update its weights, got fused SGD with half-precision weights on "
+                "CPU, which torch does not implement; use fused=False"
+            )
+            raise ValueError(msg)

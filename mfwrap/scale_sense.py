@@ -78,6 +78,7 @@ class LossScale:
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape, or the scale is not > 0 and finite.
         """
+        _check_mapping("loss_scale", state_dict)
         if set(state_dict) != {"value", "update_cell"}:
             msg = (
                 "`state_dict` of the loss scale must have the keys ['update_cell', 'value'], "
@@ -91,6 +92,7 @@ class LossScale:
         _check_shape("state_dict['value']", value)
         number = _checked_number(value.item())
         counters = state_dict["update_cell"]
+        _check_mapping("loss_scale['update_cell']", counters)
         if self.update_cell is not None:
             self.update_cell.load_state_dict(counters)
         elif counters:
@@ -118,6 +120,12 @@ def _initial_number(scale_sense: ScaleSense) -> float:
     raise TypeError(msg)
 
 
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        msg = f"`{name}` must be a mapping, got {described(value)}"
+        raise TypeError(msg)
+
+
 def _check_shape(name: str, tensor: Tensor) -> None:
     if tensor.shape not in ((), (1,)):
         msg = f"`{name}` must have shape () or (1,), got {tuple(tensor.shape)}"
@@ -125,7 +133,9 @@ def _check_shape(name: str, tensor: Tensor) -> None:
 
 
 def _checked_number(number: float) -> float:
-    if not 0 < number <= torch.finfo(torch.float32).max:
+    in_range = 0 < number <= torch.finfo(torch.float32).max
+    # A positive number may still round to zero.
+    if not in_range or torch.tensor(number, dtype=torch.float32) == 0:
         msg = f"`scale_sense` must be > 0 and finite in float32, got {number}"
         raise ValueError(msg)
     return float(number)

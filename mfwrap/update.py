@@ -152,7 +152,8 @@ class StepUpdate:
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters are others
-                than at construction, or the last step was one skip too many.
+                than at construction, the averages are swapped in, or the last step was one skip
+                too many.
             TypeError: If a gradient is sparse.
         """
         # Inside a caller's autocast, products of norms would be taken in half precision.
@@ -163,6 +164,8 @@ class StepUpdate:
                 self.release_gradients()
 
     def _update(self, loss: Tensor, normalizer: Normalizer | None) -> StepReport:
+        if self._ema is not None:
+            self._ema.refuse_inside_swap("update")
         groups = self._parameters.groups()
         measured = self._measure(self._parameters.gradients(), groups, normalizer)
         # As late as it can be: this step's backward is queued, so the device is busy meanwhile,
@@ -207,7 +210,8 @@ class StepUpdate:
             divisor = scale * _nonzero(normalizer.reduced)
             local_divisor = scale * _nonzero(normalizer.local)
         return _Measurement(
-            overflow=~torch.isfinite(square),
+            # A scale of 0 or below may have been set without anyone reading it.
+            overflow=~(torch.isfinite(square) & (scale > 0)),
             divisor=divisor,
             global_norm=square.sqrt() / divisor,
             local_norm=groups.sums(squares).sqrt() / local_divisor,
