@@ -1,0 +1,53 @@
+"""A tiny Llama over bytes and batches of text for it, padded or not."""
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from small_networks import IGNORED
+
+__all__ = ["byte_batch", "small_llama"]
+
+_TEXT = (
+    "What drove the gradients mad? A scale too large by half, a norm that was not taken, a step "
+    "that should have been left out. What brought them back? One flag, one factor, one reader. "
+) * 8
+
+
+def small_llama() -> LlamaForCausalLM:
+    """Return a Llama of two layers, hidden size 32 and a vocabulary of bytes."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config)
+
+
+def byte_batch(lengths: list[int], *, start: int = 0) -> dict[str, Tensor]:
+    """Return pieces of text as bytes, padded at their ends to the longest.
+
+    Args:
+        lengths: Number of bytes of each piece.
+        start: Where in the text the first piece begins.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(pieces, longest)``; padding
+        is no target.
+    """
+    ends = torch.tensor(lengths).cumsum(0) + start
+    pieces = [
+        torch.tensor(list(_TEXT[end - length : end].encode()))
+        for end, length in zip(ends.tolist(), lengths, strict=True)
+    ]
+    mask = pad_sequence([torch.ones_like(piece) for piece in pieces], batch_first=True)
+    return {
+        "input_ids": pad_sequence(pieces, batch_first=True),
+        "attention_mask": mask,
+        "labels": pad_sequence(pieces, batch_first=True, padding_value=IGNORED),
+    }

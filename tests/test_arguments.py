@@ -1,0 +1,87 @@
+"""Checks of arguments: what passes, what is raised, and what the message says."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.arguments import check_bool, check_positive_int, check_positive_number, described
+
+
+def test_described_gives_value_and_type():
+    """A string and a number that look alike are told apart."""
+    assert described("3") == "'3' of type str"
+    assert described(3) == "3 of type int"
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_check_bool_returns_a_bool(value):
+    """A bool comes back as it is."""
+    assert check_bool("flag", value) is value
+
+
+@pytest.mark.parametrize("value", [0, 1, "True", None, 1.0])
+def test_check_bool_refuses_anything_else(value):
+    """What is only truthy or falsy is no bool."""
+    with pytest.raises(TypeError, match="`flag` must be a bool, got"):
+        check_bool("flag", value)
+
+
+@given(st.integers(min_value=1))
+def test_check_positive_int_returns_an_int(value):
+    """An int from 1 on comes back as it is."""
+    assert check_positive_int("count", value) == value
+
+
+@given(st.integers(max_value=0))
+def test_check_positive_int_refuses_ints_below_1(value):
+    """Zero and negative ints are out of range."""
+    with pytest.raises(ValueError, match=f"`count` must be >= 1, got {value}$"):
+        check_positive_int("count", value)
+
+
+@pytest.mark.parametrize("value", [2.0, True, "2", None])
+def test_check_positive_int_refuses_other_types(value):
+    """A float that is whole, a bool and a string are no ints."""
+    with pytest.raises(TypeError, match=r"`count` must be an int, got .* of type"):
+        check_positive_int("count", value)
+
+
+@given(st.integers(1, 10**300) | st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_check_positive_number_returns_a_float(value):
+    """An int or float above 0 comes back as a float of the same value."""
+    for finite in (False, True):
+        number = check_positive_number("norm", value, finite=finite)
+
+        assert isinstance(number, float)
+        assert number == float(value)
+
+
+@given(st.integers(max_value=0) | st.floats(max_value=0) | st.just(math.nan))
+def test_check_positive_number_refuses_numbers_not_above_0(value):
+    """Zero, negative numbers and nan are out of range."""
+    with pytest.raises(ValueError, match=f"`norm` must be > 0, got {re.escape(str(value))}$"):
+        check_positive_number("norm", value)
+
+
+def test_check_positive_number_takes_infinity_unless_it_must_be_finite():
+    """An infinite limit means none; an infinite scale is refused."""
+    assert check_positive_number("norm", math.inf) == math.inf
+    with pytest.raises(ValueError, match="`scale` must be > 0 and finite, got inf"):
+        check_positive_number("scale", math.inf, finite=True)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)], ids=["positive", "negative"])
+def test_check_positive_number_refuses_an_int_that_no_float_holds(value):
+    """An int beyond the largest float is out of range, no OverflowError."""
+    with pytest.raises(ValueError, match="`scale` must be"):
+        check_positive_number("scale", value, finite=True)
+
+
+@pytest.mark.parametrize("value", ["1.0", None, True, 1j, [1.0]])
+def test_check_positive_number_refuses_other_types(value):
+    """A bool, a string and a complex number are no numbers here."""
+    with pytest.raises(TypeError, match=r"`norm` must be a number, got .* of type"):
+        check_positive_number("norm", value)

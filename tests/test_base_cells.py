@@ -1,0 +1,316 @@
+"""MindSpore's plain cells do what MindSpore documents."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+)
+from small_networks import Classifier, LinearProbe, labelled_batches
+from training_state import assert_unchanged, training_state
+
+NAN, INF = float("nan"), float("inf")
+
+
+def probe_with(cell_type, *arguments, **keywords):
+    """Return a cell of a linear probe, whose gradient is its inputs, with SGD at rate 1."""
+    network = LinearProbe()
+    return cell_type(network, SGD(network.parameters(), lr=1.0), *arguments, **keywords)
+
+
+class TestWithLossCell:
+    def test_it_is_the_loss_of_the_backbones_output(self):
+        """``loss_fn(backbone(data), label)``, with the parameters of both."""
+        backbone, [(inputs, labels)] = nn.Linear(8, 4), labelled_batches(1)
+        network = WithLossCell(backbone, nn.CrossEntropyLoss())
+
+        loss = network(inputs, labels)
+
+        assert torch.equal(loss, nn.functional.cross_entropy(backbone(inputs), labels))
+        assert network.backbone_network is backbone
+        assert len(list(network.parameters())) == 2
+
+
+class TestTrainOneStepCell:
+    @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+    def test_it_is_a_plain_step(self, fused):
+        """Loss and weights are those of backward and ``optimizer.step()``, to the last bit."""
+        network = Classifier()
+        reference = copy.deepcopy(network)
+        cell = TrainOneStepCell(network, AdamW(network.parameters(), fused=fused))
+        plain = AdamW(reference.parameters(), fused=fused)
+
+        for batch in labelled_batches(3):
+            loss = cell(*batch)
+            expected = reference(*batch)
+            expected.backward()
+            plain.step()
+            plain.zero_grad()
+            assert torch.equal(loss, expected)
+            assert not loss.requires_grad
+
+        for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+    def test_sens_multiplies_the_gradients_and_stays_in_them(self):
+        """The update is `sens` times as large: nothing divides by it."""
+        cell = probe_with(TrainOneStepCell, sens=4.0)
+
+        loss = cell(torch.tensor([[3.0, 4.0]]))
+
+        assert cell.network.weight.tolist() == [-12.0, -16.0]
+        assert loss.item() == 0.0
+
+    def test_return_grad_returns_the_gradients_by_name(self):
+        """Loss, and the gradients times `sens`, which the next step does not change."""
+        cell = probe_with(TrainOneStepCell, 4.0, return_grad=True)
+
+        _, gradients = cell(torch.tensor([[3.0, 4.0]]))
+        cell(torch.tensor([[5.0, 6.0]]))
+
+        assert {name: gradient.tolist() for name, gradient in gradients.items()} == {
+            "weight": [12.0, 16.0]
+        }
+
+    def test_the_schedule_follows_every_update(self):
+        """It is stepped right after the optimizer."""
+        network = LinearProbe()
+        optimizer = SGD(network.parameters(), lr=1.0)
+        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        cell = TrainOneStepCell(network, optimizer, lr_scheduler=schedule)
+
+        rates = []
+        for _ in range(3):
+            rates.append(optimizer.param_groups[0]["lr"])
+            cell(torch.tensor([[1.0, 1.0]]))
+
+        assert rates == [1.0, 1 / 2, 1 / 3]
+
+    def test_it_has_no_protection_from_overflow(self):
+        """A NaN reaches the weights: this is the plain cell."""
+        cell = probe_with(TrainOneStepCell)
+
+        cell(torch.tensor([[NAN, 1.0]]))
+
+        assert cell.network.weight.isnan().tolist() == [True, False]
+
+    def test_gradients_are_released(self):
+        """Also those that were there before, which are no part of the update."""
+        cell = probe_with(TrainOneStepCell)
+        cell.network.weight.grad = torch.full((2,), 100.0)
+
+        cell(torch.tensor([[3.0, 4.0]]))
+
+        assert cell.network.weight.tolist() == [-3.0, -4.0]
+        assert cell.network.weight.grad is None
+
+    @pytest.mark.parametrize(
+        ("sens", "error"), [(0, ValueError), (0.0, ValueError), ("1", TypeError)], ids=repr
+    )
+    def test_sens_is_a_number_that_is_not_zero(self, sens, error):
+        """Zero would train nothing."""
+        with pytest.raises(error, match="`sens` must"):
+            probe_with(TrainOneStepCell, sens=sens)
+
+
+class Net(nn.Module):
+    """The network of MindSpore's documentation: a matrix product, weights of ones."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(in_features, out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def documented_cell(scale_sense) -> TrainOneStepWithLossScaleCell:
+    """Return the training cell of MindSpore's documentation."""
+    net = Net(16, 10)
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return TrainOneStepWithLossScaleCell(
+        WithLossCell(net, nn.MSELoss()), optimizer, scale_sense=scale_sense
+    )
+
+
+class OwnStep(TrainOneStepWithLossScaleCell):
+    """A step of the user's own, built from the documented parts."""
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = self.network(*inputs)
+        scaling_sens = self.scale_sense
+        status, scaling_sens = self.start_overflow_check(loss, scaling_sens)
+        gradients = torch.autograd.grad(loss * scaling_sens, self.weights)
+        overflow = self.get_overflow_status(status, gradients)
+        gradients = [gradient / scaling_sens for gradient in gradients]
+        overflow = self.process_loss_scale(overflow)
+        if not overflow:
+            for weight, gradient in zip(self.weights, gradients, strict=True):
+                weight.grad = gradient
+            self.optimizer.step()
+        return loss.detach(), overflow, self.scale_sense.clone()
+
+
+class TestTrainOneStepWithLossScaleCell:
+    def test_mindspores_first_example(self):
+        """With an update cell: the loss, no overflow, the scale, and Momentum's update."""
+        cell = documented_cell(
+            DynamicLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=1000)
+        )
+
+        # The documentation's labels of shape (10,), broadcast.
+        loss, overflow, loss_scale = cell(torch.ones(10, 16), torch.ones(10, 10))
+
+        # Every output is 16: the loss is 15^2, and each weight has ten errors of 15 among 100.
+        assert loss.item() == 225.0
+        assert not overflow.item()
+        assert loss_scale.item() == 4096.0
+        expected = torch.full((16, 10), 1 - 0.1 * 2 * 15 * 10 / 100)
+        torch.testing.assert_close(cell.network.backbone.weight.detach(), expected)
+
+    def test_mindspores_second_example(self):
+        """With a tensor, the largest float32: overflow, and nothing is updated."""
+        cell = documented_cell(torch.full((1,), torch.finfo(torch.float32).max))
+
+        loss, overflow, loss_scale = cell(torch.ones(16, 16), torch.zeros(16, 10))
+
+        assert loss.item() == 256.0
+        assert overflow.item()
+        assert loss_scale.item() == torch.finfo(torch.float32).max
+        assert torch.equal(cell.network.backbone.weight, torch.ones(16, 10))
+
+    def test_the_output_is_three_scalars(self):
+        """Loss, overflow and loss scale, by name too, all of shape ``()``."""
+        output = documented_cell(torch.tensor([8.0]))(torch.ones(2, 16), torch.ones(2, 10))
+
+        assert output._fields == ("loss", "overflow", "loss_scale")
+        assert [(value.dtype, value.shape) for value in output] == [
+            (torch.float32, ()),
+            (torch.bool, ()),
+            (torch.float32, ()),
+        ]
+
+    @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+    @pytest.mark.parametrize("value", [NAN, INF], ids=str)
+    def test_an_overflow_changes_nothing_but_the_scale(self, value, fused):
+        """Weights, optimizer state and schedule stay; the scale falls for the next step."""
+        network = LinearProbe()
+        optimizer = AdamW(network.parameters(), fused=fused)
+        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        cell = TrainOneStepWithLossScaleCell(
+            network,
+            optimizer,
+            DynamicLossScaleUpdateCell(1024.0, 2, 2),
+            lr_scheduler=schedule,
+        )
+        cell(torch.tensor([[3.0, 4.0]]))
+        cell.flush()
+        before = training_state(network, optimizer, schedule)
+
+        output = cell(torch.tensor([[value, 4.0]]))
+        cell.flush()
+
+        assert output.overflow.item()
+        assert output.loss_scale.item() == 512.0
+        assert_unchanged(before, training_state(network, optimizer, schedule))
+        assert network.weight.grad is None
+
+    def test_the_scale_is_taken_out_of_the_update(self):
+        """Whatever the scale, the weights move by rate times gradient."""
+        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0**16))
+
+        cell(torch.tensor([[3.0, 4.0]]))
+
+        assert cell.network.weight.tolist() == [-3.0, -4.0]
+
+    def test_set_sense_scale_holds_from_the_next_step_on(self):
+        """The scale that the host sets is the one that is used and returned."""
+        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor([16.0]))
+
+        cell.set_sense_scale(torch.tensor([64.0]))
+
+        assert cell(torch.tensor([[3.0, 4.0]])).loss_scale.item() == 64.0
+        assert cell.network.weight.tolist() == [-3.0, -4.0]
+
+    @pytest.mark.parametrize("scale_sense", [1.0, 1, None, "dynamic", nn.Identity()], ids=str)
+    def test_a_scale_that_is_neither_tensor_nor_cell_is_a_type_error(self, scale_sense):
+        """As MindSpore has it, numbers included."""
+        with pytest.raises(TypeError, match="`scale_sense` must be a tensor or"):
+            probe_with(TrainOneStepWithLossScaleCell, scale_sense)
+
+    @pytest.mark.parametrize("shape", [(2,), (1, 1)], ids=str)
+    def test_a_scale_of_another_shape_is_a_value_error(self, shape):
+        """As MindSpore has it: shape ``()`` or ``(1,)``."""
+        with pytest.raises(ValueError, match="`scale_sense` must have shape"):
+            probe_with(TrainOneStepWithLossScaleCell, torch.ones(shape))
+
+    def test_a_step_of_ones_own(self):
+        """Built from the documented parts, it does what the cell itself does."""
+        network = Classifier()
+        steps = [
+            cell_type(
+                own_network := copy.deepcopy(network),
+                SGD(own_network.parameters(), lr=0.1),
+                DynamicLossScaleUpdateCell(1024.0, 2, 2),
+            )
+            for cell_type in (TrainOneStepWithLossScaleCell, OwnStep)
+        ]
+
+        for batch, factor in zip(labelled_batches(6), (1, NAN, 1, 1, INF, 1), strict=True):
+            whole, own = (step(*batch, torch.full((), factor)) for step in steps)
+            torch.testing.assert_close(tuple(own), tuple(whole), rtol=0, atol=0, equal_nan=True)
+
+        for ours, theirs in zip(*(step.network.parameters() for step in steps), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+
+
+class TestSeams:
+    def test_an_overflow_check_starts_with_what_it_was_given(self):
+        """False, as on GPU, and the same input."""
+        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
+        compute_input = object()
+
+        assert cell.start_overflow_check(torch.ones(()), compute_input) == (False, compute_input)
+
+    @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def test_one_element_is_an_overflow(self, dtype, value):
+        """Wherever it is: in a tensor, a tuple, a nested list or a mapping."""
+        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
+        good, bad = torch.full((3,), 6e4, dtype=dtype), torch.zeros(3, dtype=dtype)
+        bad[1] = value
+
+        for holder in (bad, (good, bad), [good, [good, (bad,)]], {"a": good, "b": bad}):
+            overflow = cell.get_overflow_status(False, holder)  # noqa: FBT003
+            assert overflow.dtype == torch.bool
+            assert overflow.shape == ()
+            assert overflow.item()
+        assert not cell.get_overflow_status(False, (good, good, [])).item()  # noqa: FBT003
+
+    def test_what_holds_no_tensors_is_refused(self):
+        """A number is a TypeError that names the argument."""
+        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
+
+        with pytest.raises(TypeError, match="`compute_output` must hold tensors"):
+            cell.get_overflow_status(False, 3.0)  # noqa: FBT003
+
+    def test_process_loss_scale_changes_the_scale_and_returns_the_flag(self):
+        """The update cell sees the flag; a tensor scale stays."""
+        dynamic = probe_with(
+            TrainOneStepWithLossScaleCell, DynamicLossScaleUpdateCell(1024.0, 2, 2)
+        )
+        fixed = probe_with(TrainOneStepWithLossScaleCell, FixedLossScaleUpdateCell(1024.0))
+        flag = torch.full((), True)  # noqa: FBT003
+
+        assert dynamic.process_loss_scale(flag) is flag
+        assert fixed.process_loss_scale(flag) is flag
+        assert (dynamic.scale_sense.item(), fixed.scale_sense.item()) == (512.0, 1024.0)

@@ -1,0 +1,292 @@
+"""The cell with what a real Accelerator has prepared, on CPU."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell
+from small_llama import byte_batch, small_llama
+from small_networks import Classifier, TokenClassifier, labelled_batches
+
+NAN = float("nan")
+
+
+def inverse(step: int) -> float:
+    """Return the factor of the learning rate."""
+    return 1 / (1 + step)
+
+
+def plain_training(**settings):
+    """Return network, optimizer, schedule and a cell of them, all unprepared."""
+    torch.manual_seed(0)
+    network = Classifier()
+    optimizer = AdamW(network.parameters(), lr=0.1, fused=True)
+    schedule = LambdaLR(optimizer, inverse)
+    return (
+        network,
+        optimizer,
+        schedule,
+        MFTrainOneStepCell(network, optimizer, lr_scheduler=schedule, **settings),
+    )
+
+
+def prepared_training(accelerator: Accelerator, *, fused: bool = True, **settings):
+    """Return the same, prepared by accelerate."""
+    torch.manual_seed(0)
+    network = Classifier()
+    optimizer = AdamW(network.parameters(), lr=0.1, fused=fused)
+    schedule = LambdaLR(optimizer, inverse)
+    network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
+    cell = MFTrainOneStepCell(
+        network, optimizer, lr_scheduler=schedule, accelerator=accelerator, **settings
+    )
+    return network, optimizer, schedule, cell
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_prepared_objects_train_as_the_plain_ones(steps):
+    """Weights, rates and the position of the schedule are the same, skips included."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    settings = {"use_clip_grad": True, "gradient_accumulation_steps": steps}
+    network, _, schedule, cell = prepared_training(accelerator, **settings)
+    plain_network, _, plain_schedule, plain_cell = plain_training(**settings)
+
+    for batch, factor in zip(labelled_batches(5), (1.0, NAN, 1.0, NAN, 1.0), strict=True):
+        output, expected = cell(*batch, factor), plain_cell(*batch, factor)
+        assert torch.equal(output.learning_rate, expected.learning_rate)
+        assert output.overflow.item() == (factor != 1)
+    cell.flush()
+    plain_cell.flush()
+
+    assert schedule.get_last_lr() == plain_schedule.get_last_lr() == [0.1 / 4]
+    for ours, theirs in zip(network.parameters(), plain_network.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_accelerates_optimizer_is_unwrapped(fused):
+    """The cell works on the optimizer inside, whose state is what one saves."""
+    _, wrapper, _, cell = prepared_training(Accelerator(cpu=True), fused=fused)
+
+    cell(*labelled_batches(1)[0])
+
+    assert cell.optimizer is wrapper.optimizer
+    assert len(wrapper.state_dict()["state"]) == 4
+
+
+def test_a_prepared_schedule_of_another_optimizer_is_refused():
+    """Accelerate's wrapper is looked through when the schedule is checked."""
+    accelerator = Accelerator(cpu=True)
+    network = Classifier()
+    other = accelerator.prepare(LambdaLR(SGD(Classifier().parameters()), inverse))
+
+    with pytest.raises(ValueError, match="`lr_scheduler` must be one of the cell's optimizer"):
+        MFTrainOneStepCell(network, SGD(network.parameters()), lr_scheduler=other)
+
+
+def test_a_flush_after_a_failed_step_moves_the_schedule():
+    """An update that was applied counts, though the next one's first micro-batch raised."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    _, _, schedule, cell = prepared_training(accelerator, gradient_accumulation_steps=2)
+    [batch] = labelled_batches(1)
+    cell(*batch)
+
+    with pytest.raises(TypeError):
+        cell.step([("no", "batch"), batch])
+    cell.flush()
+
+    assert schedule.get_last_lr() == [0.1 / 2]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (4, 1), (2, 4)])
+def test_differing_accumulation_is_refused(theirs, ours):
+    """One of two numbers would be wrong: the error names both."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=theirs)
+
+    message = f"`gradient_accumulation_steps` must be the accelerator's {theirs}, got {ours}"
+    with pytest.raises(ValueError, match=message):
+        prepared_training(accelerator, gradient_accumulation_steps=ours)
+
+
+class Watching(TokenClassifier):
+    """A network that notes, at each call, what accelerate says."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self.accelerator = accelerator
+        self.synchronized: list[bool] = []
+        self.activations: list[torch.dtype] = []
+        self.layers[0].register_forward_hook(
+            lambda _, __, activations: self.activations.append(activations.dtype)
+        )
+
+    def forward(self, *arguments):
+        self.synchronized.append(self.accelerator.sync_gradients)
+        return super().forward(*arguments)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_gradients_are_said_to_be_synchronized_on_the_last_micro_batch(num_micro_batches):
+    """Accelerate's gradient state follows the micro-batches of the step."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = Watching(accelerator)
+    cell = MFTrainOneStepCell(
+        network,
+        AdamW(network.parameters()),
+        accelerator=accelerator,
+        gradient_accumulation_steps=2,
+        calculate_per_token_loss=True,
+    )
+
+    cell.step(labelled_batches(num_micro_batches))
+
+    assert network.synchronized == [False] * (num_micro_batches - 1) + [True]
+    assert accelerator.sync_gradients
+
+
+def test_the_accelerators_autocast_is_used():
+    """A network that was not prepared runs forward in the accelerator's precision."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    network = Watching(accelerator)
+    optimizer = AdamW(network.parameters(), fused=True)
+    cell = MFTrainOneStepCell(
+        network, optimizer, accelerator=accelerator, calculate_per_token_loss=True
+    )
+
+    output = cell(*labelled_batches(1)[0])
+
+    assert network.activations == [torch.bfloat16]
+    assert output.loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 1e-2)])
+def test_a_prepared_language_model_has_its_targets_counted(precision, tolerance):
+    """Accelerate's wrapped forward still tells a Hugging Face model from other networks."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    network, batch = small_llama(), byte_batch([40, 30, 11, 3])
+    expected = network(**batch).loss
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in network.parameters()])
+    network, optimizer = accelerator.prepare(network, AdamW(network.parameters(), fused=True))
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        accelerator=accelerator,
+        gradient_accumulation_steps=2,
+        calculate_per_token_loss=True,
+    )
+
+    output = cell(**batch)
+
+    torch.testing.assert_close(output.loss, expected.detach(), rtol=tolerance, atol=0)
+    torch.testing.assert_close(output.global_norm, norm, rtol=tolerance, atol=0)
+
+
+def grad_scaler(**settings) -> torch.amp.GradScaler:
+    """Return a scaler whose every number differs from the defaults."""
+    return torch.amp.GradScaler(
+        "cpu",
+        **{
+            "init_scale": 2.0**12,
+            "growth_factor": 4.0,
+            "backoff_factor": 0.125,
+            "growth_interval": 2,
+        }
+        | settings,
+    )
+
+
+def test_accelerates_grad_scaler_is_taken_out():
+    """It would scale a second time, in accelerator and optimizer."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = grad_scaler()
+    _, optimizer, _, _ = prepared_training(accelerator)
+
+    assert accelerator.scaler is None
+    assert optimizer.scaler is None
+
+
+def test_the_grad_scalers_numbers_are_taken_over():
+    """Without a scale of one's own the cell scales as torch's scaler would have."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler, reference = grad_scaler(), grad_scaler()
+    _, _, _, cell = prepared_training(accelerator)
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = SGD([weight])
+    scales, expected = [], []
+
+    initial = cell.scale_sense.item()
+    for batch, factor in zip(
+        labelled_batches(8), (1.0, 1.0, NAN, 1.0, NAN, 1.0, 1.0, 1.0), strict=True
+    ):
+        scales.append(cell(*batch, factor).loss_scale.item())
+        reference.scale(weight * factor).backward()
+        reference.step(optimizer)
+        reference.update()
+        expected.append(reference.get_scale())
+        weight.grad = None
+
+    assert initial == 2.0**12
+    assert scales == expected
+    assert len(set(scales)) > 3
+
+
+def test_a_scale_that_the_grad_scaler_has_reached_is_taken_over():
+    """Not its first value: an accelerator whose state was loaded goes on from there."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = grad_scaler()
+    state = accelerator.scaler.state_dict()
+    accelerator.scaler.load_state_dict(state | {"scale": 2.0**7})
+
+    _, _, _, cell = prepared_training(accelerator)
+
+    assert cell.scale_sense.item() == 2.0**7
+
+
+GIVEN = {
+    "one": (1.0, 1.0),
+    "an int": (1, 1.0),
+    "a number": (32.0, 32.0),
+    "a tensor": (torch.tensor(32.0), 32.0),
+    "an update cell": (DynamicLossScaleUpdateCell(64.0, 2, 5), 64.0),
+}
+
+
+@pytest.mark.parametrize(("scale_sense", "expected"), GIVEN.values(), ids=GIVEN)
+def test_a_scale_that_is_given_stands(scale_sense, expected):
+    """Also 1, the default's own value: the scaler goes, and its numbers with it."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = grad_scaler()
+
+    _, _, _, cell = prepared_training(accelerator, scale_sense=copy.deepcopy(scale_sense))
+
+    assert accelerator.scaler is None
+    assert cell.scale_sense.item() == expected
+    outputs = [cell(*batch) for batch in labelled_batches(3)]
+    assert [output.loss_scale.item() for output in outputs] == [expected] * 3
+
+
+def test_a_disabled_grad_scaler_has_no_numbers_to_take_over():
+    """The scale is then the default, 1."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = grad_scaler(enabled=False)
+
+    _, _, _, cell = prepared_training(accelerator)
+
+    assert cell.scale_sense.item() == 1.0
+
+
+def test_a_refused_construction_leaves_the_grad_scaler():
+    """Nothing of the accelerator is changed by a cell that could not be built."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = scaler = grad_scaler()
+
+    with pytest.raises(ValueError, match="`optimizer` must hold parameters of the network"):
+        MFTrainOneStepCell(Classifier(), SGD(Classifier().parameters()), accelerator=accelerator)
+
+    assert accelerator.scaler is scaler

@@ -1,0 +1,237 @@
+"""One update from several micro-batches is the update from all of their data at once."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from mfwrap import MFTrainOneStepCell
+from small_llama import byte_batch, small_llama
+from small_networks import IGNORED, Classifier, LinearProbe, TokenClassifier, labelled_batches
+
+NUM_STEPS = 3
+# Sums over the same tokens in another order: a few units in the last place of a sum of at most
+# 100 terms, and three updates from it.
+NEAR = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def build(network: nn.Module, **settings) -> MFTrainOneStepCell:
+    """Return a cell around a copy of `network`, with SGD, whose updates show a wrong scale."""
+    network = copy.deepcopy(network)
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
+    settings = {"use_clip_grad": True, "max_grad_norm": float("inf")} | settings
+    return MFTrainOneStepCell(network, optimizer, **settings)
+
+
+def uneven_batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Return 12 inputs, of which 1, 3 and 0 in each four have a target."""
+    [(inputs, labels)] = labelled_batches(1, size=12, seed=seed)
+    labels[[0, 1, 2, 4, 8, 9, 10, 11]] = IGNORED
+    return inputs, labels
+
+
+def plain_steps(network: nn.Module, batches: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return losses and weights of plain torch, one backward for each whole batch."""
+    network = copy.deepcopy(network)
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
+    losses = []
+    for batch in batches:
+        loss = network(**batch).loss if isinstance(batch, dict) else network(*batch)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [weight.detach() for weight in network.parameters()]
+
+
+def assert_agrees(
+    cell: MFTrainOneStepCell, losses: list[Tensor], expected: tuple[list[Tensor], list[Tensor]]
+) -> None:
+    """Fail unless losses and weights are near the expected ones."""
+    torch.testing.assert_close(losses, expected[0], **NEAR)
+    weights = [weight.detach() for weight in cell.network.parameters()]
+    torch.testing.assert_close(weights, expected[1], **NEAR)
+
+
+each_scale = pytest.mark.parametrize("scale", [1.0, 2.0**16], ids=["scale 1", "scale 2**16"])
+
+
+@each_scale
+@pytest.mark.parametrize("num_micro_batches", [2, 4])
+def test_equal_micro_batches_are_plain_torchs_accumulation_to_the_last_bit(
+    num_micro_batches, scale
+):
+    """As when each loss is divided by their number before its backward."""
+    network = Classifier()
+    cell = build(network, gradient_accumulation_steps=num_micro_batches, scale_sense=scale)
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    for inputs, labels in labelled_batches(NUM_STEPS):
+        output = cell(inputs, labels)
+        losses = [
+            network(*part)
+            for part in zip(
+                inputs.chunk(num_micro_batches), labels.chunk(num_micro_batches), strict=True
+            )
+        ]
+        for loss in losses:
+            (loss / num_micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(output.loss, torch.stack(losses).mean().detach())
+
+    for ours, theirs in zip(cell.network.parameters(), network.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_call_that_splits_is_a_step_with_the_parts():
+    """``cell(batch)`` and ``cell.step(parts)`` are the same update to the last bit."""
+    network = Classifier()
+    splitting, stepping = (build(network, gradient_accumulation_steps=2) for _ in range(2))
+
+    for inputs, labels in labelled_batches(NUM_STEPS):
+        splitting(inputs, labels)
+        stepping.step(list(zip(inputs.chunk(2), labels.chunk(2), strict=True)))
+
+    for ours, theirs in zip(
+        splitting.network.parameters(), stepping.network.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_tokens_each_micro_batch_weighs_the_same():
+    """The default is the mean over micro-batches, of whatever sizes."""
+    cell = build(LinearProbe())
+
+    cell.step([torch.tensor([[2.0, 4.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0], [3.0, 2.0]])])
+
+    # Gradients [2, 4] and [1, 2], each the mean of its micro-batch's rows.
+    torch.testing.assert_close(cell.network.weight.detach(), torch.tensor([-0.15, -0.3]))
+
+
+@each_scale
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_splitting_by_tokens_is_one_big_batch(num_micro_batches, scale):
+    """Micro-batches with unequal numbers of targets give the mean over all targets."""
+    network = TokenClassifier()
+    batches = [uneven_batch(seed) for seed in range(NUM_STEPS)]
+    cell = build(
+        network,
+        gradient_accumulation_steps=num_micro_batches,
+        calculate_per_token_loss=True,
+        scale_sense=scale,
+    )
+    reference = Classifier()
+    reference.load_state_dict(network.state_dict())
+
+    losses = [cell(*batch).loss for batch in batches]
+
+    assert_agrees(cell, losses, plain_steps(reference, batches))
+
+
+@each_scale
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), data=st.data())
+def test_any_micro_batches_by_tokens_are_one_big_batch(scale, sizes, data):
+    """However targets fall on micro-batches of any sizes, loss, norm and update are the whole's."""
+    num_rows = sum(sizes)
+    [(inputs, labels)] = labelled_batches(1, size=num_rows)
+    ignored = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+    ignored[-1] = False
+    labels = labels.masked_fill(torch.tensor(ignored), IGNORED)
+    reference = Classifier()
+    network = TokenClassifier()
+    network.load_state_dict(reference.state_dict())
+    cell = build(network, calculate_per_token_loss=True, scale_sense=scale)
+
+    output = cell.step(list(zip(inputs.split(sizes), labels.split(sizes), strict=True)))
+
+    assert_agrees(cell, [output.loss], plain_steps(reference, [(inputs, labels)]))
+    reference(inputs, labels).backward()
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in reference.parameters()])
+    torch.testing.assert_close(output.global_norm, norm, **NEAR)
+
+
+@each_scale
+def test_a_language_model_that_splits_by_tokens_is_one_big_batch(scale):
+    """A Hugging Face model, whose padding is ``-100``, as on the whole batch at once."""
+    network = small_llama()
+    batches = [byte_batch([40, 30, 11, 3], start=70 * step) for step in range(NUM_STEPS)]
+    cell = build(
+        network, gradient_accumulation_steps=2, calculate_per_token_loss=True, scale_sense=scale
+    )
+
+    losses = [cell(**batch).loss for batch in batches]
+
+    assert_agrees(cell, losses, plain_steps(network, batches))
+
+
+@each_scale
+def test_a_language_model_with_unequal_micro_batches_is_one_big_batch(scale):
+    """Micro-batches of unequal sizes, lengths and numbers of targets, as on all at once."""
+    network = small_llama()
+    lengths = [[40, 3], [17], [5, 9, 2]]
+    cell = build(network, calculate_per_token_loss=True, scale_sense=scale)
+    whole, losses = [], []
+    for step in range(NUM_STEPS):
+        starts = [70 * step, 70 * step + 43, 70 * step + 60]
+        parts = [byte_batch(part, start=at) for part, at in zip(lengths, starts, strict=True)]
+        losses.append(cell.step(parts).loss)
+        whole.append(byte_batch([40, 3, 17, 5, 9, 2], start=70 * step))
+
+    assert_agrees(cell, losses, plain_steps(network, whole))
+
+
+def test_mean_and_per_token_are_told_apart_by_these_batches():
+    """The comparisons above compare something: the mean of means is far from the mean."""
+    network = small_llama()
+    batch = byte_batch([40, 30, 11, 3])
+    expected, _ = plain_steps(network, [batch])
+
+    mean_of_means = build(network, gradient_accumulation_steps=2)(**batch).loss
+
+    assert (mean_of_means - expected[0]).abs() > 1e-3
+
+
+class Recorder(LinearProbe):
+    """A network that keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[tuple, dict]] = []
+
+    def forward(self, *arguments, **keywords) -> Tensor:
+        self.calls.append((arguments, keywords))
+        return self.weight.sum()
+
+
+def test_what_has_no_first_dimension_goes_to_every_micro_batch():
+    """Tensors are split along the first dimension, also in dicts, lists and tuples."""
+    network = Recorder()
+    cell = MFTrainOneStepCell(network, AdamW(network.parameters()), gradient_accumulation_steps=2)
+    rows, scalar = torch.arange(4.0), torch.tensor(7.0)
+
+    cell(rows, scalar, "word", nested={"a": [rows, 3], "b": (scalar,)}, nothing=None)
+
+    for (arguments, keywords), part in zip(network.calls, rows.chunk(2), strict=True):
+        assert torch.equal(arguments[0], part)
+        assert arguments[1] is scalar
+        assert arguments[2] == "word"
+        assert torch.equal(keywords["nested"]["a"][0], part)
+        assert keywords["nested"]["a"][1] == 3
+        assert keywords["nested"]["b"][0] is scalar
+        assert keywords["nothing"] is None
+
+
+def test_a_micro_batch_is_passed_as_its_type_says():
+    """A dict becomes keywords, a tuple positional arguments, anything else one argument."""
+    network = Recorder()
+    cell = MFTrainOneStepCell(network, AdamW(network.parameters()))
+
+    cell.step([{"a": 1}, (1, 2), [1, 2], 3])
+
+    assert network.calls == [((), {"a": 1}), ((1, 2), {}), (([1, 2],), {}), ((3,), {})]

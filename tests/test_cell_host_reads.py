@@ -1,0 +1,250 @@
+"""A whole step reads nothing on the host where the optimizer can skip on the device."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from host_reads import HostReads
+from mfwrap import (
+    AdaptiveLossScaleUpdateCell,
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+)
+from small_networks import Classifier, TokenClassifier, labelled_batches
+
+NAN, SPIKE = float("nan"), 1e4
+FACTORS = {
+    "applied first": (1.0, NAN, 1.0, SPIKE, 1.0, 1.0),
+    "overflow first": (NAN, 1.0, 1.0, SPIKE, NAN, 1.0),
+    "spike first": (SPIKE, NAN, 1.0, 1.0, 1.0, SPIKE),
+}
+"""What the losses of successive steps are multiplied by."""
+
+FUSED = {
+    "AdamW": lambda parameters: AdamW(parameters, lr=1e-2, fused=True),
+    "Adam": lambda parameters: Adam(parameters, lr=1e-2, fused=True),
+    "SGD with momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "SGD": lambda parameters: SGD(parameters, lr=0.1, fused=True),
+    "Adagrad": lambda parameters: Adagrad(parameters, lr=1e-2, fused=True),
+}
+NOT_FUSED = {
+    "SGD": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda parameters: AdamW(parameters, lr=1e-2, foreach=True),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+LOSS_SCALES = {
+    "dynamic": lambda: DynamicLossScaleUpdateCell(2.0**16, 2, 2),
+    "adaptive": lambda: AdaptiveLossScaleUpdateCell(2.0**16, 2, 20),
+    "fixed": lambda: 2.0**10,
+}
+
+
+class Training(NamedTuple):
+    cell: MFTrainOneStepCell
+    batches: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def whole_step(
+    make_optimizer: Callable[..., Optimizer],
+    factors: tuple[float, ...],
+    *,
+    loss_scale="dynamic",
+    groups=None,
+    device="cpu",
+) -> Training:
+    """Return a cell with all that a step can do, and batches that lie on its device."""
+    network = TokenClassifier().to(device)
+    optimizer = make_optimizer(network.parameters())
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        max_grad_norm=0.5,
+        scale_sense=LOSS_SCALES[loss_scale](),
+        local_norm=True,
+        gradient_accumulation_steps=2,
+        lr_scheduler=LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        ema=ExponentialMovingAverage(network, decay=0.99, warmup=True),
+        calculate_per_token_loss=True,
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=1e3,
+        local_norm_groups=groups,
+    )
+    batches = [
+        (inputs.to(device), labels.to(device), torch.full((), factor, device=device))
+        for (inputs, labels), factor in zip(labelled_batches(len(factors)), factors, strict=True)
+    ]
+    return Training(cell, batches)
+
+
+def count_reads(training: Training) -> Iterator[tuple[bool, HostReads]]:
+    """Yield for each step whether it was skipped, and its reads."""
+    for batch in training.batches:
+        with HostReads() as counted:
+            training.cell(*batch)
+        yield training.cell.last_report.skipped.item(), counted
+
+
+@pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
+def test_a_step_with_a_fused_optimizer_reads_nothing(make_optimizer, factors):
+    """No step reads on the host: the first one, applied ones, overflows and spikes alike."""
+    steps = list(count_reads(whole_step(make_optimizer, factors)))
+
+    assert [counted.reads for _, counted in steps] == [[]] * len(factors)
+    assert [skipped for skipped, _ in steps] == [factor != 1 for factor in factors]
+
+
+@pytest.mark.parametrize("groups", [None, "layer", [r"weight", r"bias"]], ids=str)
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+def test_no_loss_scale_and_no_grouping_reads(loss_scale, groups):
+    """Whatever changes the scale, and however local norms are grouped, nothing is read."""
+    training = whole_step(
+        FUSED["AdamW"], FACTORS["applied first"], loss_scale=loss_scale, groups=groups
+    )
+
+    assert [counted.reads for _, counted in count_reads(training)] == [[]] * 6
+
+
+def test_a_sequence_of_micro_batches_reads_nothing():
+    """``cell.step`` reads as little as a call of the cell."""
+    cell, batches = whole_step(FUSED["AdamW"], FACTORS["applied first"])
+
+    with HostReads() as counted:
+        cell.step(batches[:2])
+        cell.step(batches[2:5])
+
+    assert counted.reads == []
+
+
+def test_set_sense_scale_reads_nothing():
+    """A new loss scale goes from tensor to tensor."""
+    cell, batches = whole_step(FUSED["AdamW"], FACTORS["applied first"], loss_scale="fixed")
+    scale = torch.full((), 8.0)
+
+    with HostReads() as counted:
+        cell.set_sense_scale(scale)
+        cell(*batches[0])
+
+    assert counted.reads == []
+    assert cell.scale_sense.item() == 8.0
+
+
+def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: int) -> list[int]:
+    """Return how often the optimizer itself reads, in each of successive steps."""
+    network = TokenClassifier()
+    optimizer = make_optimizer(network.parameters())
+    reads = []
+    for inputs, labels in labelled_batches(num_steps):
+        network(inputs, labels)[0].backward()
+        with HostReads() as counted:
+            optimizer.step()
+        reads.append(len(counted.reads))
+    return reads
+
+
+@pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("make_optimizer", NOT_FUSED.values(), ids=NOT_FUSED)
+def test_a_step_with_any_other_optimizer_reads_once(make_optimizer, factors):
+    """One read a step, skipped or applied, beside those that torch's optimizer does itself."""
+    own_reads = iter(reads_of_plain_steps(make_optimizer, len(factors)))
+
+    for skipped, counted in count_reads(whole_step(make_optimizer, factors)):
+        expected = 1 if skipped else 1 + next(own_reads)
+        assert len(counted.reads) == expected
+
+
+def test_fused_sgd_with_dampening_reads_until_its_first_applied_update():
+    """Its first momentum is the bare gradient, so the flag is needed until there is one."""
+    training = whole_step(
+        lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+        FACTORS["overflow first"],
+    )
+
+    assert [len(counted.reads) for _, counted in count_reads(training)] == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_step_that_accelerate_has_prepared_reads_nothing():
+    """Neither accelerate's wrappers nor its schedule bring a read into the step."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    network = TokenClassifier()
+    optimizer = FUSED["AdamW"](network.parameters())
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        scale_sense=DynamicLossScaleUpdateCell(2.0**16, 2, 2),
+        calculate_per_token_loss=True,
+        lr_scheduler=schedule,
+        accelerator=accelerator,
+    )
+    batches = labelled_batches(3)
+
+    with HostReads() as counted:
+        for inputs, labels in batches:
+            cell(inputs, labels)
+
+    assert counted.reads == []
+
+
+def test_mindspores_cell_with_a_loss_scale_reads_nothing():
+    """The plain cell is the same update."""
+    network = Classifier()
+    optimizer = FUSED["AdamW"](network.parameters())
+    cell = TrainOneStepWithLossScaleCell(
+        network, optimizer, DynamicLossScaleUpdateCell(2.0**16, 2, 2)
+    )
+    batches = labelled_batches(3)
+
+    with HostReads() as counted:
+        for inputs, labels in batches:
+            cell(inputs, labels)
+
+    assert counted.reads == []
+
+
+@pytest.fixture
+def _default_sync_debug_mode() -> Iterator[None]:
+    """Let waits for the device pass again after the test, whatever it did."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("_default_sync_debug_mode")
+@pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
+def test_a_step_on_cuda_waits_for_nothing(make_optimizer, factors):
+    """No step of a fused optimizer synchronises with the device, from the very first one."""
+    cell, batches = whole_step(make_optimizer, factors, groups="layer", device="cuda")
+
+    torch.cuda.set_sync_debug_mode("error")
+    reports = []
+    for batch in batches:
+        cell(*batch)
+        reports.append(cell.last_report)
+    torch.cuda.set_sync_debug_mode("default")
+
+    assert [report.skipped.item() for report in reports] == [factor != 1 for factor in factors]
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("_default_sync_debug_mode")
+def test_cuda_refuses_a_read_in_this_mode():
+    """The mode under which the step passes is one that raises at a read."""
+    scalar = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        scalar.item()

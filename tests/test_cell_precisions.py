@@ -1,0 +1,193 @@
+"""Training in half precision, by autocast or by the weights' own type."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.optim import SGD, AdamW
+
+from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
+from small_networks import Classifier, LinearProbe, labelled_batches
+from training_runs import DECAY, NUM_STEPS, OPTIMIZERS, Trace, train_plainly, train_with_cell
+
+FUSED_ADAMW = OPTIMIZERS["fused AdamW"]
+
+
+def assert_bitwise(expected: Trace, actual: Trace) -> None:
+    """Fail unless losses and weights are the same to the last bit."""
+    assert torch.equal(actual.losses, expected.losses)
+    for ours, theirs in zip(actual.weights, expected.weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_bf16_autocast_around_the_call_is_plain_torchs():
+    """Forward in bfloat16, everything after it in float32, to the last bit."""
+    network, batches = Classifier(), labelled_batches(NUM_STEPS)
+    settings = {"max_norm": None, "autocast": torch.bfloat16}
+
+    expected = train_plainly(network, FUSED_ADAMW, batches, **settings)
+    actual = train_with_cell(network, FUSED_ADAMW, batches, scale=1.0, **settings)
+
+    assert_bitwise(expected, actual)
+    assert actual.weights[0].dtype == torch.float32
+
+
+def test_clipping_inside_autocast_is_done_in_float32():
+    """Norm and multiplier are those of the same gradients, not rounded to bfloat16."""
+    network, batches = Classifier(), labelled_batches(NUM_STEPS)
+    settings = {"max_norm": 0.5, "autocast": torch.bfloat16}
+
+    expected = train_plainly(network, OPTIMIZERS["fused SGD"], batches[:1], **settings)
+    actual = train_with_cell(
+        network, OPTIMIZERS["fused SGD"], batches[:1], scale=2.0**16, **settings
+    )
+
+    # Of bfloat16 either would be off by up to 4e-3.
+    torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=1e-7)
+
+
+def test_bf16_by_accelerate_is_accelerates_own_loop():
+    """A prepared model in bfloat16 trains as in a loop with ``accelerator.backward``."""
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    network, batches = Classifier(), labelled_batches(NUM_STEPS)
+    reference = copy.deepcopy(network)
+    network, optimizer = accelerator.prepare(network, FUSED_ADAMW(network.parameters()))
+    reference, plain = accelerator.prepare(reference, FUSED_ADAMW(reference.parameters()))
+    cell = MFTrainOneStepCell(network, optimizer, scale_sense=2.0**16, accelerator=accelerator)
+
+    for batch in batches:
+        output = cell(*batch)
+        loss = reference(*batch)
+        accelerator.backward(loss)
+        plain.step()
+        plain.zero_grad()
+        assert torch.equal(output.loss, loss.detach().float())
+
+    for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["not clipped", "clipped"])
+def test_fp16_autocast_is_torchs_grad_scaler(max_norm):
+    """With a fixed scale the cell does what torch's GradScaler does in a plain loop."""
+    network, batches = Classifier(), labelled_batches(NUM_STEPS)
+    reference = copy.deepcopy(network)
+    optimizer = FUSED_ADAMW(network.parameters())
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=max_norm is not None,
+        max_grad_norm=max_norm or 1.0,
+        scale_sense=2.0**10,
+    )
+    plain = FUSED_ADAMW(reference.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    for inputs, labels in batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            cell(inputs, labels)
+            loss = reference(inputs, labels)
+        scaler.scale(loss).backward()
+        if max_norm is not None:
+            scaler.unscale_(plain)
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        scaler.step(plain)
+        scaler.update()
+        plain.zero_grad()
+
+    assert cell.last_report.applied_updates.item() == NUM_STEPS
+    # Weights differ by roundings in float32; where that tips a rounding of the forward pass in
+    # float16, gradients by 5e-4 of themselves: 30 updates of at most rate 3e-3 * 5e-4.
+    tolerance = 0 if max_norm is None else 4.5e-5
+    for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def test_bf16_weights_are_plain_torchs():
+    """Loss, gradients, weights and optimizer state in bfloat16, to the last bit at any scale."""
+    network = Classifier().bfloat16()
+    batches = [(inputs.bfloat16(), labels) for inputs, labels in labelled_batches(NUM_STEPS)]
+
+    expected = train_plainly(network, FUSED_ADAMW, batches, max_norm=None)
+    actual = train_with_cell(network, FUSED_ADAMW, batches, max_norm=None, scale=2.0**16)
+
+    assert_bitwise(expected, actual)
+    assert actual.weights[0].dtype == torch.bfloat16
+
+
+def test_the_average_of_bf16_weights_is_in_float32():
+    """It agrees with the float64 average of the same weights, which bfloat16 could not hold."""
+    network = Classifier().bfloat16()
+    optimizer = AdamW(network.parameters(), lr=1e-2, fused=True)
+    ema = ExponentialMovingAverage(network, decay=DECAY)
+    cell = MFTrainOneStepCell(network, optimizer, ema=ema)
+    expected = [weight.detach().double() for weight in network.parameters()]
+
+    for inputs, labels in labelled_batches(NUM_STEPS):
+        cell(inputs.bfloat16(), labels)
+        for average, weight in zip(expected, network.parameters(), strict=True):
+            average.lerp_(weight.detach().double(), 1 - DECAY)
+
+    for (_, average), reference in zip(ema.named_averages(), expected, strict=True):
+        assert average.dtype == torch.float32
+        # The roundings of 30 lerps of numbers below 1 in float32.
+        torch.testing.assert_close(average.double(), reference, rtol=0, atol=30 * 6e-8)
+
+
+def test_scaling_saves_gradients_that_float16_cannot_hold():
+    """With float16 weights and a tiny loss, the scaled gradients have the norm of float32's."""
+    network, [(inputs, labels)] = Classifier(), labelled_batches(1)
+    tiny = torch.full((), 2.0**-20)
+    (network(inputs, labels) * tiny).backward()
+    expected = torch.nn.utils.get_total_norm([weight.grad for weight in network.parameters()])
+    half = copy.deepcopy(network).half()
+
+    def norm_at(scale: float) -> torch.Tensor:
+        cell = MFTrainOneStepCell(
+            half, SGD(half.parameters(), lr=0.0), use_clip_grad=True, scale_sense=scale
+        )
+        return cell(inputs.half(), labels, tiny.half()).global_norm
+
+    torch.testing.assert_close(norm_at(2.0**15), expected, rtol=5e-3, atol=0)
+    assert (norm_at(1.0) / expected - 1).abs() > 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_norms_accumulate_in_float32_whatever_the_gradients_are(dtype):
+    """4,096 gradients of 3000 have the norm 192,000, which float16 cannot hold."""
+    network = LinearProbe(4096).to(dtype)
+    cell = MFTrainOneStepCell(
+        network, AdamW(network.parameters(), eps=1e-4), use_clip_grad=True, local_norm=True
+    )
+
+    output = cell(torch.full((1, 4096), 3000.0, dtype=dtype))
+
+    expected = 64 * float(torch.full((), 3000.0, dtype=dtype))
+    assert output.global_norm.item() == pytest.approx(expected, rel=1e-5)
+    assert output.local_norm.item() == pytest.approx(expected, rel=1e-5)
+    assert not output.overflow.item()
+
+
+def test_a_float16_loss_does_not_overflow_before_its_backward():
+    """A float16 loss is scaled in float32: only its gradient in float16 bounds the scale."""
+    network = LinearProbe().half()
+    with torch.no_grad():
+        network.weight.fill_(8.0)
+    cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**13)
+
+    # The loss is 16, times the scale 131072, above float16's 65504; gradients are 8192.
+    output = cell(torch.ones(1, 2).half())
+
+    assert output.loss.item() == 16.0
+    assert output.loss.dtype == torch.float32
+    assert not output.overflow.item()
+
+
+def test_a_scale_above_float16_overflows_with_a_float16_loss():
+    """The cotangent of a float16 loss is float16, so a scale above 65504 overflows."""
+    network = LinearProbe().half()
+    cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**17)
+
+    assert cell(torch.ones(1, 2).half()).overflow.item()

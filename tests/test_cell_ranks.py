@@ -1,0 +1,104 @@
+"""A step on two ranks is the step of one process on all of the data, or no step on either."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import multiprocessing
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+
+from rank_training import NUM_RANKS, NUM_STEPS, micro_batches, run_rank, token_network
+from small_networks import Classifier, labelled_batches
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    """Return what each rank has left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=NUM_RANKS)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+def whole_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the micro-batches of all ranks as one batch."""
+    parts = [part for rank in range(NUM_RANKS) for part in micro_batches(step, rank)]
+    inputs, labels = zip(*parts, strict=True)
+    return torch.cat(inputs), torch.cat(labels)
+
+
+def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks):
+    """Norms and clipped updates are plain torch's from the mean over all targets of all ranks."""
+    network = Classifier()
+    network.load_state_dict(token_network().state_dict())
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
+    norms = []
+    for step in range(NUM_STEPS):
+        network(*whole_batch(step)).backward()
+        norms.append(clip_grad_norm_(network.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for rank in ranks:
+        # The same sums in another order, and three updates of at most 0.1.
+        torch.testing.assert_close(
+            rank["per token"]["norms"], torch.stack(norms), rtol=1e-5, atol=0
+        )
+        for ours, theirs in zip(rank["per token"]["weights"], network.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-6)
+
+
+def test_the_reported_loss_is_this_ranks_own(ranks):
+    """Its numerators over its denominators; NaN on a rank without targets, which still updates."""
+    network = token_network()
+    for index, rank in enumerate(ranks):
+        parts = [network(*part) for part in micro_batches(0, index)]
+        expected = sum(total for total, _ in parts) / sum(count for _, count in parts)
+
+        torch.testing.assert_close(rank["per token"]["losses"][0], expected.detach())
+    assert [rank["per token"]["losses"].isnan().tolist() for rank in ranks] == [
+        [False, False, False],
+        [False, False, True],
+    ]
+
+
+def test_mean_losses_are_averaged_over_ranks(ranks):
+    """With equal shares that is one process on the whole batch."""
+    torch.manual_seed(0)
+    network = Classifier()
+    optimizer = SGD(network.parameters(), lr=0.1, fused=True)
+    for batch in labelled_batches(NUM_STEPS, size=8):
+        network(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for rank in ranks:
+        for ours, theirs in zip(rank["mean"]["weights"], network.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_nan_on_one_rank_skips_on_both(ranks):
+    """All skip or none: weights, counts, averages and scales of the ranks stay together."""
+    for rank in ranks:
+        met = rank["nan"]
+        assert met["overflow"] == met["skipped"] == [False, True, False]
+        assert met["scales"] == [1024.0, 512.0, 512.0]
+        assert met["count"] == 2
+        for before, after in zip(met["before"][1], met["after"][1], strict=True):
+            assert torch.equal(before, after)
+        for before, after in zip(met["before"][2], met["after"][2], strict=True):
+            assert not torch.equal(before, after)
+
+    for kind in ("weights", "averages"):
+        first, second = (
+            rank["nan"]["after"][2] if kind == "weights" else rank["nan"][kind] for rank in ranks
+        )
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def test_local_norms_on_several_ranks_are_refused(ranks):
+    """They would be norms of the reduced gradients; the error says so at construction."""
+    for rank in ranks:
+        assert "`local_norm` must be False on several ranks" in rank["local norm"]["error"]

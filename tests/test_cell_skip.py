@@ -1,0 +1,159 @@
+"""An update that must not happen leaves everything as it was, in every precision."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from small_networks import Classifier, labelled_batches
+from spoilt_training import OPTIMIZERS, PRECISIONS, BadElement, SpoiltTraining
+from training_state import assert_same_state, assert_unchanged
+
+NAN, INF = float("nan"), float("inf")
+NUM_STEPS = 5
+
+CASES = [
+    pytest.param(make_optimizer, precision, id=f"{name}-{kind}")
+    for name, make_optimizer in OPTIMIZERS.items()
+    for kind, precision in PRECISIONS.items()
+    # torch 2.13 and earlier leave half-precision weights as they are in fused SGD on CPU, and
+    # fill the momentum with what lies in memory (pytorch#191763).
+    if not (name.startswith("fused SGD") and precision.weights != torch.float32)
+]
+each_case = pytest.mark.parametrize(("make_optimizer", "precision"), CASES)
+each_value = pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+each_place = pytest.mark.parametrize("bad_step", [0, 3], ids=["first step", "later step"])
+
+
+@each_place
+@each_value
+@each_case
+def test_one_bad_element_changes_nothing(make_optimizer, precision, value, bad_step):
+    """Weights, optimizer state, schedule and average are bitwise what they were before."""
+    training = SpoiltTraining(make_optimizer, precision, value=value)
+
+    for index, batch in enumerate(labelled_batches(NUM_STEPS)):
+        before, averages_before = training.state(), training.averages()
+        report = training.step(batch, bad=index == bad_step)
+
+        assert report.output.overflow.item() == (index == bad_step)
+        assert report.skipped.item() == (index == bad_step)
+        if index == bad_step:
+            assert_unchanged(before, training.state())
+            assert_same_state(averages_before, training.averages())
+
+
+@each_place
+@each_case
+def test_training_goes_on_as_if_the_bad_batch_had_not_been(make_optimizer, precision, bad_step):
+    """A run with a bad batch ends bitwise where a run ends that never saw it."""
+    disturbed, undisturbed = (SpoiltTraining(make_optimizer, precision) for _ in range(2))
+
+    for index, batch in enumerate(labelled_batches(NUM_STEPS)):
+        disturbed.step(batch, bad=index == bad_step)
+        if index != bad_step:
+            undisturbed.step(batch)
+
+    assert_same_state(undisturbed.state(), disturbed.state())
+    assert_same_state(undisturbed.averages(), disturbed.averages())
+
+
+@each_place
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_other_batches_train_as_in_plain_torch(make_optimizer, bad_step):
+    """Unclipped, to the last bit: what a skipped first step prepares is what torch starts from."""
+    training = SpoiltTraining(
+        make_optimizer, use_clip_grad=False, lr_scheduler=None, max_consecutive_skips=None
+    )
+    reference = copy.deepcopy(training.network)
+    optimizer = make_optimizer(reference.parameters())
+
+    for index, batch in enumerate(labelled_batches(NUM_STEPS)):
+        training.step(batch, bad=index == bad_step)
+        if index != bad_step:
+            reference(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for ours, theirs in zip(training.network.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.cuda
+@each_place
+@each_value
+@pytest.mark.parametrize("precision", [PRECISIONS["float32"], PRECISIONS["fp16 autocast"]], ids=str)
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_bad_element_changes_nothing_on_cuda(make_optimizer, precision, value, bad_step):
+    """The same on a device, where the flag never leaves it."""
+    training = SpoiltTraining(make_optimizer, precision, value=value, device="cuda")
+
+    for index, (inputs, labels) in enumerate(labelled_batches(NUM_STEPS)):
+        before, averages_before = training.state(), training.averages()
+        report = training.step((inputs.cuda(), labels.cuda()), bad=index == bad_step)
+
+        assert report.skipped.item() == (index == bad_step)
+        if index == bad_step:
+            assert_unchanged(before, training.state())
+            assert_same_state(averages_before, training.averages())
+
+
+def test_counters_follow_applied_and_skipped_updates():
+    """Applied, skipped and consecutive skips count what happened, each report at its time."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
+    bad = (False, True, True, False, True)
+
+    reports = [
+        training.step(batch, bad=bad_here)
+        for batch, bad_here in zip(labelled_batches(NUM_STEPS), bad, strict=True)
+    ]
+
+    assert [report.applied_updates.item() for report in reports] == [1, 1, 1, 2, 2]
+    assert [report.skipped_updates.item() for report in reports] == [0, 1, 2, 2, 3]
+    assert [report.consecutive_skips.item() for report in reports] == [0, 1, 2, 0, 1]
+
+
+def test_the_rate_stays_until_an_update_is_applied():
+    """The schedule holds its rate over a skipped step, from the very next step on."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
+    bad = (False, True, True, False, False)
+
+    rates = [
+        training.step(batch, bad=bad_here).output.learning_rate.item()
+        for batch, bad_here in zip(labelled_batches(NUM_STEPS), bad, strict=True)
+    ]
+
+    assert rates == pytest.approx([1e-2, 5e-3, 5e-3, 5e-3, 1e-2 / 3])
+
+
+def test_plain_torch_loses_the_model_to_one_bad_element():
+    """What the cell is for: clipping and AdamW of torch spread one NaN over every weight."""
+    network = Classifier()
+    optimizer = AdamW(network.parameters(), lr=1e-2)
+    bad_element = BadElement(network.layers[0].weight, NAN)
+    [(inputs, labels)] = labelled_batches(1)
+
+    bad_element.active = True
+    network(inputs, labels).backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+    optimizer.step()
+
+    assert all(parameter.isnan().all() for parameter in network.parameters())
+
+
+def test_the_attributes_for_skipping_do_not_leak_into_a_plain_step():
+    """After a skipped update the optimizer's own step updates, and divides by nothing."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
+    [(inputs, labels)] = labelled_batches(1)
+    reference = copy.deepcopy(training.network)
+    plain = OPTIMIZERS["fused AdamW"](reference.parameters())
+    training.step((inputs, labels), bad=True)
+    training.bad_element.active = False
+
+    for network, optimizer in ((training.network, training.optimizer), (reference, plain)):
+        network(inputs, labels).backward()
+        optimizer.step()
+
+    for ours, theirs in zip(training.network.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

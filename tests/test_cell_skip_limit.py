@@ -1,0 +1,61 @@
+"""Training that only skips does not go on in silence."""
+
+import pytest
+
+from small_networks import labelled_batches
+from spoilt_training import OPTIMIZERS, SpoiltTraining
+from training_state import assert_same_state, training_state
+
+
+def test_too_many_skips_in_a_row_are_an_error_one_step_late():
+    """The error names step, loss scale and groups, and leaves everything as it was."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=3, local_norm=True)
+    [batch] = labelled_batches(1)
+    training.step(batch)
+    for _ in range(3):
+        training.step(batch, bad=True)
+    before = training_state(training.network, training.optimizer, training.schedule)
+    averages_before = training.averages()
+
+    message = r"3 updates in a row .* step 4 with loss scale 256; .*\['layers.0.weight'\]"
+    with pytest.raises(RuntimeError, match=message):
+        training.step(batch)
+
+    after = training_state(training.network, training.optimizer, training.schedule)
+    assert_same_state(before, after)
+    assert_same_state(averages_before, training.averages())
+    assert all(parameter.grad is None for parameter in training.network.parameters())
+
+
+def test_a_flush_tells_of_too_many_skips():
+    """At the end of training no further step is needed to hear of it."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=1)
+    training.step(labelled_batches(1)[0], bad=True)
+
+    with pytest.raises(RuntimeError, match="1 updates in a row were skipped"):
+        training.cell.flush()
+
+
+def test_skips_that_are_not_in_a_row_are_no_error():
+    """An applied update starts the count anew."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=2)
+    [batch] = labelled_batches(1)
+
+    for _ in range(4):
+        training.step(batch, bad=True)
+        training.step(batch)
+    training.cell.flush()
+
+    assert training.cell.last_report.skipped_updates.item() == 4
+
+
+def test_without_a_limit_training_may_skip_for_ever():
+    """``max_consecutive_skips=None`` never raises."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=None)
+    [batch] = labelled_batches(1)
+
+    for _ in range(120):
+        training.step(batch, bad=True)
+    training.cell.flush()
+
+    assert training.cell.last_report.consecutive_skips.item() == 120

@@ -1,0 +1,106 @@
+"""Updates that are skipped though their gradients are finite: spikes and empty batches."""
+
+import math
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell
+from small_networks import IGNORED, LinearProbe, TokenClassifier, labelled_batches
+from spoilt_training import OPTIMIZERS, SpoiltTraining
+from training_state import assert_same_state, assert_unchanged, training_state
+
+
+def probe_cell(*, threshold: float, **settings) -> MFTrainOneStepCell:
+    """Return a cell whose gradient is the mean of its inputs' rows, and which never clips."""
+    network = LinearProbe()
+    return MFTrainOneStepCell(
+        network,
+        SGD(network.parameters(), lr=1.0, fused=True),
+        use_clip_grad=True,
+        max_grad_norm=math.inf,
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=threshold,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("threshold", "skipped"), [(4.99, True), (5.0, True), (5.01, False)], ids=str
+)
+def test_a_norm_at_the_threshold_is_a_spike(threshold, skipped):
+    """The update is skipped unless the global norm, here 5, is below the threshold."""
+    cell = probe_cell(threshold=threshold)
+
+    output = cell(torch.tensor([[3.0, 4.0]]))
+
+    assert output.global_norm.item() == 5.0
+    assert cell.last_report.skipped.item() is skipped
+    assert cell.network.weight.tolist() == ([0.0, 0.0] if skipped else [-3.0, -4.0])
+    assert not output.overflow.item()
+
+
+def test_a_norm_that_is_nan_is_skipped_as_overflow():
+    """NaN is below no threshold."""
+    cell = probe_cell(threshold=5.0)
+
+    output = cell(torch.tensor([[math.nan, 1.0]]))
+
+    assert output.overflow.item()
+    assert cell.last_report.skipped.item()
+
+
+def test_a_spike_does_not_disturb_the_loss_scale():
+    """The scale grows after a window of finite steps, spikes among them."""
+    cell = probe_cell(threshold=5.0, scale_sense=DynamicLossScaleUpdateCell(4.0, 2, 3))
+    small, spike = torch.tensor([[1.0, 1.0]]), torch.tensor([[30.0, 40.0]])
+
+    scales = [cell(batch).loss_scale.item() for batch in (small, spike, small, spike)]
+
+    assert scales == [4.0, 4.0, 8.0, 8.0]
+    assert cell.last_report.skipped_updates.item() == 2
+
+
+def test_a_spike_changes_nothing():
+    """Weights, optimizer state, schedule and average are bitwise what they were before."""
+    training = SpoiltTraining(
+        OPTIMIZERS["fused AdamW"],
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=1e-6,
+    )
+    before, averages_before = training.state(), training.averages()
+
+    report = training.step(labelled_batches(1)[0])
+
+    assert report.skipped.item()
+    assert not report.output.overflow.item()
+    assert_unchanged(before, training.state())
+    assert_same_state(averages_before, training.averages())
+
+
+def test_a_batch_without_targets_is_skipped():
+    """No denominator: loss NaN, norms 0, no overflow, nothing changed; the next step is fine."""
+    network = TokenClassifier()
+    optimizer = OPTIMIZERS["fused AdamW"](network.parameters())
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        local_norm=True,
+        calculate_per_token_loss=True,
+        scale_sense=2.0**16,
+    )
+    [(inputs, labels)] = labelled_batches(1)
+    before = training_state(network, optimizer)
+
+    output = cell(inputs, torch.full_like(labels, IGNORED))
+
+    assert output.loss.isnan()
+    assert output.global_norm.item() == 0
+    assert output.local_norm.tolist() == [0.0] * 4
+    assert not output.overflow.item()
+    assert cell.last_report.skipped.item()
+    assert_unchanged(before, training_state(network, optimizer))
+    assert cell(inputs, labels).loss.isfinite()
+    assert not cell.last_report.skipped.item()

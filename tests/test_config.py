@@ -1,0 +1,150 @@
+"""`StepConfig` is valid once it is built, and refuses everything else."""
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap import MFTrainOneStepCell, StepConfig
+
+# MindFormers' defaults where it has the setting, the contract's where it has not.
+DEFAULTS = {
+    "use_clip_grad": False,
+    "max_grad_norm": 1.0,
+    "local_norm": False,
+    "gradient_accumulation_steps": 1,
+    "calculate_per_token_loss": False,
+    "use_skip_data_by_global_norm": False,
+    "global_norm_spike_threshold": 1.0,
+    "local_norm_groups": None,
+    "max_consecutive_skips": 100,
+}
+FLAGS = [
+    "use_clip_grad",
+    "local_norm",
+    "calculate_per_token_loss",
+    "use_skip_data_by_global_norm",
+]
+
+
+def test_defaults_are_the_contracts():
+    """Without arguments every setting has the default that the contract gives it."""
+    assert dataclasses.asdict(StepConfig()) == DEFAULTS
+
+
+def test_the_cell_has_the_same_settings_and_defaults():
+    """Each setting is a keyword of the cell with the same default: one home, two doors."""
+    parameters = inspect.signature(MFTrainOneStepCell).parameters
+
+    for name, default in DEFAULTS.items():
+        assert parameters[name].default == default, name
+
+
+def test_settings_cannot_be_changed():
+    """A config is frozen and takes no attribute that it does not have."""
+    config = StepConfig()
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_grad_norm = 2.0
+    with pytest.raises((AttributeError, TypeError)):
+        config.max_gradient_norm = 2.0
+
+
+def test_settings_are_given_by_keyword():
+    """Nine settings in a row say nothing to a reader."""
+    with pytest.raises(TypeError, match="positional"):
+        StepConfig(True)  # noqa: FBT003
+
+
+def test_an_unknown_keyword_is_refused():
+    """A typo does not pass, as it does in MindFormers."""
+    with pytest.raises(TypeError, match="max_gradient_norm"):
+        StepConfig(max_gradient_norm=1.0)
+
+
+@given(
+    st.sampled_from(["max_grad_norm", "global_norm_spike_threshold"]),
+    st.integers(1, 10**6) | st.floats(min_value=0, exclude_min=True),
+)
+def test_norms_take_any_number_above_0(name, value):
+    """A YAML `3` is a number, and ``inf`` reports without clipping."""
+    assert getattr(StepConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "global_norm_spike_threshold"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        *((value, ValueError) for value in (0, -1.0, math.nan)),
+        *((value, TypeError) for value in ("1", True, None)),
+    ],
+)
+def test_norms_refuse_what_is_no_number_above_0(name, value, error):
+    """The message names the setting."""
+    with pytest.raises(error, match=f"`{name}` must be"):
+        StepConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", [1, 0, "yes", None])
+def test_flags_must_be_bools(name, value):
+    """A flag is True or False, nothing truthy."""
+    with pytest.raises(TypeError, match=f"`{name}` must be a bool"):
+        StepConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "max_consecutive_skips"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError), ("2", TypeError)],
+)
+def test_counts_must_be_ints_from_1_on(name, value, error):
+    """The message names the setting."""
+    with pytest.raises(error, match=f"`{name}` must be"):
+        StepConfig(**{name: value})
+
+
+def test_only_max_consecutive_skips_may_be_none():
+    """None stands for no limit of skips, and for nothing with micro-batches."""
+    assert StepConfig(max_consecutive_skips=None).max_consecutive_skips is None
+    with pytest.raises(TypeError, match="`gradient_accumulation_steps` must be an int"):
+        StepConfig(gradient_accumulation_steps=None)
+
+
+def test_skipping_by_global_norm_needs_clipping():
+    """The pair that MindFormers fails on at the first step is refused at once."""
+    with pytest.raises(ValueError, match="`use_skip_data_by_global_norm` needs the global norm"):
+        StepConfig(use_skip_data_by_global_norm=True)
+
+    config = StepConfig(use_skip_data_by_global_norm=True, use_clip_grad=True)
+    assert config.use_skip_data_by_global_norm
+
+
+@pytest.mark.parametrize(
+    "groups", [None, "layer", ["bias"], ("weight$", "bias$"), lambda name: name, str.upper]
+)
+def test_groups_are_none_layer_patterns_or_a_callable(groups):
+    """Each of the four forms is kept as given."""
+    assert StepConfig(local_norm_groups=groups).local_norm_groups is groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [
+        *((groups, TypeError) for groups in ("layers", "bias", 3, {"bias"})),
+        *((groups, ValueError) for groups in ([], (), ["bias", 3], [None])),
+    ],
+)
+def test_groups_refuse_anything_else(groups, error):
+    """A single string is no list of patterns, and a list without patterns groups nothing."""
+    with pytest.raises(error, match="`local_norm_groups` must"):
+        StepConfig(local_norm_groups=groups)
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    """A config is valid once built, its patterns included."""
+    with pytest.raises(ValueError, match=r"`local_norm_groups` must .*'\('"):
+        StepConfig(local_norm_groups=["weight", "("])

@@ -1,0 +1,138 @@
+"""Values on their way from the device to the host: their order, their copies, errors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.deferred import DeferredReads
+
+CPU = torch.device("cpu")
+FLOATS = st.floats(allow_nan=False, width=32)
+
+
+@given(st.lists(st.lists(FLOATS, min_size=1, max_size=5), max_size=6))
+def test_values_arrive_in_order(vectors):
+    """Each receiver gets its own numbers, as Python floats, in the order of submission."""
+    reads, arrived = DeferredReads(CPU), []
+    for index, vector in enumerate(vectors):
+        reads.submit(torch.tensor(vector), lambda v, index=index: arrived.append((index, v)))
+    reads.flush()
+
+    assert arrived == list(enumerate(vectors))
+    assert all(type(value) is float for _, vector in arrived for value in vector)
+
+
+def test_nothing_arrives_before_a_flush():
+    """Submitting hands nothing on; a flush hands on everything, once."""
+    reads, arrived = DeferredReads(CPU), []
+    reads.submit(torch.ones(2), arrived.append)
+    assert (len(reads), arrived) == (1, [])
+
+    reads.flush()
+    reads.flush()
+    assert (len(reads), arrived) == (0, [[1.0, 1.0]])
+
+
+def test_values_are_those_of_the_submission():
+    """What happens to the tensor later does not change what arrives."""
+    reads, arrived = DeferredReads(CPU), []
+    values = torch.tensor([1.0, 2.0])
+    reads.submit(values, arrived.append)
+    values.zero_()
+    reads.flush()
+
+    assert arrived == [[1.0, 2.0]]
+
+
+def test_pending_values_share_no_memory():
+    """Vectors of the same size that wait at the same time do not overwrite each other."""
+    reads, arrived = DeferredReads(CPU), []
+    reads.reserve(1)
+    for value in (1.0, 2.0, 3.0):
+        reads.submit(torch.tensor([value]), arrived.append)
+    reads.flush()
+
+    assert arrived == [[1.0], [2.0], [3.0]]
+
+
+def test_a_later_step_does_not_change_what_has_arrived():
+    """Host memory is used again; what a receiver keeps is its own."""
+    reads, arrived = DeferredReads(CPU), []
+    for value in (1.0, 2.0):
+        reads.submit(torch.tensor([value]), arrived.append)
+        reads.flush()
+
+    assert arrived == [[1.0], [2.0]]
+
+
+def test_host_memory_is_used_again():
+    """A thousand steps take as much of it as the first one reserved."""
+    reads = DeferredReads(CPU)
+    reads.reserve(3)
+    for _ in range(1000):
+        reads.submit(torch.ones(3), lambda _: None)
+        reads.flush()
+
+    assert {size: len(free) for size, free in reads._free.items()} == {3: 1}
+
+
+def test_an_error_of_a_receiver_is_raised_and_leaves_the_rest_pending():
+    """The value that was handed on is gone; those behind it arrive at the next flush."""
+    reads, arrived = DeferredReads(CPU), []
+
+    def refuse(values):
+        message = f"got {values}"
+        raise ValueError(message)
+
+    reads.submit(torch.tensor([1.0]), refuse)
+    reads.submit(torch.tensor([2.0]), arrived.append)
+    with pytest.raises(ValueError, match=r"got \[1.0\]"):
+        reads.flush()
+    assert (len(reads), arrived) == (1, [])
+
+    reads.flush()
+    assert arrived == [[2.0]]
+
+
+def test_a_receiver_may_submit():
+    """What a receiver submits arrives in the same flush, behind what was there."""
+    reads, arrived = DeferredReads(CPU), []
+    reads.submit(torch.tensor([1.0]), lambda _: reads.submit(torch.tensor([3.0]), arrived.append))
+    reads.submit(torch.tensor([2.0]), arrived.append)
+    reads.flush()
+
+    assert arrived == [[2.0], [3.0]]
+
+
+def test_discarded_values_never_arrive():
+    """After a discard nothing is pending, and the queue works as before."""
+    reads, arrived = DeferredReads(CPU), []
+    reads.submit(torch.tensor([1.0]), arrived.append)
+    reads.discard()
+    assert len(reads) == 0
+
+    reads.submit(torch.tensor([2.0]), arrived.append)
+    reads.flush()
+    assert arrived == [[2.0]]
+
+
+@pytest.mark.cuda
+def test_submitting_waits_for_no_device():
+    """Only the flush synchronises, and the values are those of the submission."""
+    device = torch.device("cuda")
+    reads, arrived = DeferredReads(device), []
+    reads.reserve(2)
+    values = torch.zeros(2, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(50_000_000)
+        values.add_(3)
+        reads.submit(values, arrived.append)
+        values.zero_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert arrived == []
+
+    reads.flush()
+    assert arrived == [[3.0, 3.0]]

@@ -1,0 +1,239 @@
+"""Sums of squares of gradients against float64, and elements that are not finite."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from host_reads import HostReads
+from mfwrap.gradients import clip_coefficient, group_parameters, has_non_finite, sum_of_squares
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+FINITE = st.floats(-1e3, 1e3, width=32)
+
+
+def exact(gradients):
+    """Return sums of squares in float64."""
+    return torch.stack(
+        [
+            torch.zeros((), dtype=torch.float64)
+            if gradient is None
+            else gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+            .abs()
+            .square()
+            .sum()
+            for gradient in gradients
+        ]
+    )
+
+
+def assert_close_to_exact(gradients):
+    """Compare with float64 at 1e-5: a float32 sum of a few thousand terms keeps about 1e-6."""
+    squares = sum_of_squares(gradients, CPU)
+
+    assert (squares.shape, squares.dtype) == ((len(gradients),), torch.float32)
+    torch.testing.assert_close(squares.double(), exact(gradients), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (33, 65), (3, 4, 5, 6), (257, 1021)], ids=str)
+def test_squares_are_those_of_float64(dtype, shape):
+    """Every type is summed in float32 or better, whatever its shape."""
+    assert_close_to_exact([torch.randn(shape, dtype=dtype) * 10])
+
+
+@given(st.lists(st.lists(FINITE, max_size=20), min_size=1, max_size=5))
+def test_squares_keep_the_order_of_gradients(values):
+    """Each gradient has its own sum, at its own place; an empty one has 0."""
+    assert_close_to_exact([torch.tensor(row) for row in values])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.t,
+        lambda x: x[:, ::2],
+        lambda x: x[1:, 3:7],
+        lambda x: x[:1].expand(6, 8),
+        lambda x: x.reshape(1, 3, 2, 8).contiguous(memory_format=torch.channels_last),
+    ],
+    ids=["transposed", "strided", "slice", "expanded", "channels last"],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_gradients_need_not_be_contiguous(view, dtype):
+    """Views are summed as what they show."""
+    assert_close_to_exact([view(torch.randn(6, 8, dtype=dtype))])
+
+
+def test_types_are_mixed_freely():
+    """One call takes all types, None and empty gradients, and keeps their places."""
+    gradients = [torch.randn(5 + n, dtype=dtype) for n, dtype in enumerate(DTYPES * 2)]
+    gradients[3:3] = [None, torch.empty(0), torch.empty(0, 4, dtype=torch.bfloat16)]
+
+    assert_close_to_exact(gradients)
+
+
+def test_gradients_that_are_all_missing_or_empty_have_zero_squares():
+    """Nothing to read is no error."""
+    assert torch.equal(sum_of_squares([None, torch.empty(0)], CPU), torch.zeros(2))
+
+
+def test_a_float16_norm_does_not_overflow():
+    """4,096 gradients of 3000 have a norm of 192,000, beyond float16's largest 65,504."""
+    gradient = torch.full((4096,), 3000.0, dtype=torch.float16)
+
+    assert sum_of_squares([gradient], CPU).sqrt().item() == pytest.approx(192_000, rel=1e-5)
+
+
+def test_small_float16_gradients_do_not_vanish():
+    """The square of 1e-4 is no float16 number, and counts all the same."""
+    gradient = torch.full((1000,), 1e-4, dtype=torch.float16)
+
+    assert_close_to_exact([gradient])
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    """40,000 ones are 40,000; a bfloat16 sum would stop growing at 256."""
+    assert sum_of_squares([torch.ones(40_000, dtype=torch.bfloat16)], CPU) == 40_000
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_one_bad_element_shows_in_its_own_square_only(dtype, bad):
+    """A gradient with a nan or inf has no finite sum, and its neighbours have theirs."""
+    gradients = [torch.ones(100, dtype=dtype) for _ in range(3)]
+    gradients[1][57] = bad
+
+    assert sum_of_squares(gradients, CPU).isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
+    """Of four million squares the float32 sum is right to 1e-5, where a plain one is not."""
+    gradient = torch.randn(2053, 2048, dtype=dtype)
+
+    assert_close_to_exact([gradient.t() if transposed else gradient])
+
+
+class _BytesRead(TorchDispatchMode):
+    """Count the bytes of some tensors' memory that operators take, and the largest result."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.num_bytes = self.largest_result = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            # A set, because a dot product takes its one tensor twice.
+            taken = {
+                (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                for tensor in _tensors((args, kwargs))
+                if tensor.untyped_storage().data_ptr() in self.memories
+            }
+            self.num_bytes += sum(size for _, size in taken)
+            sizes = [tensor.numel() for tensor in _tensors(result)]
+            self.largest_result = max([self.largest_result, *sizes])
+        return result
+
+
+def _tensors(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("shape", [(64, 64), (257, 1021)], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_each_gradient_is_read_once(dtype, shape, transposed):
+    """Operators take every element once and make nothing of a gradient's size."""
+    gradients = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    views = [gradient.t() if transposed else gradient for gradient in gradients]
+    with _BytesRead(gradients) as counted:
+        sum_of_squares(views, CPU)
+
+    assert counted.num_bytes == sum(g.numel() * g.element_size() for g in gradients)
+    assert counted.largest_result < gradients[0].numel() / 10
+
+
+def test_a_conjugated_gradient_is_read_without_a_copy():
+    """Backward through ``conj`` leaves a lazily conjugated gradient on a complex parameter."""
+    parameter = torch.randn(500, dtype=torch.complex64, requires_grad=True)
+    (parameter.conj() * torch.randn(500, dtype=torch.complex64)).sum().abs().backward()
+    assert parameter.grad.is_conj()
+
+    assert_close_to_exact([parameter.grad])
+    with _BytesRead([parameter.grad]) as counted:
+        sum_of_squares([parameter.grad], CPU)
+        has_non_finite([parameter.grad], CPU)
+    assert counted.largest_result == 1
+
+
+def test_norms_read_nothing_on_the_host():
+    """Squares, groups, clip coefficient and the finite check stay on the device."""
+    gradients = [torch.randn(8), None, torch.randn(4).bfloat16()]
+    groups = group_parameters({"a": 8, "b": 2, "c": 4}, ["a", "b|c"], CPU)
+    with HostReads() as host:
+        squares = sum_of_squares(gradients, CPU)
+        clip_coefficient(groups.sums(squares).sum().sqrt(), 1.0)
+        has_non_finite([g for g in gradients if g is not None], CPU)
+
+    assert host.reads == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_gradients_may_be_on_several_devices(where):
+    """Sums and flag arrive on the one device, also where it is the host and must wait for them."""
+    device = torch.device(where)
+    gradients = [torch.randn(1000), torch.randn(4_000_000, device="cuda"), torch.randn(10)]
+    expected = exact([gradient.cpu() for gradient in gradients])
+    # Keeps the device busy, so that a copy that is not waited for would show.
+    torch.cuda._sleep(100_000_000)
+    squares = sum_of_squares(gradients, device)
+
+    torch.testing.assert_close(squares.cpu().double(), expected, rtol=1e-5, atol=0)
+    gradients[1][77] = math.nan
+    torch.cuda._sleep(100_000_000)
+    assert has_non_finite(gradients, device)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([3e38, -3e38, 3e38], torch.float32),
+        ([65504.0] * 100, torch.float16),
+        ([3e38] * 100, torch.bfloat16),
+        ([1e300, -1e300], torch.float64),
+        ([3e38 + 3e38j], torch.complex64),
+        ([], torch.float32),
+    ],
+    ids=["float32", "float16", "bfloat16", "float64", "complex64", "empty"],
+)
+def test_large_finite_elements_are_finite(values, dtype):
+    """The check looks at elements, where a norm would overflow."""
+    assert not has_non_finite([torch.tensor(values, dtype=dtype)], CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("values", [[math.nan], [math.inf], [-math.inf], [math.inf, math.nan]])
+@given(position=st.integers(0, 199))
+def test_one_bad_element_is_found_anywhere(dtype, values, position):
+    """Also a nan next to an inf, and in the second of two tensors."""
+    tensor = torch.ones(202, dtype=dtype)
+    tensor[position : position + len(values)] = torch.tensor(values, dtype=dtype)
+
+    found = has_non_finite([torch.ones(3), tensor], CPU)
+    assert (found.shape, found.dtype, found.item()) == ((), torch.bool, True)
+
+
+def test_no_tensors_are_finite():
+    """Where there is nothing, nothing is bad."""
+    assert not has_non_finite([], CPU)

@@ -1,0 +1,426 @@
+"""Losses read from networks' outputs; targets counted as transformers' Trainer counts them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
+
+from host_reads import HostReads
+from mfwrap.losses import MeanLoss, PerTokenLoss
+from mfwrap.micro_batches import NetworkCall
+
+IGNORED = -100
+VOCABULARY = 32
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+
+
+def llama():
+    """Return a causal language model: it predicts each label from the tokens before it."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+
+
+def modernbert():
+    """Return a masked language model: it predicts each label at its own place."""
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**TINY)).eval()
+
+
+def bert(head=transformers.BertForMaskedLM):
+    """Return a model whose forward takes ``num_items_in_batch`` and does not use it."""
+    return head(transformers.BertConfig(**TINY)).eval()
+
+
+def t5():
+    """Return an encoder-decoder whose loss is a mean, whatever it is called with."""
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def tokens(num_ignored=3):
+    """Return two rows of seven tokens; some labels at the end of the first are no targets."""
+    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 7 - num_ignored :] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def classes():
+    """Return two rows of tokens with a class each."""
+    return tokens() | {"labels": torch.tensor([0, 1])}
+
+
+def called(loss, *arguments, **keywords):
+    """Call a loss with arguments for the network."""
+    return loss(NetworkCall(arguments, keywords))
+
+
+def per_token(network):
+    """Return the per-token loss of a network without wrappers."""
+    return PerTokenLoss(network, network)
+
+
+class Returns(nn.Module):
+    """A network that returns what a function makes of its weight."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.make = make
+
+    def forward(self, *arguments, **keywords):
+        """Return the made output."""
+        del arguments, keywords
+        return self.make(self.weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: w.sum(),
+        lambda w: w.sum().reshape(1),
+        lambda w: w.sum().reshape(1, 1),
+        lambda w: (w.sum(), "logits"),
+        lambda w: [w.sum()],
+        lambda w: {"loss": w.sum(), "logits": None},
+        lambda w: CausalLMOutput(loss=w.sum(), logits=w),
+        lambda w: SimpleNamespace(loss=w.sum()),
+    ],
+    ids=["()", "(1,)", "(1, 1)", "tuple", "list", "dict", "ModelOutput", "object"],
+)
+def test_a_mean_loss_is_found_in_every_form(make):
+    """The numerator is the network's loss, of shape ``()`` and with its graph; nothing divides."""
+    network = Returns(make)
+    parts = called(MeanLoss(network))
+
+    assert (parts.numerator.shape, parts.numerator.item(), parts.denominator) == ((), 5.0, None)
+    parts.numerator.backward()
+    assert torch.equal(network.weight.grad, torch.ones(2))
+
+
+def test_a_mean_loss_passes_arguments_on():
+    """Positional arguments and keywords reach the network as they are."""
+    inputs, label = torch.randn(4, 2), torch.randn(4)
+    seen = []
+
+    class Network(nn.Linear):
+        def forward(self, *arguments, **keywords):
+            """Remember the call."""
+            seen.append((arguments, keywords))
+            return super().forward(arguments[0]).sum()
+
+    called(MeanLoss(Network(2, 1)), inputs, label=label)
+    assert seen[0][0][0] is inputs
+    assert seen[0][1]["label"] is label
+
+
+def test_a_mean_loss_of_a_hugging_face_model_is_its_own():
+    """The loss that the model computes from labels, and nothing else."""
+    model = bert(transformers.BertForSequenceClassification)
+    parts = called(MeanLoss(model), **classes())
+
+    assert torch.equal(parts.numerator, model(**classes()).loss)
+    assert parts.denominator is None
+
+
+NO_LOSS = "`network` must return a loss: a tensor of one element"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda _: None, TypeError, f"{NO_LOSS}.* got NoneType"),
+        (lambda _: 5.0, TypeError, f"{NO_LOSS}.* got float"),
+        (lambda _: (), TypeError, f"{NO_LOSS}.* got tuple"),
+        (lambda w: {"logits": w}, TypeError, f"{NO_LOSS}.* got dict"),
+        (lambda w: CausalLMOutput(logits=w), TypeError, f"{NO_LOSS}.* got CausalLMOutput"),
+        (lambda w: (None, w), TypeError, f"{NO_LOSS}.* got tuple"),
+        (lambda _: (5.0,), TypeError, "the loss .* must be a tensor, got 5.0 of type float"),
+        (lambda w: w, ValueError, r"the loss .* must be one element, got \(2,\)"),
+        (lambda w: w[:0], ValueError, r"the loss .* must be one element, got \(0,\)"),
+        (lambda w: w.sum().detach(), ValueError, "must depend on a trainable parameter"),
+        (lambda _: torch.tensor(3), ValueError, "must depend on a trainable parameter"),
+    ],
+    ids=[
+        *("none", "number", "empty tuple", "dict", "output", "none first", "number first"),
+        *("two", "zero", "detached", "int"),
+    ],
+)
+def test_a_network_that_returns_no_loss_is_refused(make, error, message):
+    """The message says what a network must return and what this one returned."""
+    with pytest.raises(error, match=message):
+        called(MeanLoss(Returns(make)))
+
+
+def test_a_hugging_face_model_without_labels_is_refused():
+    """The message says how to get a loss out of it."""
+    with pytest.raises(TypeError, match="when it gets `labels`"):
+        called(MeanLoss(llama()), input_ids=tokens()["input_ids"])
+
+
+@pytest.mark.parametrize("container", [tuple, list])
+@pytest.mark.parametrize(
+    "denominator",
+    [4, 4.0, torch.tensor(4), torch.tensor([4.0]), torch.tensor(4.0, requires_grad=True)],
+    ids=["int", "float", "int64", "(1,)", "with graph"],
+)
+def test_a_pair_is_numerator_and_denominator(container, denominator):
+    """The denominator becomes a float32 scalar without a graph."""
+    parts = called(per_token(Returns(lambda w: container((w.sum(), denominator)))))
+
+    assert parts.numerator.item() == 5
+    assert parts.numerator.requires_grad
+    assert (parts.denominator.shape, parts.denominator.dtype) == ((), torch.float32)
+    assert parts.denominator.item() == 4
+    assert not parts.denominator.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda w: w.sum(), TypeError, r"must return \(numerator, denominator\) .* got Tensor"),
+        (lambda w: {"loss": w.sum()}, TypeError, r"\(numerator, denominator\) .* got dict"),
+        (lambda w: (w.sum(),), TypeError, "got tuple of 1"),
+        (lambda w: [w.sum(), 4, 5], TypeError, "got list of 3"),
+        (lambda _: (5.0, 4), TypeError, "the numerator .* must be a tensor, got 5.0"),
+        (lambda w: (w, 4), ValueError, r"the numerator .* must be one element, got \(2,\)"),
+        (lambda w: (w.sum().detach(), 4), ValueError, "the numerator .* trainable parameter"),
+        (lambda w: (w.sum(), "4"), TypeError, "the denominator .* must be a tensor, got '4'"),
+        (lambda w: (w.sum(), None), TypeError, "the denominator .* must be a tensor, got None"),
+        (lambda w: (w.sum(), w), ValueError, r"the denominator .* be one element, got \(2,\)"),
+    ],
+    ids=["tensor", "dict", "one", "three", "number", "vector", "detached", "string", "none", "two"],
+)
+def test_what_is_no_pair_is_refused(make, error, message):
+    """The message names the part that is wrong."""
+    with pytest.raises(error, match=message):
+        called(per_token(Returns(make)))
+
+
+def summed_cross_entropy(model, batch, *, shift):
+    """Return the sum over targets, from the logits by hand, in float64, and their number."""
+    logits = model(input_ids=batch["input_ids"]).logits.double()
+    labels = batch["labels"]
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    total = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total, labels.ne(IGNORED).sum()
+
+
+@pytest.mark.parametrize(("build", "shift"), [(llama, True), (modernbert, False)])
+def test_a_hugging_face_loss_is_the_sum_over_its_targets(build, shift):
+    """Numerator and denominator are those of a cross-entropy by hand, to float32's 1e-5."""
+    model, batch = build(), tokens()
+    parts = called(per_token(model), **batch)
+    total, count = summed_cross_entropy(model, batch, shift=shift)
+
+    torch.testing.assert_close(parts.numerator.double(), total, rtol=1e-5, atol=0)
+    assert parts.denominator == count
+
+
+@pytest.mark.parametrize("build", [llama, modernbert])
+@pytest.mark.parametrize("num_ignored", [0, 3, 7])
+def test_targets_are_counted_as_the_trainer_counts_them(build, num_ignored, tmp_path):
+    """``Trainer._get_num_items_in_batch`` is the judge, for shifted labels and others."""
+    model, batch = build(), tokens(num_ignored)
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(model=model, args=arguments)
+
+    expected = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    assert called(per_token(model), **batch).denominator == expected
+
+
+@pytest.mark.parametrize(
+    ("build", "batch"),
+    [
+        (bert, tokens),
+        (lambda: bert(transformers.BertForSequenceClassification), classes),
+        (t5, tokens),
+        (
+            lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TINY)),
+            classes,
+        ),
+    ],
+    ids=[
+        "BertForMaskedLM",
+        "BertForSequenceClassification",
+        "T5",
+        "LlamaForSequenceClassification",
+    ],
+)
+def test_a_model_that_ignores_the_number_of_items_is_refused(build, batch):
+    """Many models take ``num_items_in_batch`` and return a mean all the same.
+
+    Their mean must not pass for a sum, which would be too small by the number of targets.
+    """
+    model = build()
+    message = rf"must divide its loss by `num_items_in_batch` .* got {type(model).__name__},"
+
+    with pytest.raises(TypeError, match=message):
+        called(per_token(model), **batch())
+
+
+def test_later_calls_are_as_the_first():
+    """The first call looks whether the model uses the number of items; that changes nothing."""
+    loss, batch = per_token(llama()), tokens()
+    first, second = called(loss, **batch), called(loss, **batch)
+
+    assert torch.equal(first.numerator, second.numerator)
+    assert torch.equal(first.denominator, second.denominator)
+
+
+def test_shift_labels_are_counted_as_they_are():
+    """Labels that a collator has shifted already lose no first token."""
+    model, batch = llama(), tokens()
+    shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
+    parts = called(per_token(model), **batch, shift_labels=shifted)
+
+    assert parts.denominator == shifted.ne(IGNORED).sum()
+    torch.testing.assert_close(parts.numerator, called(per_token(model), **batch).numerator)
+
+
+def test_positional_labels_are_found():
+    """A tuple of a data loader is read by the names of the model's parameters."""
+    model, batch = llama(), tokens()
+    arguments = (batch["input_ids"], None, None, None, None, batch["labels"])
+
+    by_place, by_name = called(per_token(model), *arguments), called(per_token(model), **batch)
+    assert by_place.denominator == by_name.denominator
+    assert torch.equal(by_place.numerator, by_name.numerator)
+
+
+def test_a_batch_without_targets_has_parts_of_zero():
+    """A sum over nothing is 0, where a mean would be nan."""
+    parts = called(
+        per_token(llama()), **tokens(num_ignored=7) | {"labels": torch.full((2, 7), -100)}
+    )
+
+    assert (parts.numerator.item(), parts.denominator.item()) == (0, 0)
+
+
+def test_parts_of_uneven_micro_batches_add_up():
+    """However a batch is cut, the sums of its parts are those of the whole, to 1e-6."""
+    model, batch = llama(), tokens()
+    whole = called(per_token(model), **batch)
+    rows = [called(per_token(model), **{k: v[i : i + 1] for k, v in batch.items()}) for i in (0, 1)]
+
+    torch.testing.assert_close(
+        sum(row.numerator for row in rows), whole.numerator, rtol=1e-6, atol=0
+    )
+    assert sum(row.denominator for row in rows) == whole.denominator
+    assert rows[0].denominator != rows[1].denominator
+
+
+def test_hugging_face_labels_must_be_given():
+    """Without labels there is nothing to count."""
+    ids = tokens()["input_ids"]
+
+    with pytest.raises(ValueError, match=r"`labels` must be given to count .* \['input_ids'\]"):
+        called(per_token(llama()), input_ids=ids)
+
+
+class OwnModel(nn.Module):
+    """A network that divides by the number of items it is given."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.head = nn.Embedding(VOCABULARY, VOCABULARY)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        """Return the loss: a sum over the number of items, or a mean."""
+        logits, labels = self.head(input_ids).flatten(0, 1), labels.flatten()
+        if num_items_in_batch is None:
+            return functional.cross_entropy(logits, labels)
+        return functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def test_any_network_that_takes_the_number_of_items_is_counted():
+    """A forward that names ``num_items_in_batch`` needs to be no Hugging Face model."""
+    network, batch = OwnModel(), tokens()
+    parts = called(per_token(network), **batch)
+
+    torch.testing.assert_close(parts.numerator / parts.denominator, network(**batch))
+    assert parts.denominator == batch["labels"].ne(IGNORED).sum()
+
+
+def test_an_encoder_decoders_labels_are_not_shifted():
+    """Its decoder's inputs are; every label is a target, the first one too."""
+    config = SimpleNamespace(is_encoder_decoder=True)
+    decoder_only = OwnModel(loss_function=ForCausalLMLoss, config=SimpleNamespace())
+    encoder_decoder = OwnModel(loss_function=ForCausalLMLoss, config=config)
+
+    counts = [called(per_token(n), **tokens()).denominator for n in (decoder_only, encoder_decoder)]
+    assert counts == [9, 11]
+
+
+def test_accepts_loss_kwargs_decides():
+    """A model that says it does not take the number of items is asked for a pair."""
+    with pytest.raises(TypeError, match=r"must return \(numerator, denominator\)"):
+        called(per_token(OwnModel(accepts_loss_kwargs=False)), **tokens())
+
+
+def test_keywords_alone_are_no_promise():
+    """A network of one's own that swallows keywords returns a pair like any other."""
+    parts = called(per_token(Returns(lambda w: (w.sum(), 4))), 1, anything=2)
+
+    assert parts.denominator == 4
+
+
+def test_the_model_inside_adapters_is_inspected():
+    """A PEFT model's own forward takes anything; its base model's tells."""
+
+    class Adapted(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def get_base_model(self):
+            """Return the model, as PEFT does."""
+            return self.model
+
+        def forward(self, *arguments, **keywords):
+            """Pass on."""
+            return self.model(*arguments, **keywords)
+
+    model, batch = llama(), tokens()
+    adapted, bare = called(per_token(Adapted(model)), **batch), called(per_token(model), **batch)
+    assert torch.equal(adapted.numerator, bare.numerator)
+    assert adapted.denominator == bare.denominator
+
+
+def test_the_wrapped_network_is_called_and_the_inner_one_inspected():
+    """With a wrapper around it the forward pass goes through the wrapper."""
+    model, batch, calls = llama(), tokens(), []
+    wrapper = nn.Sequential(model)
+    wrapper.forward = lambda **keywords: calls.append(1) or model(**keywords)
+    parts = called(PerTokenLoss(wrapper, model), **batch)
+
+    assert calls == [1]
+    assert parts.denominator == 9
+
+
+def test_counting_reads_nothing_on_the_host():
+    """The number of targets stays on the device."""
+    network, batch = OwnModel(), tokens()
+    with HostReads() as host:
+        called(per_token(network), **batch)
+
+    assert host.reads == []

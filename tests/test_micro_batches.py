@@ -1,0 +1,154 @@
+"""Batches become calls of the network: split in equal parts, or as a data loader yields them."""
+
+from collections import OrderedDict, UserDict, deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
+
+X = torch.arange(12.0).reshape(6, 2)
+Y = torch.arange(6)
+
+
+@given(st.integers(1, 6), st.integers(0, 4), st.lists(st.integers(1, 3), max_size=2))
+def test_parts_are_equal_and_make_up_the_whole(num_parts, part_size, rest):
+    """The first dimension is split in order; no element is lost, copied or moved."""
+    tensor = torch.randn(num_parts * part_size, *rest)
+    calls = split_calls((tensor,), {"labels": tensor}, num_parts)
+
+    parts = [call.arguments[0] for call in calls]
+    assert [part.shape[0] for part in parts] == [part_size] * num_parts
+    assert torch.equal(torch.cat(parts), tensor)
+    assert torch.equal(torch.cat([call.keywords["labels"] for call in calls]), tensor)
+    assert {p.untyped_storage().data_ptr() for p in parts} == {tensor.untyped_storage().data_ptr()}
+
+
+def test_arguments_and_keywords_are_split_together():
+    """The parts of one micro-batch go to one call, each under its own place or name."""
+    first, second = split_calls((X,), {"labels": Y, "scale": 2.0}, 2)
+
+    assert torch.equal(first.arguments[0], X[:3])
+    assert torch.equal(first.keywords["labels"], Y[:3])
+    assert torch.equal(second.arguments[0], X[3:])
+    assert torch.equal(second.keywords["labels"], Y[3:])
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3.0), None, 3, "text", object(), {1, 2}], ids=repr)
+def test_what_has_no_dimension_goes_to_every_call(value):
+    """0-dim tensors and anything that is no tensor are shared."""
+    calls = split_calls((X, value), {"extra": value}, 3)
+
+    assert all(call.arguments[1] is value for call in calls)
+    assert all(call.keywords["extra"] is value for call in calls)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
+def test_tensors_in_mappings_are_split(kind):
+    """A batch that is one mapping becomes one mapping per call."""
+    batch = kind({"x": X, "nested": {"y": Y}, "flag": True})
+    first, second = (call.arguments[0] for call in split_calls((batch,), {}, 2))
+
+    assert torch.equal(first["x"], X[:3])
+    assert torch.equal(second["nested"]["y"], Y[3:])
+    assert first["flag"] is True
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_tensors_in_lists_and_tuples_are_split(kind):
+    """Each call gets a container of the same kind and length."""
+    first, second = (call.arguments[0] for call in split_calls((kind([X, [Y], 1]),), {}, 2))
+
+    assert type(first) is kind
+    assert torch.equal(first[0], X[:3])
+    assert torch.equal(second[1][0], Y[3:])
+    assert (first[2], second[2]) == (1, 1)
+
+
+def test_one_micro_batch_is_the_batch_itself():
+    """Without accumulation nothing is looked into."""
+    [call] = split_calls((X,), {"y": Y}, 1)
+
+    assert call.arguments[0] is X
+    assert call.keywords["y"] is Y
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "name"),
+    [
+        ((Y, X), {}, r"inputs\[0\]"),
+        ((torch.ones(8), X), {}, r"inputs\[1\]"),
+        ((), {"labels": Y}, "labels"),
+        (({"a": {"b": Y}},), {}, r"inputs\[0\]\['a'\]\['b'\]"),
+        (([torch.ones(4), Y],), {}, r"inputs\[0\]\[1\]"),
+    ],
+    ids=["first", "second", "keyword", "mapping", "list"],
+)
+def test_a_size_that_does_not_divide_is_refused_by_name(arguments, keywords, name):
+    """The message says which tensor, by how many parts, and its shape."""
+    message = rf"`{name}` must be divisible by gradient_accumulation_steps=4, got shape \(6,"
+
+    with pytest.raises(ValueError, match=message):
+        split_calls(arguments, keywords, 4)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "call"),
+    [
+        ({"x": 1, "y": 2}, NetworkCall((), {"x": 1, "y": 2})),
+        (UserDict(x=1), NetworkCall((), {"x": 1})),
+        ((1, 2), NetworkCall((1, 2), {})),
+        ([1, 2], NetworkCall(([1, 2],), {})),
+        (None, NetworkCall((None,), {})),
+        ("text", NetworkCall(("text",), {})),
+    ],
+    ids=["dict", "mapping", "tuple", "list", "none", "string"],
+)
+def test_a_micro_batch_becomes_a_call(micro_batch, call):
+    """A mapping becomes keywords, a tuple positional arguments, anything else one argument."""
+    assert calls_of([micro_batch]) == [call]
+
+
+def test_a_tensor_is_one_argument():
+    """It is not split a second time."""
+    [call] = calls_of([X])
+
+    assert call.arguments[0] is X
+    assert call.keywords == {}
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_micro_batches_may_be_of_any_number_and_kind(kind):
+    """Any sequence from length 1 is read in its order."""
+    assert [call.arguments[0] for call in calls_of(kind([1, 2, 3]))] == [1, 2, 3]
+    assert len(calls_of(kind([1]))) == 1
+
+
+@pytest.mark.parametrize(
+    "micro_batches",
+    [X, {"x": X}, (x for x in X), "text", None, 3, {1}],
+    ids=["tensor", "dict", "generator", "string", "none", "int", "set"],
+)
+def test_what_is_no_sequence_is_refused(micro_batches):
+    """One batch that was not put into a list is told from a list of them."""
+    kind = type(micro_batches).__name__
+
+    with pytest.raises(TypeError, match=f"`micro_batches` must be a sequence, got {kind}$"):
+        calls_of(micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [[], (), deque()], ids=["list", "tuple", "deque"])
+def test_no_micro_batches_are_refused(micro_batches):
+    """An update needs a gradient."""
+    with pytest.raises(ValueError, match="`micro_batches` must hold at least one micro-batch"):
+        calls_of(micro_batches)
+
+
+def test_changing_a_call_does_not_change_the_batch():
+    """Keywords are a dict of the call's own."""
+    batch = {"x": X}
+    calls_of([batch])[0].keywords["num_items_in_batch"] = 1
+
+    assert batch == {"x": X}

@@ -1,0 +1,549 @@
+"""One multiplier and one skip flag, through optimizers of every kind, against each alone."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
+
+from host_reads import HostReads
+from mfwrap.optimizers import SkippableOptimizer, learning_rates
+
+CPU = torch.device("cpu")
+# A vector and a rest for the kernels, less than a vector, and a scalar.
+SHAPES = [(7, 9), (5,), ()]
+HALF = [torch.bfloat16, torch.float16]
+# A gradient that is divided differently moves by two roundings, 1.2e-7; a step's size follows it
+# one to one, and momentum adds a few steps. With rates of 0.1 and less 2e-6 is a wide limit.
+CLOSE = {"rtol": 1e-6, "atol": 2e-6}
+
+
+class OwnStep(AdamW):
+    """An optimizer of one's own, which knows nothing of ``grad_scale`` and ``found_inf``."""
+
+    def step(self, closure=None):  # noqa: ARG002  (torch's signature)
+        """Move against the sign of a momentum."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                state["step"] = state.get("step", 0) + 1
+                momentum.lerp_(parameter.grad, 0.5)
+                parameter.data.sub_(momentum.div(momentum.norm() + 1), alpha=group["lr"])
+
+
+class Kind(NamedTuple):
+    """An optimizer with its settings."""
+
+    build: functools.partial
+    folds: bool
+
+    def __call__(self, parameters):
+        return self.build(parameters)
+
+
+def kind(cls, *, folds=False, **settings):
+    """Return an optimizer that is stepped in place."""
+    return Kind(functools.partial(cls, **settings), folds)
+
+
+def fused(cls, **settings):
+    """Return an optimizer that takes divisor and flag."""
+    return kind(cls, folds=True, fused=True, **settings)
+
+
+def rate():
+    """Return a learning rate that is a tensor."""
+    return torch.tensor(0.05)
+
+
+FOLDED = {
+    "fused Adam": fused(Adam, lr=0.1),
+    "fused Adam amsgrad": fused(Adam, lr=0.1, amsgrad=True, weight_decay=0.1, maximize=True),
+    "fused AdamW": fused(AdamW, lr=0.1, weight_decay=0.1),
+    "fused AdamW tensor rate": fused(AdamW, lr=rate()),
+    "fused SGD": fused(SGD, lr=0.1),
+    "fused SGD momentum": fused(SGD, lr=0.1, momentum=0.9),
+    "fused SGD nesterov": fused(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "fused SGD maximize": fused(SGD, lr=0.1, momentum=0.5, maximize=True),
+    "fused SGD tensor rate": fused(SGD, lr=rate(), momentum=0.9),
+    "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
+    "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
+}
+# Reads the flag until its first applied update, and folds from then on.
+DAMPENED = {"fused SGD dampening": fused(SGD, lr=0.1, momentum=0.9, dampening=0.5)}
+IN_PLACE = {
+    "Adam": kind(Adam, lr=0.1),
+    "AdamW": kind(AdamW, lr=0.1, weight_decay=0.1, foreach=True),
+    "SGD": kind(SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD foreach": kind(SGD, lr=0.1, foreach=True),
+    "Adagrad": kind(Adagrad, lr=0.1),
+    "RMSprop": kind(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "Adafactor": kind(Adafactor, lr=0.01),
+    "NAdam": kind(NAdam, lr=0.1),
+    "own step": kind(OwnStep, lr=0.1, fused=True),
+}
+ALL = FOLDED | DAMPENED | IN_PLACE
+
+# Fused SGD is refused for weights of half precision on CPU.
+HALF_ALL = {name: kind for name, kind in ALL.items() if not name.startswith("fused SGD")}
+
+each = pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+each_of_each_type = pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(pytest.param(kind, torch.float32, id=f"{name}, float32") for name, kind in ALL.items()),
+        *(
+            pytest.param(kind, dtype, id=f"{name}, {str(dtype).removeprefix('torch.')}")
+            for name, kind in HALF_ALL.items()
+            for dtype in HALF
+        ),
+    ],
+)
+
+
+def flag(*, skip):
+    """Return the skip flag of one step."""
+    return torch.full((), skip)
+
+
+def scalar(number):
+    """Return a divisor as the step computes it."""
+    return torch.full((), number, dtype=torch.float32)
+
+
+def parameters_of(dtype=torch.float32):
+    """Return the same parameters at every call."""
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def gradients_of(step, dtype=torch.float32):
+    """Return the same gradients for each step, with magnitudes of about 1."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return [(torch.randn(s, generator=generator) + 0.1).to(dtype) for s in SHAPES]
+
+
+def give(parameters, gradients):
+    """Set the gradients of parameters, as backward does."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+
+
+class Run:
+    """Parameters, their optimizer, and the wrapper at test."""
+
+    def __init__(self, build, parameters=None):
+        self.parameters = parameters or parameters_of()
+        self.optimizer = build(self.parameters)
+        self.skippable = SkippableOptimizer(self.optimizer)
+
+    def plain(self, gradients):
+        """Step the optimizer alone."""
+        give(self.parameters, gradients)
+        self.optimizer.step()
+
+    def divided(self, gradients, divisor):
+        """Step on gradients that are too large by the divisor."""
+        give(self.parameters, [None if g is None else g * divisor for g in gradients])
+        self.skippable.step(scalar(divisor), flag(skip=False))
+
+    def skipped(self, *, divisor=math.nan, bad=math.nan):
+        """Skip a step as an overflow does: a gradient and the divisor are not finite."""
+        gradients = [torch.ones_like(parameter) for parameter in self.parameters]
+        gradients[0].view(-1)[4] = bad
+        give(self.parameters, gradients)
+        self.skippable.step(None if divisor is None else scalar(divisor), flag(skip=True))
+
+    def weights(self):
+        """Return a copy of the parameters."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def state(self):
+        """Return a copy of all that the optimizer remembers, by parameter and name."""
+        return {
+            (index, name): value.clone() if isinstance(value, torch.Tensor) else value
+            for index, parameter in enumerate(self.parameters)
+            for name, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+
+def assert_same(left, right):
+    """Compare tensors bitwise, anything else by value, in a list or dict."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        left, right = list(left.values()), list(right.values())
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@each
+@pytest.mark.parametrize("divisor", [2.0**16, 0.25])
+def test_a_power_of_two_is_divided_exactly(kind, divisor):
+    """Weights and state are bitwise those of the optimizer on the gradients themselves."""
+    wrapped, alone = Run(kind), Run(kind)
+    for step in range(4):
+        wrapped.divided(gradients_of(step), divisor)
+        alone.plain(gradients_of(step))
+
+    assert_same(wrapped.weights(), alone.weights())
+    # Zeros that stand in for no momentum are momentum after the first step.
+    assert_same(wrapped.state(), alone.state())
+
+
+@each
+@given(divisor=st.floats(2.0**-10, 2.0**20))
+def test_any_divisor_divides(kind, divisor):
+    """Weights are those of the optimizer on gradients that were divided by hand."""
+    wrapped, alone = Run(kind), Run(kind)
+    for step in range(3):
+        wrapped.divided(gradients_of(step), divisor)
+        alone.plain([g * divisor / scalar(divisor) for g in gradients_of(step)])
+
+    for ours, expected in zip(wrapped.weights(), alone.weights(), strict=True):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+@each
+def test_no_divisor_stands_for_one(kind):
+    """Without a divisor the step is the optimizer's own, and the gradients stay as they are."""
+    wrapped, alone = Run(kind), Run(kind)
+    give(wrapped.parameters, gradients_of(0))
+    wrapped.skippable.step(None, flag(skip=False))
+    alone.plain(gradients_of(0))
+
+    assert_same(wrapped.weights(), alone.weights())
+    assert_same([p.grad for p in wrapped.parameters], [p.grad for p in alone.parameters])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kind", [FOLDED["fused AdamW"], IN_PLACE["AdamW"], IN_PLACE["RMSprop"]])
+@given(divisor=st.floats(0.1, 10.0))
+def test_half_precision_gradients_are_rounded_once(kind, dtype, divisor):
+    """The divisor works in float32: only the quotient is rounded to the gradients' type.
+
+    Quotient and product with the reciprocal round apart in a near tie, which 1 in 200 gradients
+    may be; a multiplier that was rounded to bfloat16 itself is off for every third.
+    """
+    gradient = (torch.rand(2000, generator=torch.Generator().manual_seed(2)) + 0.5).to(dtype)
+    run = Run(kind, [nn.Parameter(torch.zeros(2000, dtype=dtype))])
+    give(run.parameters, [gradient])
+    run.skippable.step(scalar(divisor), flag(skip=False))
+
+    expected = (gradient.double() / scalar(divisor).double()).to(dtype)
+    assert (run.parameters[0].grad != expected).sum() <= 10
+
+
+@pytest.mark.parametrize("kind", [FOLDED["fused AdamW"], IN_PLACE["AdamW"]])
+def test_a_divisor_beyond_float16_leaves_its_quotient(kind):
+    """A loss scale of 2**26, whose reciprocal is 0 in float16, does not make gradients 0."""
+    run = Run(kind, [nn.Parameter(torch.zeros(20, dtype=torch.float16))])
+    give(run.parameters, [torch.full((20,), 2.0**15, dtype=torch.float16)])
+    run.skippable.step(scalar(2.0**26), flag(skip=False))
+
+    assert (run.parameters[0].grad == 2.0**-11).all()
+
+
+@each_of_each_type
+def test_weights_of_each_type_are_the_optimizers(kind, dtype):
+    """Dividing by 16, which is exact, the weights are bitwise those of the optimizer alone."""
+    wrapped, alone = (Run(kind, parameters_of(dtype)) for _ in range(2))
+    for step in range(3):
+        wrapped.divided(gradients_of(step, dtype), 16.0)
+        alone.plain(gradients_of(step, dtype))
+
+    assert_same(wrapped.weights(), alone.weights())
+
+
+@each_of_each_type
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_later_skip_changes_nothing(kind, dtype, bad):
+    """After applied updates a skip leaves weights, state and step counts as they are."""
+    run = Run(kind, parameters_of(dtype))
+    for step in range(2):
+        run.divided(gradients_of(step, dtype), 4.0)
+    weights, state = run.weights(), run.state()
+    run.skipped(bad=bad)
+
+    assert_same(run.weights(), weights)
+    assert_same(run.state(), state)
+
+
+@each_of_each_type
+def test_a_first_skip_changes_nothing(kind, dtype):
+    """What the optimizer creates at its first call is at its initial values, and counts no step."""
+    run = Run(kind, parameters_of(dtype))
+    weights, state = run.weights(), run.state()
+    run.skipped()
+
+    assert_same(run.weights(), weights)
+    after = run.state()
+    assert_same({key: after[key] for key in state}, state)
+    for key in after.keys() - state.keys():
+        assert not after[key].any(), key
+
+
+@each
+@pytest.mark.parametrize("divisor", [8.0, None])
+@pytest.mark.parametrize("num_skips", [1, 2])
+def test_a_run_goes_on_as_if_it_had_never_seen_skipped_steps(kind, divisor, num_skips):
+    """With the first steps skipped, and one later, it is bitwise the run without them."""
+    with_skips, without = Run(kind), Run(kind)
+    for _ in range(num_skips):
+        with_skips.skipped(divisor=divisor)
+    for step in range(3):
+        with_skips.divided(gradients_of(step), 8.0)
+        without.divided(gradients_of(step), 8.0)
+        with_skips.skipped(divisor=divisor)
+
+    assert_same(with_skips.weights(), without.weights())
+    assert_same(with_skips.state(), without.state())
+
+
+@each
+@pytest.mark.parametrize("skip", [False, True])
+def test_no_attribute_is_left_for_a_later_plain_step(kind, skip):
+    """After a step the optimizer, called alone, neither divides nor skips."""
+    wrapped, alone = Run(kind), Run(kind)
+    for run in (wrapped, alone):
+        give(run.parameters, gradients_of(0))
+        run.skippable.step(scalar(1.0), flag(skip=skip))
+        assert not hasattr(run.optimizer, "found_inf")
+        assert not hasattr(run.optimizer, "grad_scale")
+    wrapped.plain(gradients_of(1))
+    alone.divided(gradients_of(1), 1.0)
+
+    assert_same(wrapped.weights(), alone.weights())
+
+
+@each
+def test_no_attribute_is_left_when_the_step_raises(kind):
+    """An error inside the optimizer is raised, and the next plain step is a plain one."""
+    run = Run(kind)
+
+    def refuse(*_):
+        message = "no step today"
+        raise KeyError(message)
+
+    hook = run.optimizer.register_step_pre_hook(refuse)
+    give(run.parameters, gradients_of(0))
+    with pytest.raises(KeyError, match="no step today"):
+        run.skippable.step(scalar(2.0), flag(skip=False))
+    hook.remove()
+
+    assert not hasattr(run.optimizer, "found_inf")
+    assert not hasattr(run.optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("kind", FOLDED.values(), ids=FOLDED)
+def test_folding_reads_nothing_on_the_host(kind, skip):
+    """At the first step and later the flag and the divisor stay on the device."""
+    run = Run(kind)
+    gradients, flags = gradients_of(0), flag(skip=skip)
+    with HostReads() as host:
+        for _ in range(2):
+            give(run.parameters, gradients)
+            run.skippable.step(scalar(4.0), flags)
+
+    assert host.reads == []
+
+
+@pytest.mark.parametrize("divisor", [None, 1.0, 4.0])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("kind", IN_PLACE.values(), ids=IN_PLACE)
+def test_in_place_reads_flag_and_divisor_at_once(kind, skip, divisor):
+    """One read before the optimizer starts; what it reads itself is its own affair."""
+    run, reads_before = Run(kind), []
+    divisor = None if divisor is None else scalar(divisor)
+    give(run.parameters, gradients_of(0))
+    with HostReads() as host:
+        run.optimizer.register_step_pre_hook(lambda *_: reads_before.append(len(host.reads)))
+        run.skippable.step(divisor, flag(skip=skip))
+
+    assert reads_before == ([] if skip else [1])
+    assert not skip or len(host.reads) == 1
+
+
+def test_dampening_reads_the_flag_until_the_first_applied_update():
+    """Fused SGD with dampening reads once a step while it skips, and nothing afterwards."""
+    run, reads = Run(DAMPENED["fused SGD dampening"]), []
+    for skip in (True, True, False, True, False):
+        give(run.parameters, gradients_of(0))
+        with HostReads() as host:
+            run.skippable.step(scalar(4.0), flag(skip=skip))
+        reads.append(len(host.reads))
+
+    assert reads == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("skip_first", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"nesterov": True}, {"weight_decay": 0.1, "maximize": True}], ids=str
+)
+def test_a_momentum_may_begin_late(settings, skip_first):
+    """A parameter whose first gradient comes later starts its momentum then, in fused SGD too.
+
+    torch's fused SGD alone fails on it; torch's SGD that is not fused says what is right.
+    """
+    run = Run(fused(SGD, lr=0.1, momentum=0.9, **settings))
+    expected = Run(kind(SGD, lr=0.1, momentum=0.9, **settings))
+    for step in range(4):
+        gradients = gradients_of(step)
+        if step < 2:
+            gradients[1] = None
+        if step == 2 and skip_first:
+            run.skipped()
+        run.divided(gradients, 4.0)
+        expected.plain(gradients)
+
+    for ours, theirs in zip(run.weights(), expected.weights(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@each
+def test_a_parameter_without_a_gradient_is_left_alone(kind):
+    """As in torch, its value and its state stay while the others move."""
+    run = Run(kind)
+    before = run.weights()
+    gradients = gradients_of(0)
+    gradients[1] = None
+    run.divided(gradients, 4.0)
+
+    assert torch.equal(run.weights()[1], before[1])
+    assert not torch.equal(run.weights()[0], before[0])
+
+
+def grouped(cls, first, second, **settings):
+    """Return a builder that puts the first parameter in a group of its own."""
+    return lambda parameters: cls(
+        [{"params": parameters[:1]} | first, {"params": parameters[1:]} | second], **settings
+    )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        grouped(AdamW, {"lr": 0.1}, {"lr": 0.01, "weight_decay": 0.5}, fused=True),
+        grouped(AdamW, {"lr": rate()}, {"lr": 0.01}, fused=True),
+        grouped(SGD, {"momentum": 0.9}, {"momentum": 0}, lr=0.1, fused=True),
+        grouped(SGD, {"dampening": 0.5}, {"dampening": 0}, lr=0.1, momentum=0.9, fused=True),
+        grouped(Adagrad, {"lr": 0.1}, {"lr": 0.01}, fused=True),
+        grouped(Adam, {"lr": 0.1}, {"lr": 0.01}),
+        grouped(Adam, {"fused": True}, {}, lr=0.1),
+        grouped(SGD, {"fused": True}, {}, lr=0.1, momentum=0.9),
+    ],
+    ids=["decay", "tensor", "momentum", "dampening", "Adagrad", "plain", "half Adam", "half SGD"],
+)
+def test_groups_keep_their_settings(build):
+    """Several groups, fused or not or half of them, divide and skip as one."""
+    run, alone = Run(build), Run(build)
+    run.skipped()
+    for step in range(3):
+        run.divided(gradients_of(step), 4.0)
+        alone.plain(gradients_of(step))
+        run.skipped()
+
+    assert_same(run.weights(), alone.weights())
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        *((kind, kind.folds) for kind in ALL.values()),
+        (grouped(Adam, {"fused": True}, {}, lr=0.1), False),
+        (fused(type("Subclass", (AdamW,), {})), True),
+    ],
+    ids=[*ALL, "half fused", "subclass"],
+)
+def test_skips_on_device_tells_the_way(build, expected):
+    """Torch's four fused optimizers fold, also in a subclass that leaves their step alone."""
+    assert Run(build).skippable.skips_on_device is expected
+
+
+def test_a_scheduler_does_not_hide_the_step():
+    """Schedulers replace ``step`` on the instance; the optimizer folds all the same."""
+    run = Run(FOLDED["fused AdamW"])
+    torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+
+    assert SkippableOptimizer(run.optimizer).skips_on_device
+    run.skipped()
+    assert_same(run.weights(), parameters_of())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}], ids=str)
+def test_a_fused_sgd_that_does_not_update_is_refused(dtype, settings):
+    """On CPU torch's fused SGD skips whole vectors of half precision in silence.
+
+    See pytorch#191763. Not fused it trains, and with float32 weights it trains fused.
+    """
+    with pytest.raises(ValueError, match="got fused SGD with half-precision weights on CPU"):
+        Run(fused(SGD, lr=0.1, **settings), parameters_of(dtype))
+
+    for build, kept in ((fused(SGD, lr=0.1), torch.float32), (kind(SGD, lr=0.1), dtype)):
+        run = Run(build, parameters_of(kept))
+        run.divided([torch.ones_like(parameter) for parameter in run.parameters], 4.0)
+        for weights, before in zip(run.weights(), parameters_of(kept), strict=True):
+            assert (weights != before).all()
+
+
+def test_lbfgs_is_refused():
+    """An optimizer that evaluates the loss again cannot work from one backward pass."""
+    with pytest.raises(TypeError, match=r"`optimizer` must update from the gradients .* got LBFGS"):
+        SkippableOptimizer(torch.optim.LBFGS(parameters_of()))
+
+
+@pytest.mark.parametrize("build", [FOLDED["fused AdamW"], FOLDED["fused SGD momentum"]])
+@pytest.mark.cuda
+def test_folding_waits_for_no_device(build):
+    """At the first step and later, applied or skipped, nothing synchronises."""
+    run = Run(build, [nn.Parameter(parameter.detach().cuda()) for parameter in parameters_of()])
+    gradients = [gradient.cuda() for gradient in gradients_of(0)]
+    divisor, flags = scalar(4.0).cuda(), [flag(skip=skip).cuda() for skip in (True, False, True)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for skip in flags:
+            give(run.parameters, gradients)
+            run.skippable.step(divisor, skip)
+            learning_rates(run.optimizer, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    alone = Run(build)
+    alone.plain([gradient / 4 for gradient in gradients_of(0)])
+    for ours, expected in zip(run.weights(), alone.weights(), strict=True):
+        torch.testing.assert_close(ours.cpu(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [[0.1], [0.1, 0.1, 0.1], [0.1, 0.02], [0, 1], [torch.tensor(0.1), 0.02], [torch.tensor([0.3])]],
+    ids=str,
+)
+def test_learning_rates_are_those_of_all_groups(rates):
+    """Floats, ints and tensors become one float32 vector, without a read."""
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+    optimizer = SGD(groups, lr=0.1)
+    with HostReads() as host:
+        found = learning_rates(optimizer, CPU)
+
+    assert host.reads == []
+    assert torch.equal(found, torch.tensor([float(rate) for rate in rates]))
+
+
+def test_learning_rates_are_a_copy():
+    """A schedule that changes a rate in place does not change what was reported."""
+    rate = torch.tensor(0.1)
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=rate)
+    found = learning_rates(optimizer, CPU)
+    rate.fill_(0.5)
+
+    assert torch.equal(found, torch.tensor([0.1]))

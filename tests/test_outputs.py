@@ -1,0 +1,125 @@
+"""What a step returns: names, order, shapes and types of the contract."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    LocalNormStepOutput,
+    MFTrainOneStepCell,
+    StepOutput,
+    StepReport,
+    WithLossCell,
+)
+from mfwrap.outputs import LossScaleStepOutput
+
+FIVE = ("loss", "overflow", "loss_scale", "learning_rate", "global_norm")
+SEVEN = (*FIVE, "local_norm", "size")
+FLOAT, FLAG, COUNT = ((), torch.float32), ((), torch.bool), ((), torch.int64)
+KINDS = {
+    "loss": FLOAT,
+    "overflow": FLAG,
+    "loss_scale": FLOAT,
+    "learning_rate": FLOAT,
+    "global_norm": FLOAT,
+    "local_norm": ((2,), torch.float32),
+    "size": ((2,), torch.int64),
+}
+
+
+def cell_of(**settings):
+    """Return a cell on a linear network with two parameters, one optimizer group each."""
+    network = WithLossCell(nn.Linear(3, 1), nn.MSELoss())
+    weight, bias = network.parameters()
+    groups = [{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.2}]
+    settings.setdefault("scale_sense", 4.0)
+    return MFTrainOneStepCell(network, torch.optim.SGD(groups), **settings)
+
+
+def batch():
+    """Return inputs and labels of four samples."""
+    return torch.randn(4, 3), torch.randn(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(StepOutput, FIVE), (LocalNormStepOutput, SEVEN), (LossScaleStepOutput, FIVE[:3])],
+)
+def test_tuples_have_the_fields_in_mindformers_order(kind, names):
+    """They unpack as MindFormers' 5- and 7-tuple and MindSpore's 3-tuple."""
+    assert kind._fields == names
+    assert tuple(kind(*names)) == names
+
+
+@pytest.mark.parametrize(("local_norm", "kind"), [(False, StepOutput), (True, LocalNormStepOutput)])
+def test_the_kind_of_tuple_tells_whether_there_are_local_norms(local_norm, kind):
+    """A field that is absent is absent by type."""
+    assert type(cell_of(local_norm=local_norm)(*batch())) is kind
+
+
+def test_values_have_the_contracts_shapes_and_types_and_no_graph():
+    """Every value is a detached tensor of the contract's shape and dtype."""
+    output = cell_of(local_norm=True, use_clip_grad=True)(*batch())
+
+    found = {name: (tuple(v.shape), v.dtype) for name, v in output._asdict().items()}
+    assert found == KINDS
+    assert not any(value.requires_grad for value in output)
+
+
+def test_global_norm_is_none_without_clipping():
+    """As in MindFormers, the norm is reported only where it is used."""
+    assert cell_of()(*batch()).global_norm is None
+
+
+def test_the_returned_scale_is_a_copy():
+    """A reader's value does not change when the live scale does."""
+    cell = cell_of(scale_sense=DynamicLossScaleUpdateCell(4.0, 2, 1))
+    output = cell(*batch())
+    cell(*batch())
+
+    assert output.loss_scale == 8
+    assert cell.scale_sense == 16
+
+
+def test_a_report_holds_tensors_and_the_output_itself():
+    """Flags and counters have the contract's types; ``output`` is what the cell returned."""
+    cell = cell_of(local_norm=True)
+    output = cell(*batch())
+    report = cell.last_report
+
+    assert report.output is output
+    for name, kind in {
+        "skipped": FLAG,
+        "applied_updates": COUNT,
+        "skipped_updates": COUNT,
+        "consecutive_skips": COUNT,
+        "learning_rates": ((2,), torch.float32),
+    }.items():
+        value = getattr(report, name)
+        assert (tuple(value.shape), value.dtype) == kind, name
+    assert torch.equal(report.learning_rates, torch.tensor([0.1, 0.2]))
+    assert report.local_norm_names == ("backbone.weight", "backbone.bias")
+
+
+def test_a_report_keeps_its_counters():
+    """A report of an earlier step says what it said then."""
+    cell = cell_of()
+    cell(*batch())
+    first = cell.last_report
+    cell(*batch())
+
+    assert (first.applied_updates, cell.last_report.applied_updates) == (1, 2)
+
+
+def test_a_report_is_frozen_and_built_by_keyword():
+    """Two callbacks that read one report cannot change it for each other."""
+    cell = cell_of()
+    cell(*batch())
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cell.last_report.skipped = None
+    with pytest.raises(TypeError, match="positional"):
+        StepReport(None)

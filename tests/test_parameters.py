@@ -1,0 +1,272 @@
+"""Which parameters an update concerns: of optimizer and network, trainable, with a gradient."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import SGD
+
+from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap.parameters import TrainedParameters, checked_network
+
+
+class Tied(nn.Module):
+    """A language model in small: the output projection is the embedding."""
+
+    def __init__(self, *, sparse=False):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4, sparse=sparse)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        """Return logits."""
+        return self.head(self.body(self.embedding(ids)))
+
+
+NAMES = ("embedding.weight", "body.weight", "body.bias")
+IDS = torch.tensor([[0, 1], [2, 3]])
+
+
+def trained(network, parameters=None, groups=None):
+    """Return the trained parameters of a network and of an optimizer of them."""
+    optimizer = SGD(network.parameters() if parameters is None else parameters, lr=0.1)
+    return TrainedParameters(network, optimizer, groups), optimizer
+
+
+def test_parameters_have_the_networks_order():
+    """Whatever the optimizer's order and groups, names and gradients are in the network's."""
+    network = Tied()
+    backwards = [network.body.bias, network.body.weight, network.head.weight]
+    ours, _ = trained(network, [{"params": [parameter]} for parameter in backwards])
+    network(IDS).sum().backward()
+
+    assert ours.groups().names == NAMES
+    expected = [parameter.grad for parameter in network.parameters()]
+    assert all(a is b for a, b in zip(ours.gradients(), expected, strict=True))
+    assert list(ours.named_gradients()) == list(NAMES)
+
+
+def test_a_tied_weight_counts_once():
+    """It has one name, its first, one gradient and one size."""
+    ours, _ = trained(Tied())
+
+    assert ours.groups().names == NAMES
+    assert ours.groups().sizes.tolist() == [24, 16, 4]
+
+
+def test_a_module_that_is_used_twice_counts_once():
+    """Shared modules share their parameters."""
+    layer = nn.Linear(2, 2)
+    ours, _ = trained(nn.Sequential(layer, nn.Tanh(), layer))
+
+    assert ours.groups().names == ("0.weight", "0.bias")
+
+
+def test_an_unused_parameter_has_no_gradient():
+    """Where backward did not reach there is None, and no name among the gradients."""
+    network = Tied()
+    ours, _ = trained(network)
+    network.embedding(IDS).sum().backward()
+
+    assert [gradient is None for gradient in ours.gradients()] == [False, True, True]
+    assert list(ours.named_gradients()) == ["embedding.weight"]
+
+
+def test_a_frozen_parameter_is_in_no_group():
+    """It keeps its place among the gradients, where it has none."""
+    network = Tied()
+    network.body.weight.requires_grad_(requires_grad=False)
+    ours, _ = trained(network)
+    network(IDS).sum().backward()
+
+    assert ours.groups().names == ("embedding.weight", "body.bias")
+    assert [gradient is None for gradient in ours.gradients()] == [False, True, False]
+
+
+def test_groups_follow_what_is_frozen_and_unfrozen_later():
+    """Gradual unfreezing changes the groups from the next step on."""
+    network = Tied()
+    network.body.requires_grad_(requires_grad=False)
+    ours, _ = trained(network, groups="layer")
+    assert ours.groups().names == ("embedding",)
+
+    network.body.requires_grad_(requires_grad=True)
+    assert ours.groups().names == ("embedding", "body")
+    assert ours.groups().sizes.tolist() == [24, 20]
+    network.embedding.requires_grad_(requires_grad=False)
+    assert ours.groups().names == ("body",)
+
+
+def test_groups_are_built_again_only_when_they_change():
+    """Step after step the same object is used, with its indices on the device."""
+    ours, _ = trained(Tied())
+
+    assert ours.groups() is ours.groups()
+
+
+def test_a_trainable_parameter_in_no_optimizer_is_named_in_one_warning():
+    """It is forgotten more often than left out on purpose."""
+    network = Tied()
+    message = r"trainable parameters in no optimizer .* \['body.weight', 'body.bias'\]$"
+    with pytest.warns(UserWarning, match=message) as seen:
+        ours, _ = trained(network, [network.head.weight])
+
+    assert len(seen) == 1
+    assert ours.groups().names == ("embedding.weight",)
+
+
+def test_a_frozen_parameter_in_no_optimizer_is_no_reason_to_warn():
+    """Leaving frozen weights out of the optimizer is what everybody does."""
+    network = Tied()
+    network.body.requires_grad_(requires_grad=False)
+    ours, _ = trained(network, [network.head.weight])
+
+    assert ours.groups().names == ("embedding.weight",)
+
+
+def test_parameters_outside_of_the_network_are_counted_in_a_warning_and_not_updated():
+    """Their gradients, which no norm has seen, are taken away before the optimizer runs."""
+    network, other = Tied(), nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="2 parameters of the optimizer are not in the network"):
+        ours, _ = trained(network, [*network.parameters(), *other.parameters()])
+    other(network.body(torch.ones(4))).sum().backward()
+    ours.gradients()
+
+    assert [parameter.grad for parameter in other.parameters()] == [None, None]
+    assert network.body.weight.grad is not None
+
+
+@pytest.mark.parametrize("held", [slice(0, 1), slice(0, 2)], ids=["missing", "outside"])
+def test_warnings_point_at_the_line_that_built_the_cell(held):
+    """Who reads the warning finds what to change."""
+    network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+    outside = [nn.Parameter(torch.ones(1))] if held.stop == 2 else []
+    optimizer = SGD([*list(network.parameters())[held], *outside], lr=0.1)
+    with pytest.warns(UserWarning, match="optimizer") as seen:
+        MFTrainOneStepCell(network, optimizer)
+
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_all_gradients_are_released():
+    """Also those of parameters that are frozen, outside, or in no optimizer."""
+    network, other = Tied(), nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="optimizer"):
+        ours, _ = trained(network, [network.head.weight, *other.parameters()])
+    everything = [*network.parameters(), *other.parameters()]
+    for parameter in everything:
+        parameter.grad = torch.ones_like(parameter)
+    network.body.requires_grad_(requires_grad=False)
+    ours.release_gradients()
+
+    assert all(parameter.grad is None for parameter in everything)
+
+
+def test_an_optimizer_of_another_network_is_refused():
+    """A network that was copied or rebuilt after its optimizer would never learn."""
+    with pytest.raises(ValueError, match="`optimizer` must hold parameters of the network, got 3 "):
+        trained(Tied(), Tied().parameters())
+
+
+def test_an_optimizer_of_frozen_parameters_is_refused():
+    """There is nothing to train."""
+    with pytest.raises(ValueError, match="trainable parameters"):
+        trained(Tied().requires_grad_(requires_grad=False))
+
+
+def test_a_pattern_that_finds_nothing_is_refused_at_construction():
+    """Groups are looked up when the cell is built, not at the first step."""
+    with pytest.raises(ValueError, match=r"got none for \['decoder'\]"):
+        trained(Tied(), groups=["body", "decoder"])
+
+
+@pytest.mark.parametrize("change", ["added", "replaced", "removed"])
+def test_parameters_that_change_later_are_refused(change):
+    """Groups of the optimizer are not what the cell was built for; nothing is guessed."""
+    network = Tied()
+    ours, optimizer = trained(network)
+    network(IDS).sum().backward()
+    held = optimizer.param_groups[0]["params"]
+    if change == "added":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    elif change == "replaced":
+        held[0] = nn.Parameter(held[0].detach().clone())
+    else:
+        held.pop()
+
+    with pytest.raises(RuntimeError, match=r"must hold the 3 parameters .* build a new cell"):
+        ours.gradients()
+
+
+def test_a_step_without_gradients_is_refused():
+    """A loss that depends on no parameter of the optimizer is a mistake."""
+    ours, _ = trained(Tied())
+
+    with pytest.raises(RuntimeError, match="no parameter of the optimizer has a gradient"):
+        ours.gradients()
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    """The message names the parameter and the way out."""
+    network = Tied(sparse=True)
+    ours, _ = trained(network)
+    network.embedding(IDS).sum().backward()
+
+    with pytest.raises(TypeError, match=r"`embedding.weight` must be dense.*sparse=False"):
+        ours.gradients()
+
+
+def test_names_are_those_without_torch_compile():
+    """Neither a compiled network nor a compiled part of one changes a name."""
+    network = Tied()
+    network.body = torch.compile(network.body, backend="eager")
+
+    assert trained(network)[0].groups().names == NAMES
+    assert trained(torch.compile(Tied(), backend="eager"))[0].groups().names == NAMES
+
+
+@contextlib.contextmanager
+def one_rank(folder):
+    """Be the only rank of a process group within the block."""
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused_by_name(tmp_path):
+    """Norms of shards are not norms of parameters; nothing is computed wrongly in silence."""
+    network = Tied()
+    with one_rank(tmp_path):
+        mesh = init_device_mesh("cpu", (1,))
+        network.body.bias = nn.Parameter(distribute_tensor(network.body.bias.detach(), mesh))
+
+        with pytest.raises(ValueError, match=r"got sharded ones \(DTensor\): \['body.bias'\]"):
+            trained(network)
+
+
+def test_the_training_device_is_the_first_parameters():
+    """Flags, norms and scale live where the weights are."""
+    assert trained(Tied())[0].device == torch.device("cpu")
+    assert trained(Tied().to("meta"))[0].device == torch.device("meta")
+
+
+@pytest.mark.parametrize("network", [None, "Llama", nn.Linear, lambda x: x], ids=str)
+def test_what_is_no_network_is_refused(network):
+    """A class or a function has no parameters."""
+    with pytest.raises(TypeError, match=r"`network` must be a torch.nn.Module, got"):
+        checked_network(network)
+
+
+def test_a_network_is_returned_as_it_is():
+    """A module, wrapped or not, passes."""
+    network = Tied()
+
+    assert checked_network(network) is network

@@ -1,0 +1,61 @@
+"""All that an update may change, as one flat mapping that can be compared."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["assert_same_state", "assert_unchanged", "training_state"]
+
+
+def training_state(network: nn.Module, optimizer: Optimizer, *others: Any) -> dict[str, Any]:
+    """Return copies of weights, optimizer state with step counts, and the state of `others`.
+
+    Args:
+        network: Its weights and buffers.
+        optimizer: Its state and settings.
+        others: A schedule, an average: anything with a ``state_dict``.
+    """
+    state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {type(other).__name__: other.state_dict() for other in others}
+    return dict(_leaves("", state))
+
+
+def assert_same_state(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Fail, with the name, if anything differs by a bit, or is missing in either."""
+    assert sorted(actual) == sorted(expected)
+    for name, value in expected.items():
+        assert _equal(value, actual[name]), name
+
+
+def assert_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Fail, with the name, if anything differs by a bit from what it was.
+
+    State that an optimizer has created in between must be at its initial value, zero.
+    """
+    assert set(before) <= set(after)
+    for name, value in after.items():
+        if name in before:
+            assert _equal(before[name], value), name
+        else:
+            assert not torch.as_tensor(value).any(), name
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return type(left) is type(right) and left == right
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        return [(name, value.detach().clone())]
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        value = list(enumerate(value))
+    else:
+        return [(name, value)]
+    return [leaf for key, item in value for leaf in _leaves(f"{name}/{key}", item)]
