@@ -68,6 +68,7 @@ def group_parameters(
     device: torch.device,
     *,
     left_out: Collection[str] = (),
+    may_be_empty: bool = False,
 ) -> NormGroups:
     """Sort parameters into groups for local norms.
 
@@ -76,6 +77,7 @@ def group_parameters(
         groups: As `StepConfig.local_norm_groups`.
         device: Where the norms are.
         left_out: Names that are in no group.
+        may_be_empty: Drop a pattern that finds no parameter instead of raising.
 
     Raises:
         TypeError: If a callable returns neither a str nor ``None``.
@@ -91,17 +93,19 @@ def group_parameters(
         if group is not None:
             members.setdefault(group, []).append(index)
     empty = [group for group, indices in members.items() if not indices]
-    if empty or not members:
+    if may_be_empty:
+        members = {group: indices for group, indices in members.items() if indices}
+    elif empty or not members:
         msg = f"`local_norm_groups` must find trainable parameters, got none for {empty or groups}"
         raise ValueError(msg)
     elements = list(sizes.values())
-    longest = max(map(len, members.values()))
+    longest = max(map(len, members.values()), default=0)
     return NormGroups(
         names=tuple(members),
         sizes=_int64([sum(elements[i] for i in row) for row in members.values()], device),
         members=_int64(
             [row + [len(sizes)] * (longest - len(row)) for row in members.values()], device
-        ),
+        ).reshape(len(members), longest),
     )
 
 
@@ -192,8 +196,10 @@ def _large_square_on_cpu(gradient: Tensor) -> Tensor:
         rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
         rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
         return (rows.square_().sum() + rest.square_()).float()
-    # A view would copy; splitting along the first dimension does not.
-    slices = gradient.split(max(1, _LARGE * gradient.shape[0] // gradient.numel()))
+    # A view would copy; splitting along the longest dimension does not.
+    longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
+    length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
+    slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
     norms: Tensor = torch.stack([torch.linalg.vector_norm(s, dtype=dtype) for s in slices])
     return norms.square_().sum().float()
 

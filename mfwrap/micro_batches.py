@@ -91,7 +91,8 @@ def _split(name: str, value: Any, num_parts: int) -> Sequence[Any]:
     if isinstance(value, Mapping):
         items = {key: _split(f"{name}[{key!r}]", v, num_parts) for key, v in value.items()}
         return [{key: parts[i] for key, parts in items.items()} for i in range(num_parts)]
-    if type(value) in (list, tuple):
+    if isinstance(value, (list, tuple)):
         elements = [_split(f"{name}[{i}]", v, num_parts) for i, v in enumerate(value)]
-        return [type(value)(parts[i] for parts in elements) for i in range(num_parts)]
+        rebuild = getattr(value, "_make", list if isinstance(value, list) else tuple)
+        return [rebuild([parts[i] for parts in elements]) for i in range(num_parts)]
     return [value] * num_parts

@@ -68,6 +68,8 @@ class TrainedParameters:
                 self._local_norm_groups,
                 self.device,
                 left_out=[n for n, kept in zip(sizes, trainable, strict=True) if not kept],
+                # Freezing all that a pattern finds must not end a training that has begun.
+                may_be_empty=bool(self._trainable),
             )
             self._trainable = trainable
         return self._groups

@@ -121,6 +121,12 @@ def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
     assert_close_to_exact([gradient.t() if transposed else gradient])
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+def test_long_rows_that_are_not_contiguous_are_summed_in_parts(rows):
+    """A view of a few long rows is no reason for one running sum."""
+    assert_close_to_exact([torch.randn(2_000_003, rows).t()])
+
+
 class _BytesRead(TorchDispatchMode):
     """Count the bytes of some tensors' memory that operators take, and the largest result."""
 

@@ -1,6 +1,7 @@
 """Batches become calls of the network: split in equal parts, or as a data loader yields them."""
 
 from collections import OrderedDict, UserDict, deque
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -65,6 +66,20 @@ def test_tensors_in_lists_and_tuples_are_split(kind):
     assert torch.equal(first[0], X[:3])
     assert torch.equal(second[1][0], Y[3:])
     assert (first[2], second[2]) == (1, 1)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_tensors_in_named_tuples_are_split():
+    """A named tuple stays one, with its parts of each tensor."""
+    calls = split_calls((Pair(X, Y),), {}, 2)
+
+    assert [type(call.arguments[0]) for call in calls] == [Pair, Pair]
+    assert torch.equal(calls[1].arguments[0].first, X[3:])
+    assert torch.equal(calls[0].arguments[0].second, Y[:3])
 
 
 def test_one_micro_batch_is_the_batch_itself():

@@ -102,6 +102,18 @@ def test_groups_follow_what_is_frozen_and_unfrozen_later():
     assert ours.groups().names == ("body",)
 
 
+def test_a_pattern_whose_parameters_are_frozen_later_drops_out():
+    """Training that has begun goes on with the groups that are left, also with none."""
+    network = Tied()
+    ours, _ = trained(network, groups=["embedding", "body"])
+
+    network.embedding.requires_grad_(requires_grad=False)
+    assert ours.groups().names == ("body",)
+    network.requires_grad_(requires_grad=False)
+    assert ours.groups().names == ()
+    assert ours.groups().sums(torch.ones(3)).shape == (0,)
+
+
 def test_groups_are_built_again_only_when_they_change():
     """Step after step the same object is used, with its indices on the device."""
     ours, _ = trained(Tied())
