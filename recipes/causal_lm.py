@@ -26,6 +26,7 @@ from transformers import (
     LlamaForCausalLM,
     get_cosine_schedule_with_warmup,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
@@ -43,14 +44,14 @@ class RecipeArguments:
     """Settings of the run."""
 
     output_dir: Path = field(default=Path("runs/causal_lm"), metadata={"help": "run folder"})
-    max_steps: int = field(default=300, metadata={"help": "number of updates"})
+    max_steps: int = field(default=250, metadata={"help": "number of updates"})
     micro_batch_size: int = field(default=8, metadata={"help": "texts in a micro-batch"})
     gradient_accumulation_steps: int = field(default=2, metadata={"help": "micro-batches"})
     sequence_length: int = field(default=256, metadata={"help": "longest text, in bytes"})
     learning_rate: float = field(default=3e-3, metadata={"help": "highest learning rate"})
     warmup_steps: int = field(default=30, metadata={"help": "updates up to that rate"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "limit of the global norm"})
-    ema_decay: float = field(default=0.98, metadata={"help": "decay of the averaged weights"})
+    ema_decay: float = field(default=0.95, metadata={"help": "decay of the averaged weights"})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16"})
     logging_steps: int = field(default=10, metadata={"help": "updates between two read-outs"})
     seed: int = field(default=0, metadata={"help": "seed of weights and order"})
@@ -265,6 +266,7 @@ def save(
     arguments: RecipeArguments, model: LlamaForCausalLM, ema: ExponentialMovingAverage
 ) -> None:
     """Write both models in `save_pretrained` form, and the picture."""
+    disable_progress_bar()
     model.save_pretrained(arguments.output_dir / "model")
     with ema.swap():
         model.save_pretrained(arguments.output_dir / "model_ema")

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 __all__ = ["draw_run"]
 
@@ -52,7 +52,7 @@ def draw_run(metrics: Path, picture: Path, *, max_grad_norm: float, title: str) 
         _draw_loss(loss, steps, evaluations)
         _draw_norm(norm, steps, max_grad_norm)
         mesh = _draw_layers(layers, steps)
-        figure.colorbar(mesh, ax=layers, pad=0.01, label="L2 norm")
+        figure.colorbar(mesh, ax=layers, pad=0.01, label="L2 norm", format="{x:g}")
         layers.set_xlabel("step")
         layers.set_xlim(0.5, steps[-1]["step"] + 0.5)
         figure.savefig(picture)
@@ -64,13 +64,22 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[s
     axes.set_title("Loss, in nats per byte")
     axes.plot(numbers, losses, color=_FAINT, linewidth=0.8, label="training, each step")
     axes.plot(numbers, _smoothed(losses), color=_RAW, linewidth=1.8, label="training, smoothed")
-    for key, color, label in (
-        ("eval_loss", _RAW, "held out, raw weights"),
-        ("ema_eval_loss", _AVERAGED, "held out, averaged weights"),
+    # The larger one first, because the two losses often fall on one point.
+    for key, color, size, label in (
+        ("eval_loss", _RAW, 8, "held out, raw weights"),
+        ("ema_eval_loss", _AVERAGED, 4, "held out, averaged weights"),
     ):
         points = [(record["step"], record[key]) for record in evaluations if key in record]
         if points:
-            axes.plot(*zip(*points, strict=True), "o", color=color, label=label, clip_on=False)
+            axes.plot(
+                *zip(*points, strict=True),
+                "o",
+                color=color,
+                markersize=size,
+                label=label,
+                clip_on=False,
+                zorder=3,
+            )
     _mark_skips(axes, steps)
     axes.legend(loc="upper right")
     axes.set_ylim(bottom=0)
@@ -97,6 +106,7 @@ def _draw_norm(axes: Axes, steps: list[dict[str, Any]], max_grad_norm: float) ->
         ha="right", va="bottom", textcoords="offset points", xytext=(-4, 2),
     )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     _mark_skips(axes, steps)
