@@ -61,7 +61,7 @@ class DeferredReads:
         mailbox = free.pop() if free else self._new_mailbox(values.numel())
         mailbox.tensor.copy_(values, non_blocking=True)
         if mailbox.arrived is not None:
-            mailbox.arrived.record()
+            mailbox.arrived.record(torch.accelerator.current_stream(self._device))
         self._pending.append((mailbox, receive))
 
     def flush(self) -> None:
