@@ -37,7 +37,7 @@ def test_arguments_and_keywords_are_split_together():
     assert torch.equal(second.keywords["labels"], Y[3:])
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3.0), None, 3, "text", object(), {1, 2}], ids=repr)
+@pytest.mark.parametrize("value", [torch.tensor(3.0), None, 3, "text", slice(2), {1, 2}], ids=repr)
 def test_what_has_no_dimension_goes_to_every_call(value):
     """0-dim tensors and anything that is no tensor are shared."""
     calls = split_calls((X, value), {"extra": value}, 3)
