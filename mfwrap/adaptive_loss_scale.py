@@ -1,22 +1,19 @@
 """MindFormers' adaptive loss scale: the window adapts, too."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_positive_int, check_positive_number
+from mfwrap.arguments import check_positive_int
 from mfwrap.devices import on_device
 from mfwrap.loss_scale import (
     LossScaleUpdateCell,
     as_flag,
     change_scale,
-    check_counters,
     check_factor,
-    moved_counters,
-    new_counters,
     restart_window,
     window_is_full,
 )
@@ -55,19 +52,14 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         max_scale_window: int = 1000,
         min_scale_window: int = 20,
     ) -> None:
-        self.loss_scale_value = check_positive_number(
-            "loss_scale_value", loss_scale_value, finite=True
-        )
-        self.scale_factor = check_factor(scale_factor)
+        _check_windows(max_scale_window, min_scale_window)
+        check_positive_int("scale_window", scale_window)
         self.max_scale_window = max_scale_window
         self.min_scale_window = min_scale_window
-        self._check_windows()
-        scale_window = check_positive_int("scale_window", scale_window)
         self.window_list = tuple(_window_list(max_scale_window, min_scale_window))
-        index = self._first_index(scale_window)
-        self._decrease_ratio = 1 / self.scale_factor
-        self._windows = torch.tensor(self.window_list, dtype=torch.int64)
-        self._counters = new_counters(
+        index = _first_index(self.window_list, scale_window)
+        super().__init__(
+            loss_scale_value,
             cur_iter=1,
             last_overflow_iter=0,
             scale_window=self.window_list[index],
@@ -75,36 +67,14 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
             window_up_count=0,
             window_down_count=0,
         )
-
-    def _check_windows(self) -> None:
-        smallest, largest = self.min_scale_window, self.max_scale_window
-        # MindFormers compares first, so a float in the wrong order is a ValueError.
-        if largest <= 0 or smallest <= 0 or largest <= smallest:
-            msg = (
-                "`max_scale_window` and `min_scale_window` must be > 0 and `max_scale_window` "
-                f"the larger one, got {largest} and {smallest}"
-            )
-            raise ValueError(msg)
-        check_positive_int("max_scale_window", largest)
-        check_positive_int("min_scale_window", smallest)
-
-    def _first_index(self, scale_window: int) -> int:
-        if scale_window in self.window_list:
-            return self.window_list.index(scale_window)
-        warnings.warn(
-            f"`scale_window` {scale_window} is not one of {list(self.window_list)}; "
-            f"training starts with {self.window_list[0]}",
-            stacklevel=3,
-        )
-        return 0
+        self.scale_factor = check_factor(scale_factor)
+        self._decrease_ratio = 1 / self.scale_factor
+        self._windows = torch.tensor(self.window_list, dtype=torch.int64)
 
     @property
     def scale_window(self) -> Tensor:
         """Shape ``()``, int64: the window of the next call, in steps."""
         return self._counters["scale_window"]
-
-    def get_loss_scale(self) -> float:
-        return self.loss_scale_value
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         self.to(loss_scale.device)
@@ -141,16 +111,31 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         down.masked_fill_(collapses, 0)
 
     def to(self, device: torch.device) -> None:
-        self._counters = moved_counters(self._counters, device)
+        super().to(device)
         self._windows = on_device(self._windows, device)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: counter.clone() for name, counter in self._counters.items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_counters(state_dict, self._counters)
-        for name, counter in self._counters.items():
-            counter.copy_(state_dict[name])
+def _check_windows(largest: int, smallest: int) -> None:
+    # MindFormers compares first, so a float in the wrong order is a ValueError.
+    if largest <= 0 or smallest <= 0 or largest <= smallest:
+        msg = (
+            "`max_scale_window` and `min_scale_window` must be > 0 and `max_scale_window` "
+            f"the larger one, got {largest} and {smallest}"
+        )
+        raise ValueError(msg)
+    check_positive_int("max_scale_window", largest)
+    check_positive_int("min_scale_window", smallest)
+
+
+def _first_index(window_list: Sequence[int], scale_window: int) -> int:
+    if scale_window in window_list:
+        return window_list.index(scale_window)
+    warnings.warn(
+        f"`scale_window` {scale_window} is not one of {list(window_list)}; "
+        f"training starts with {window_list[0]}",
+        stacklevel=3,
+    )
+    return 0
 
 
 def _window_list(largest: int, smallest: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Which tensors an average of weights follows."""
+"""Which tensors an average of weights follows, and which fit it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mfwrap.arguments import described
 from mfwrap.wrappers import unwrapped_network
 
-__all__ = ["BufferPlace", "buffer_places", "named_weights"]
+__all__ = ["BufferPlace", "buffer_places", "check_names", "fitting_tensors", "named_weights"]
 
 
 class BufferPlace(NamedTuple):
@@ -57,6 +57,38 @@ def buffer_places(parameters: object) -> dict[str, BufferPlace]:
             path, _, attribute = name.rpartition(".")
             places[name] = BufferPlace(network.get_submodule(path), attribute)
     return places
+
+
+def check_names(label: str, given: object, expected: Mapping[str, object]) -> None:
+    """Check that there is all that is expected, and no more."""
+    if not isinstance(given, Mapping):
+        msg = f"`{label}` must be a mapping, got {described(given)}"
+        raise TypeError(msg)
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        msg = f"`{label}` must have this average's names, missing are {missing}, unknown {unknown}"
+        raise KeyError(msg)
+
+
+def fitting_tensors(
+    label: str, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """Return the tensors under the expected names, of fitting shapes and dtypes."""
+    for name, tensor in expected.items():
+        if name not in given:
+            msg = f"`{label}` must have the names that are averaged here, got no {name!r}"
+            raise KeyError(msg)
+        value = given[name]
+        if not isinstance(value, Tensor):
+            msg = f"`{label}` must hold a tensor at {name!r}, got {described(value)}"
+            raise TypeError(msg)
+        both_float = value.is_floating_point() and tensor.is_floating_point()
+        if value.shape != tensor.shape or (value.dtype != tensor.dtype and not both_float):
+            wanted = f"{tuple(tensor.shape)} {tensor.dtype} at {name!r}"
+            msg = f"`{label}` must be like {wanted}, got {tuple(value.shape)} {value.dtype}"
+            raise ValueError(msg)
+    return [given[name] for name in expected]
 
 
 def _kind(value: object) -> str:

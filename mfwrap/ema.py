@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_positive_int, described
-from mfwrap.averaged_tensors import buffer_places, named_weights
+from mfwrap.averaged_tensors import (
+    buffer_places,
+    check_names,
+    fitting_tensors,
+    named_weights,
+)
 from mfwrap.devices import on_device
 from mfwrap.wrappers import unwrapped_network
 
@@ -188,8 +193,8 @@ class ExponentialMovingAverage:
             weights = dict(network.named_parameters(remove_duplicate=False))
             buffers = dict(network.named_buffers(remove_duplicate=False))
             self._fill(
-                _fitting("parameters", weights, self._averages),
-                _fitting("parameters", buffers, self._buffers),
+                fitting_tensors("parameters", weights, self._averages),
+                fitting_tensors("parameters", buffers, self._buffers),
             )
         else:
             if isinstance(parameters, nn.Module):
@@ -199,7 +204,7 @@ class ExponentialMovingAverage:
                 msg = f"`parameters` must be {len(self._averages)} tensors, got {len(targets)}"
                 raise ValueError(msg)
             by_name = dict(zip(self._averages, targets.values(), strict=True))
-            self._fill(_fitting("parameters", by_name, self._averages))
+            self._fill(fitting_tensors("parameters", by_name, self._averages))
 
     def named_averages(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each averaged weight with its average: the live tensor, no copy."""
@@ -236,11 +241,11 @@ class ExponentialMovingAverage:
         """
         self.refuse_inside_swap("load_state_dict")
         expected = self.state_dict()
-        _check_names("state", state, expected)
+        check_names("state", state, expected)
         fitting = {}
         for part, tensors in expected.items():
-            _check_names(part, state[part], tensors)
-            fitting[part] = _fitting(part, state[part], tensors)
+            check_names(part, state[part], tensors)
+            fitting[part] = fitting_tensors(part, state[part], tensors)
         applied_updates, num_calls = fitting["counters"]
         if int(applied_updates) < 0 or int(num_calls) < 0:
             msg = f"`counters` must be >= 0, got {applied_updates} and {num_calls}"
@@ -339,38 +344,6 @@ def _grouped(
             )
         )
     return groups
-
-
-def _check_names(label: str, given: object, expected: Mapping[str, object]) -> None:
-    """Check that there is all that is expected, and no more."""
-    if not isinstance(given, Mapping):
-        msg = f"`{label}` must be a mapping, got {described(given)}"
-        raise TypeError(msg)
-    missing = [name for name in expected if name not in given]
-    unknown = [name for name in given if name not in expected]
-    if missing or unknown:
-        msg = f"`{label}` must have this average's names, missing are {missing}, unknown {unknown}"
-        raise KeyError(msg)
-
-
-def _fitting(
-    label: str, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> list[Tensor]:
-    """Return the tensors under the expected names, of fitting shapes and dtypes."""
-    for name, tensor in expected.items():
-        if name not in given:
-            msg = f"`{label}` must have the names that are averaged here, got no {name!r}"
-            raise KeyError(msg)
-        value = given[name]
-        if not isinstance(value, Tensor):
-            msg = f"`{label}` must hold a tensor at {name!r}, got {described(value)}"
-            raise TypeError(msg)
-        both_float = value.is_floating_point() and tensor.is_floating_point()
-        if value.shape != tensor.shape or (value.dtype != tensor.dtype and not both_float):
-            wanted = f"{tuple(tensor.shape)} {tensor.dtype} at {name!r}"
-            msg = f"`{label}` must be like {wanted}, got {tuple(value.shape)} {value.dtype}"
-            raise ValueError(msg)
-    return [given[name] for name in expected]
 
 
 def _checked_decay(decay: float) -> float:

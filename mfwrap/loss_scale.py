@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import check_positive_int, check_positive_number
+from mfwrap.devices import on_device
 
 __all__ = [
     "DynamicLossScaleUpdateCell",
@@ -21,15 +22,28 @@ __all__ = [
 
 
 class LossScaleUpdateCell(abc.ABC):
-    """Interface: how the loss scale follows overflows.
+    """Base of the cells that change a loss scale: a rule over counters on the device.
 
     Source: MindSpore, the ``Cell`` that ``TrainOneStepWithLossScaleCell`` takes as
     ``scale_sense``.
+
+    Args:
+        loss_scale_value: Initial loss scale, > 0 and finite.
+        counters: Names and first values of the counters that the rule keeps: tensors of shape
+            ``()``, int64, changed in place.
+
+    Raises:
+        TypeError: If `loss_scale_value` is not a number.
+        ValueError: If `loss_scale_value` is not positive and finite.
     """
 
-    @abc.abstractmethod
-    def get_loss_scale(self) -> float:
-        """Return the initial loss scale."""
+    def __init__(self, loss_scale_value: float, **counters: int) -> None:
+        self.loss_scale_value = check_positive_number(
+            "loss_scale_value", loss_scale_value, finite=True
+        )
+        self._counters = {
+            name: torch.full((), value, dtype=torch.int64) for name, value in counters.items()
+        }
 
     @abc.abstractmethod
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
@@ -44,23 +58,30 @@ class LossScaleUpdateCell(abc.ABC):
             `overflow`, unchanged. Does not wait for the device.
         """
 
-    @abc.abstractmethod
+    def get_loss_scale(self) -> float:
+        """Return the initial loss scale."""
+        return self.loss_scale_value
+
     def to(self, device: torch.device) -> None:
         """Move the counters to `device`."""
+        for name, counter in self._counters.items():
+            self._counters[name] = on_device(counter, device)
 
-    @abc.abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the counters; the loss scale itself belongs to the caller."""
+        return {name: counter.clone() for name, counter in self._counters.items()}
 
-    @abc.abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counters.
+        """Restore the counters; nothing is changed if anything does not fit.
 
         Raises:
             KeyError: If a counter is missing or unknown.
             TypeError: If a counter is not a tensor.
             ValueError: If a counter is not one integer.
         """
+        _check_counters(state_dict, self._counters)
+        for name, counter in self._counters.items():
+            counter.copy_(state_dict[name])
 
 
 @final
@@ -86,25 +107,11 @@ class FixedLossScaleUpdateCell(LossScaleUpdateCell):
     """
 
     def __init__(self, loss_scale_value: float) -> None:
-        self.loss_scale_value = check_positive_number(
-            "loss_scale_value", loss_scale_value, finite=True
-        )
-
-    def get_loss_scale(self) -> float:
-        return self.loss_scale_value
+        super().__init__(loss_scale_value)
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         del loss_scale
         return overflow
-
-    def to(self, device: torch.device) -> None:
-        del device
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_counters(state_dict, {})
 
 
 @final
@@ -148,15 +155,12 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         hysteresis: int = 1,
         min_loss_scale: float = 1.0,
     ) -> None:
-        self.loss_scale_value = check_positive_number(
-            "loss_scale_value", loss_scale_value, finite=True
-        )
+        super().__init__(loss_scale_value, cur_iter=1, last_overflow_iter=0, overflow_count=0)
         self.scale_factor = check_factor(scale_factor)
         self.scale_window = check_positive_int("scale_window", scale_window)
         self.hysteresis = check_positive_int("hysteresis", hysteresis)
         self.min_loss_scale = check_positive_number("min_loss_scale", min_loss_scale, finite=True)
         self._decrease_ratio = 1 / self.scale_factor
-        self._counters = new_counters(cur_iter=1, last_overflow_iter=0, overflow_count=0)
 
     @classmethod
     def from_grad_scaler(cls, grad_scaler: torch.amp.GradScaler) -> Self:
@@ -186,9 +190,6 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         """Shape ``()``, int64: last call that overflowed or completed a window."""
         return self._counters["last_overflow_iter"]
 
-    def get_loss_scale(self) -> float:
-        return self.loss_scale_value
-
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         self.to(loss_scale.device)
         flag = as_flag(overflow)
@@ -204,30 +205,9 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
             ratio=self._decrease_ratio,
             floor=self.min_loss_scale,
         )
-        overflow_count.masked_fill_(changed | falls, 0)
+        overflow_count.masked_fill_(changed, 0)
         restart_window(counters, flag | due)
         return overflow
-
-    def to(self, device: torch.device) -> None:
-        self._counters = moved_counters(self._counters, device)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: counter.clone() for name, counter in self._counters.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_counters(state_dict, self._counters)
-        for name, counter in self._counters.items():
-            counter.copy_(state_dict[name])
-
-
-def new_counters(**values: int) -> dict[str, Tensor]:
-    return {name: torch.full((), value, dtype=torch.int64) for name, value in values.items()}
-
-
-def moved_counters(counters: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    if all(counter.device == device for counter in counters.values()):
-        return counters
-    return {name: counter.to(device) for name, counter in counters.items()}
 
 
 def as_flag(overflow: Tensor) -> Tensor:
@@ -256,7 +236,7 @@ def change_scale(
     return falls | grows
 
 
-def check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+def _check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
     if set(state_dict) != set(expected):
         msg = (
             f"`state_dict` of this loss-scale update cell must have the keys {sorted(expected)}, "
