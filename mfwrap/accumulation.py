@@ -1,17 +1,16 @@
 """The half of a training step up to backward: micro-batches to gradients."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.devices import on_device
 from mfwrap.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
 from mfwrap.micro_batches import NetworkCall
-from mfwrap.wrappers import unwrapped_network
+from mfwrap.wrappers import distributed_parts, unwrapped_network
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,6 +44,7 @@ class GradientAccumulation:
     ) -> None:
         self._network = network
         self._accelerator = accelerator
+        self._distributed_parts = distributed_parts(network)
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
         )
@@ -92,22 +92,24 @@ class GradientAccumulation:
 
     def _reduced(self, local: Tensor) -> Tensor:
         """Return the divisor of gradients that DistributedDataParallel has averaged."""
-        if not isinstance(self._network, DistributedDataParallel):
+        if not self._distributed_parts:
             return local
-        group = self._network.process_group
+        group = self._distributed_parts[0].process_group
         total = local.clone()
         torch.distributed.all_reduce(total, group=group)
         return total / torch.distributed.get_world_size(group)
 
-    def _reduction(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._accelerator is not None:
-            self._accelerator.sync_gradients = last
+    @contextlib.contextmanager
+    def _reduction(self, *, last: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._accelerator is not None:
+                self._accelerator.sync_gradients = last
             if not last:
-                context = self._accelerator.no_sync(self._network)
-        elif not last and isinstance(self._network, DistributedDataParallel):
-            context = self._network.no_sync()
-        return context
+                for part in self._distributed_parts:
+                    stack.enter_context(part.no_sync())
+                if self._accelerator is not None and not self._distributed_parts:
+                    stack.enter_context(self._accelerator.no_sync(self._network))
+            yield
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         if self._accelerator is None:

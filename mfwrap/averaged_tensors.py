@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
-from mfwrap.wrappers import unwrapped_network
+from mfwrap.wrappers import plain_name, unwrapped_network
 
 __all__ = ["BufferPlace", "buffer_places", "check_names", "fitting_tensors", "named_weights"]
 
@@ -26,7 +26,7 @@ def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]
     weights: dict[str, Any]
     if isinstance(parameters, nn.Module):
         network = unwrapped_network(parameters)
-        weights = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        weights = {plain_name(n): p for n, p in network.named_parameters() if p.requires_grad}
     elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
         msg = (
             f"`parameters` must be a module or an iterable of tensors, got {described(parameters)}"
@@ -55,7 +55,7 @@ def buffer_places(parameters: object) -> dict[str, BufferPlace]:
     for name, _ in network.named_buffers():
         if name in persistent:
             path, _, attribute = name.rpartition(".")
-            places[name] = BufferPlace(network.get_submodule(path), attribute)
+            places[plain_name(name)] = BufferPlace(network.get_submodule(path), attribute)
     return places
 
 

@@ -123,10 +123,11 @@ class TrainOneStepCell:
         return (loss, gradients) if self.return_grad else loss
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self._parameters.named_gradients()
         if not self.return_grad:
-            return named
+            self._parameters.gradients()
+            return {}
         # Copies, because some optimizers change gradients in place.
+        named = self._parameters.named_gradients()
         return {name: gradient.clone() for name, gradient in named.items()}
 
 

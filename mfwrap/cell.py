@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.accumulation import GradientAccumulation
@@ -19,7 +18,7 @@ from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.parameters import checked_network
 from mfwrap.scale_sense import ScaleSense
 from mfwrap.update import Schedule, StepUpdate, checked_schedule
-from mfwrap.wrappers import unwrapped_optimizer
+from mfwrap.wrappers import distributed_parts, unwrapped_optimizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -144,6 +143,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
         if accelerator is not None:
             _remove_grad_scaler(accelerator)
+            # accelerate writes schedules before it asks this cell for its state.
+            accelerator.register_save_state_pre_hook(lambda *_: self.flush())
         self.last_report: StepReport | None = None
         """Everything that is known of the last update; ``None`` before the first."""
 
@@ -179,7 +180,8 @@ class MFTrainOneStepCell(LossScaleHooks):
 
         Args:
             micro_batches: At least one, of any sizes. A mapping becomes keywords of the network,
-                a tuple its positional arguments, anything else its one argument.
+                a tuple its positional arguments, anything else its one argument. (A list, which
+                torch's default collation makes of tuples, is one argument: pass ``tuple(batch)``.)
 
         Returns:
             As a call of the cell.
@@ -232,15 +234,16 @@ class MFTrainOneStepCell(LossScaleHooks):
 
 
 def _check_network(network: nn.Module, config: StepConfig) -> None:
-    checked_network(network)
-    if config.local_norm and isinstance(network, DistributedDataParallel):
-        num_ranks = torch.distributed.get_world_size(network.process_group)
-        if num_ranks > 1:
-            msg = (
-                "`local_norm` must be False on several ranks, where gradients are seen only after "
-                f"their reduction, got local_norm=True on {num_ranks} ranks"
-            )
-            raise ValueError(msg)
+    parts = distributed_parts(checked_network(network))
+    if not config.local_norm or not parts:
+        return
+    num_ranks = torch.distributed.get_world_size(parts[0].process_group)
+    if num_ranks > 1:
+        msg = (
+            "`local_norm` must be False on several ranks, where gradients are seen only after "
+            f"their reduction, got local_norm=True on {num_ranks} ranks"
+        )
+        raise ValueError(msg)
 
 
 def _check_accumulation(accelerator: "Accelerator", steps: int) -> None:
@@ -258,6 +261,12 @@ def _effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None")
         scaler = accelerator.scaler
         if scaler is not None and scaler.is_enabled():
             return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
+        if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
+            msg = (
+                "`scale_sense` must be given with an accelerator in fp16 whose gradient scaler "
+                "another cell has taken, got none"
+            )
+            raise ValueError(msg)
     return scale_sense
 
 

@@ -16,7 +16,7 @@ from mfwrap.averaged_tensors import (
     named_weights,
 )
 from mfwrap.devices import on_device
-from mfwrap.wrappers import unwrapped_network
+from mfwrap.wrappers import plain_name, unwrapped_network
 
 __all__ = ["ExponentialMovingAverage"]
 
@@ -43,7 +43,8 @@ class ExponentialMovingAverage:
     The average starts as a copy of the weights. An update is
     ``average += (1 - decay) * (weight - average)``, one ``torch._foreach_lerp_`` for each dtype and
     device; bitwise ``torch.optim.swa_utils.get_ema_multi_avg_fn``, unless `warmup` or `dtype` ask
-    for something else.
+    for something else. (On CUDA that call runs one kernel for each weight, because its factors stay
+    on the device.)
 
     Of a module, the parameters that require a gradient at construction are averaged, tied ones
     once, under the names of ``named_parameters()``; frozen ones are the same in both. Persistent
@@ -190,8 +191,10 @@ class ExponentialMovingAverage:
             self._fill(self._weights.values(), self._current_buffers())
         elif self._from_module and isinstance(parameters, nn.Module):
             network = unwrapped_network(parameters)
-            weights = dict(network.named_parameters(remove_duplicate=False))
-            buffers = dict(network.named_buffers(remove_duplicate=False))
+            named_parameters = network.named_parameters(remove_duplicate=False)
+            named_buffers = network.named_buffers(remove_duplicate=False)
+            weights: dict[str, Tensor] = {plain_name(n): tensor for n, tensor in named_parameters}
+            buffers = {plain_name(n): tensor for n, tensor in named_buffers}
             self._fill(
                 fitting_tensors("parameters", weights, self._averages),
                 fitting_tensors("parameters", buffers, self._buffers),

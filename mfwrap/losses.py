@@ -63,13 +63,15 @@ class PerTokenLoss:
     """Call a network for the sum of its token losses and their number.
 
     A Hugging Face model is called with ``num_items_in_batch`` 1, which makes its loss a sum, and
-    its targets are counted as ``Trainer._get_num_items_in_batch`` does. (A model that adds an
-    auxiliary loss, such as a router's, adds it to that sum.) Any other network returns
+    its targets are counted as ``Trainer._get_num_items_in_batch`` does. Any other network returns
     ``(numerator, denominator)``.
 
     Args:
         network: The network that is called.
         inspected: The same without wrappers, for its signature.
+
+    Raises:
+        ValueError: If a Hugging Face model adds the auxiliary loss of a router.
     """
 
     def __init__(self, network: nn.Module, inspected: nn.Module) -> None:
@@ -77,6 +79,15 @@ class PerTokenLoss:
         model = _without_adapters(inspected)
         self._model_name = type(model).__name__
         self._counts_targets = _accepts_num_items_in_batch(model)
+        if self._counts_targets and getattr(
+            getattr(model, "config", None), "output_router_logits", False
+        ):
+            msg = (
+                "`calculate_per_token_loss` must be False for a model that adds a router's loss to "
+                f"its own, which would be divided by the tokens, too, got {self._model_name} with "
+                "config.output_router_logits=True"
+            )
+            raise ValueError(msg)
         self._divides_by_it: bool | None = None
         self._shifts_labels = _shifts_labels(model)
         self._parameter_names = list(inspect.signature(model.forward).parameters)

@@ -62,8 +62,13 @@ class SkippableOptimizer:
             raise TypeError(msg)
         _refuse_idle_sgd(optimizer)
         self.optimizer = optimizer
-        self.skips_on_device = _is_fused(optimizer)
-        """Whether the flag stays on the device."""
+        self._has_fused_kernel = _has_fused_kernel(optimizer)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the flag stays on the device; loading a state may change it."""
+        groups = self.optimizer.param_groups
+        return self._has_fused_kernel and all(group.get("fused") for group in groups)
 
     def step(self, divisor: Tensor | None, skip: Tensor) -> None:
         """Update the parameters from their gradients, unless told to skip.
@@ -134,14 +139,10 @@ class SkippableOptimizer:
         return unsafe
 
 
-def _is_fused(optimizer: Optimizer) -> bool:
+def _has_fused_kernel(optimizer: Optimizer) -> bool:
     kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
-    return (
-        kind is not None
-        # A subclass with a step of its own may not hand the attributes on.
-        and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
-        and all(group.get("fused") for group in optimizer.param_groups)
-    )
+    # A subclass with a step of its own may not hand the attributes on.
+    return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
 def _refuse_idle_sgd(optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.config import LocalNormGroups
 from mfwrap.gradients import NormGroups, group_parameters
-from mfwrap.wrappers import unwrapped_network
+from mfwrap.wrappers import plain_name, unwrapped_network
 
 __all__ = ["TrainedParameters", "checked_network"]
 
@@ -78,13 +78,21 @@ class TrainedParameters:
         """Return the gradient of each parameter, ``None`` where backward did not reach.
 
         Raises:
-            RuntimeError: If there is none at all, or the optimizer's parameters have changed.
+            RuntimeError: If there is none at all, the optimizer's parameters have changed, or the
+                network has moved to another device.
             TypeError: If one is sparse.
         """
         if not _same_objects(_held_by(self._optimizer), self._held):
             msg = (
                 f"`optimizer` must hold the {len(self._held)} parameters it had when the cell was "
                 "built, got others; build a new cell after adding parameters"
+            )
+            raise RuntimeError(msg)
+        device = next(iter(self._parameters.values())).device
+        if device != self.device:
+            msg = (
+                f"`network` must stay on {self.device}, where the cell was built, got {device}; "
+                "build the cell after moving the network"
             )
             raise RuntimeError(msg)
         for parameter in self._outside:
@@ -128,9 +136,7 @@ def _select(
     network: nn.Module, held: Sequence[Tensor]
 ) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
     """Return the network's parameters that are held, by name, and those held outside of it."""
-    named = {
-        name.replace("_orig_mod.", ""): parameter for name, parameter in network.named_parameters()
-    }
+    named = {plain_name(name): parameter for name, parameter in network.named_parameters()}
     held_set = set(held)
     shared = {name: parameter for name, parameter in named.items() if parameter in held_set}
     if not shared:

@@ -348,10 +348,6 @@ def _nonzero(divisor: Tensor) -> Tensor:
     return torch.where(divisor == 0, 1.0, divisor)
 
 
-def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
-
-
 def _checked_counter(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != () or value.dtype != torch.int64:
         kind = (

@@ -6,7 +6,12 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 
-__all__ = ["unwrapped_network", "unwrapped_optimizer"]
+__all__ = ["distributed_parts", "plain_name", "unwrapped_network", "unwrapped_optimizer"]
+
+
+def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
+    """Return what reduces gradients over ranks, wherever in the network it is."""
+    return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
 
 
 def unwrapped_network(network: nn.Module) -> nn.Module:
@@ -18,6 +23,11 @@ def unwrapped_network(network: nn.Module) -> nn.Module:
             network = network.get_submodule("_orig_mod")
         else:
             return network
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what ``torch.compile`` puts before compiled modules."""
+    return name.replace("_orig_mod.", "")
 
 
 def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -62,9 +62,11 @@ class RecipeArguments:
         Raises:
             ValueError: If a number that must be positive is not.
         """
-        for name in ("max_steps", "micro_batch_size", "sequence_length", "logging_steps"):
-            if getattr(self, name) < 1:
-                msg = f"`{name}` must be >= 1, got {getattr(self, name)}"
+        # A text of one byte has nothing to predict.
+        smallest = {"max_steps": 1, "micro_batch_size": 1, "sequence_length": 2, "logging_steps": 1}
+        for name, limit in smallest.items():
+            if getattr(self, name) < limit:
+                msg = f"`{name}` must be >= {limit}, got {getattr(self, name)}"
                 raise ValueError(msg)
 
 

@@ -1,5 +1,7 @@
 """What each of two ranks does in the tests of data-parallel steps."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,11 @@ def run_rank(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     results = {
-        "per token": _train_per_token(rank),
+        "per token": _train_per_token(rank, lambda network: network),
+        "per token, compiled": _train_per_token(
+            rank, functools.partial(torch.compile, backend="eager")
+        ),
+        "per token, wrapped": _train_per_token(rank, Wrapped),
         "mean": _train_by_mean(rank),
         "nan": _meet_a_nan(rank),
         "local norm": _ask_for_local_norms(),
@@ -53,8 +59,21 @@ def _weights(network: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in network.parameters()]
 
 
-def _train_per_token(rank: int) -> dict[str, Any]:
-    network = DistributedDataParallel(token_network())
+class Wrapped(nn.Module):
+    """A network that holds a part that is reduced over ranks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the part returns."""
+        result: tuple[Tensor, Tensor] = self.inner(*inputs)
+        return result
+
+
+def _train_per_token(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    network = wrap(DistributedDataParallel(token_network()))
     cell = MFTrainOneStepCell(
         network,
         SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True),
@@ -112,8 +131,10 @@ def _meet_a_nan(rank: int) -> dict[str, Any]:
 
 def _ask_for_local_norms() -> dict[str, Any]:
     network = DistributedDataParallel(Classifier())
-    try:
-        MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1), local_norm=True)
-    except ValueError as error:
-        return {"error": str(error)}
-    return {"error": None}
+    errors = []
+    for outer in (network, Wrapped(network)):
+        try:
+            MFTrainOneStepCell(outer, SGD(network.parameters(), lr=0.1), local_norm=True)
+        except ValueError as error:
+            errors.append(str(error))
+    return {"errors": errors}

@@ -290,3 +290,21 @@ def test_a_refused_construction_leaves_the_grad_scaler():
         MFTrainOneStepCell(Classifier(), SGD(Classifier().parameters()), accelerator=accelerator)
 
     assert accelerator.scaler is scaler
+
+
+def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
+    """`save_state` writes schedules before the cell; its own hook flushes the cell first."""
+    accelerator = Accelerator(cpu=True)
+    _, _, schedule, cell = prepared_training(accelerator)
+    accelerator.register_for_checkpointing(cell)
+    for batch in labelled_batches(3):
+        cell(*batch)
+    accelerator.save_state(tmp_path)
+    rate = schedule.get_last_lr()
+    for batch in labelled_batches(2):
+        cell(*batch)
+    accelerator.load_state(tmp_path)
+
+    assert schedule.get_last_lr() == rate == [0.1 * inverse(3)]
+    assert schedule.state_dict()["last_epoch"] == 3
+    assert cell.state_dict()["applied_updates"] == 3

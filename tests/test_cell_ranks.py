@@ -29,7 +29,8 @@ def whole_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(inputs), torch.cat(labels)
 
 
-def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks):
+@pytest.mark.parametrize("way", ["per token", "per token, compiled", "per token, wrapped"])
+def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks, way):
     """Norms and clipped updates are plain torch's from the mean over all targets of all ranks."""
     network = Classifier()
     network.load_state_dict(token_network().state_dict())
@@ -43,10 +44,8 @@ def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks):
 
     for rank in ranks:
         # The same sums in another order, and three updates of at most 0.1.
-        torch.testing.assert_close(
-            rank["per token"]["norms"], torch.stack(norms), rtol=1e-5, atol=0
-        )
-        for ours, theirs in zip(rank["per token"]["weights"], network.parameters(), strict=True):
+        torch.testing.assert_close(rank[way]["norms"], torch.stack(norms), rtol=1e-5, atol=0)
+        for ours, theirs in zip(rank[way]["weights"], network.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-6)
 
 
@@ -101,4 +100,8 @@ def test_a_nan_on_one_rank_skips_on_both(ranks):
 def test_local_norms_on_several_ranks_are_refused(ranks):
     """They would be norms of the reduced gradients; the error says so at construction."""
     for rank in ranks:
-        assert "`local_norm` must be False on several ranks" in rank["local norm"]["error"]
+        refused = [
+            "`local_norm` must be False on several ranks" in error
+            for error in rank["local norm"]["errors"]
+        ]
+        assert refused == [True, True]

@@ -671,3 +671,15 @@ def test_cuda_weights_with_averages_on_the_cpu():
                 if name in AVERAGED
             },
         )
+
+
+def test_names_are_those_without_torch_compile():
+    """An average of compiled layers loads where they are not compiled."""
+    plain, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    compiled[0] = torch.compile(compiled[0], backend="eager")
+    ours, theirs = ExponentialMovingAverage(plain), ExponentialMovingAverage(compiled)
+
+    assert [name for name, _ in theirs.named_averages()] == ["0.weight", "0.bias"]
+    ours.load_state_dict(theirs.state_dict())
+    theirs.copy_to(compiled)
+    assert torch.equal(dict(ours.named_averages())["0.bias"], compiled[0].bias)

@@ -424,3 +424,16 @@ def test_counting_reads_nothing_on_the_host():
         called(per_token(network), **batch)
 
     assert host.reads == []
+
+
+def test_a_model_with_a_routers_loss_is_refused():
+    """Its auxiliary loss would be divided by the number of tokens and all but vanish."""
+    config = transformers.MixtralConfig(
+        **TINY, num_key_value_heads=2, num_local_experts=2, output_router_logits=True
+    )
+    model = transformers.MixtralForCausalLM(config)
+
+    with pytest.raises(ValueError, match=r"router's loss .* MixtralForCausalLM"):
+        per_token(model)
+    model.config.output_router_logits = False
+    assert called(per_token(model), **tokens()).denominator > 0

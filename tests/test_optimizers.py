@@ -547,3 +547,21 @@ def test_learning_rates_are_a_copy():
     rate.fill_(0.5)
 
     assert torch.equal(found, torch.tensor([0.1]))
+
+
+def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
+    """A state of a plain optimizer makes a fused one plain, which torch keeps in its groups."""
+    plain = torch.nn.Parameter(torch.ones(3))
+    fused = torch.nn.Parameter(torch.ones(3))
+    optimizers = [AdamW([plain], lr=0.1, fused=False), AdamW([fused], lr=0.1, fused=True)]
+    ours = SkippableOptimizer(optimizers[1])
+    assert ours.skips_on_device
+
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert not ours.skips_on_device
+    for parameter in (plain, fused):
+        parameter.grad = torch.full((3,), 8.0)
+    no_skip = torch.zeros((), dtype=torch.bool)
+    SkippableOptimizer(optimizers[0]).step(torch.full((), 4.0), no_skip)
+    ours.step(torch.full((), 4.0), no_skip)
+    assert torch.equal(plain, fused)

@@ -111,8 +111,10 @@ def test_padding_is_no_target():
     assert all(piece["input_ids"].shape == piece["labels"].shape == (50,) for piece in dataset)
 
 
-@pytest.mark.parametrize("name", ["max_steps", "micro_batch_size", "sequence_length"])
-def test_settings_that_train_nothing_are_refused(name):
-    """A number of zero is refused with its name."""
-    with pytest.raises(ValueError, match=f"`{name}` must be >= 1, got 0"):
-        causal_lm.RecipeArguments(**{name: 0})
+@pytest.mark.parametrize(
+    ("name", "limit"), [("max_steps", 1), ("micro_batch_size", 1), ("sequence_length", 2)]
+)
+def test_settings_that_train_nothing_are_refused(name, limit):
+    """A number that is too small is refused with its name."""
+    with pytest.raises(ValueError, match=f"`{name}` must be >= {limit}, got {limit - 1}"):
+        causal_lm.RecipeArguments(**{name: limit - 1})
