@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
+from mfwrap.parameters import TrainedParameters, network_parameters
+from mfwrap.scale_sense import LossScale
 from mfwrap.update import StepUpdate
 
 LOSS_SCALE = 2.0**16
@@ -67,11 +69,13 @@ class Mfwrap(Contestant):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._loss = torch.zeros((), device=self.device)
+        optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=True)
+        loss_scale = DynamicLossScaleUpdateCell(LOSS_SCALE, 2, 10**6)
         self._update = StepUpdate(
-            model,
-            torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=True),
+            TrainedParameters(network_parameters(model), optimizer, None),
+            optimizer,
             StepConfig(use_clip_grad=True, max_grad_norm=MAX_GRAD_NORM, local_norm=True),
-            DynamicLossScaleUpdateCell(LOSS_SCALE, 2, 10**6),
+            LossScale(loss_scale, self.device),
             ema=ExponentialMovingAverage(model, DECAY),
         )
 

@@ -14,7 +14,7 @@ from mfwrap.gradients import has_non_finite
 from mfwrap.loss_scale import LossScaleUpdateCell
 from mfwrap.micro_batches import NetworkCall
 from mfwrap.outputs import LossScaleStepOutput
-from mfwrap.parameters import TrainedParameters, checked_network
+from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
 from mfwrap.scale_sense import LossScale
 from mfwrap.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.wrappers import unwrapped_optimizer
@@ -100,7 +100,7 @@ class TrainOneStepCell:
         self.sens = sens
         self.return_grad = return_grad
         self._lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
-        self._parameters = TrainedParameters(network, self.optimizer, None)
+        self._parameters = TrainedParameters(network_parameters(network), self.optimizer, None)
         self._accumulate = GradientAccumulation(network, per_token=False)
         self._sens = torch.full((), 1 if sens is None else sens, device=self._parameters.device)
 
@@ -241,14 +241,17 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
             )
             raise TypeError(msg)
         optimizer = unwrapped_optimizer(optimizer)
+        parameters = network_parameters(checked_network(network))
+        trained = TrainedParameters(parameters, optimizer, None)
+        loss_scale = LossScale(scale_sense, trained.device)
         self._update = StepUpdate(
-            checked_network(network),
+            trained,
             optimizer,
             StepConfig(max_consecutive_skips=None),
-            scale_sense,
+            loss_scale,
             lr_scheduler=checked_schedule(lr_scheduler, optimizer),
         )
-        super().__init__(network, optimizer, self._update.loss_scale)
+        super().__init__(network, optimizer, loss_scale)
         self._accumulate = GradientAccumulation(network, per_token=False)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> LossScaleStepOutput:
@@ -257,12 +260,12 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         Returns:
             Loss, overflow flag and the loss scale that the next step uses.
         """
-        self._update.release_gradients()
+        self._update.parameters.release_gradients()
         try:
             accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
             output = self._update(accumulated.loss).output
         finally:
-            self._update.release_gradients()
+            self._update.parameters.release_gradients()
         return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
 
     def flush(self) -> None:

@@ -15,8 +15,9 @@ from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.parameters import checked_network
-from mfwrap.scale_sense import ScaleSense
+from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.scale_sense import LossScale, ScaleSense
+from mfwrap.step_state import check_keys, restore
 from mfwrap.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.wrappers import distributed_parts, unwrapped_optimizer
 
@@ -129,15 +130,14 @@ class MFTrainOneStepCell(LossScaleHooks):
             _check_accumulation(accelerator, gradient_accumulation_steps)
         self.ema = ema
         inner = unwrapped_optimizer(optimizer)
+        schedule = checked_schedule(lr_scheduler, inner)
+        parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)
+        loss_scale = LossScale(_effective_scale(scale_sense, accelerator), parameters.device)
         self._update = StepUpdate(
-            network,
-            inner,
-            self.config,
-            _effective_scale(scale_sense, accelerator),
-            lr_scheduler=checked_schedule(lr_scheduler, inner),
-            ema=ema,
+            parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
         )
-        super().__init__(network, inner, self._update.loss_scale)
+        self._loss_scale = loss_scale
+        super().__init__(network, inner, loss_scale)
         self._accumulate = GradientAccumulation(
             network, per_token=calculate_per_token_loss, accelerator=accelerator
         )
@@ -151,7 +151,7 @@ class MFTrainOneStepCell(LossScaleHooks):
     @property
     def local_norm_names(self) -> tuple[str, ...]:
         """Names of the groups of local norms, in the order of ``local_norm``."""
-        return self._update.local_norm_names
+        return self._update.parameters.groups().names
 
     def __call__(self, *inputs: Any, **batch: Any) -> StepOutput | LocalNormStepOutput:
         """Do one update from one batch.
@@ -194,13 +194,13 @@ class MFTrainOneStepCell(LossScaleHooks):
         return self._step(calls_of(micro_batches))
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
-        self._update.release_gradients()
+        self._update.parameters.release_gradients()
         try:
             accumulated = self._accumulate(calls, self.scale_sense)
             self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
             # Also when forward or backward raised: half a step must not leak into the next.
-            self._update.release_gradients()
+            self._update.parameters.release_gradients()
         return self.last_report.output
 
     def flush(self) -> None:
@@ -220,17 +220,31 @@ class MFTrainOneStepCell(LossScaleHooks):
             A nested dict of tensors and numbers, for ``torch.save`` and
             ``torch.load(weights_only=True)``. Network, optimizer and schedule have their own.
         """
-        return self._update.state_dict()
+        # First, because it flushes.
+        counts = self._update.counts.state_dict()
+        state = {"loss_scale": self._loss_scale.state_dict(), **counts}
+        if self.ema is not None:
+            state["ema"] = self.ema.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+
+        What is pending of the last update is dropped.
 
         Raises:
             KeyError: If a key is missing or unknown.
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape or range.
         """
-        self._update.load_state_dict(state_dict)
+        counts = self._update.counts
+        expected = {"loss_scale", *counts.tensors()} | (set() if self.ema is None else {"ema"})
+        check_keys(state_dict, expected, "cell")
+        restore(
+            (self._loss_scale, state_dict["loss_scale"]),
+            [(counts, state_dict)],
+            None if self.ema is None else (self.ema, state_dict["ema"]),
+        )
 
 
 def _check_network(network: nn.Module, config: StepConfig) -> None:

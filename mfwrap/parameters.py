@@ -13,7 +13,7 @@ from mfwrap.config import LocalNormGroups
 from mfwrap.gradients import NormGroups, group_parameters
 from mfwrap.wrappers import plain_name, unwrapped_network
 
-__all__ = ["TrainedParameters", "checked_network"]
+__all__ = ["TrainedParameters", "checked_network", "network_parameters"]
 
 
 def checked_network(network: nn.Module) -> nn.Module:
@@ -24,6 +24,12 @@ def checked_network(network: nn.Module) -> nn.Module:
     return network
 
 
+def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a network by their plain names, tied weights once."""
+    named = unwrapped_network(network).named_parameters()
+    return {plain_name(name): parameter for name, parameter in named}
+
+
 @final
 class TrainedParameters:
     """The parameters of an optimizer that are also in a network, in the network's order.
@@ -32,27 +38,27 @@ class TrainedParameters:
     the optimizer's parameters outside of the network, which are not updated.
 
     Args:
-        network: Tied weights count once.
+        named_parameters: The network's parameters by name.
         optimizer: The optimizer itself, no wrapper around it.
         local_norm_groups: As in `StepConfig`.
 
     Raises:
-        ValueError: If `optimizer` holds no parameter of `network`, a parameter is sharded, or
+        ValueError: If `optimizer` holds none of `named_parameters`, one is sharded, or
             `local_norm_groups` does not fit.
     """
 
     def __init__(
         self,
-        network: nn.Module,
+        named_parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         local_norm_groups: LocalNormGroups | None,
     ) -> None:
         self._optimizer = optimizer
         self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
-        self._parameters, self._outside = _select(unwrapped_network(network), self._held)
+        self._parameters, self._outside = _select(named_parameters, self._held)
         # Gradients of everything that backward may reach, in the optimizer or not.
-        self._released = list(dict.fromkeys([*network.parameters(), *self._held]))
+        self._released = list(dict.fromkeys([*named_parameters.values(), *self._held]))
         self._trainable: list[bool] = []
         self.device = next(iter(self._parameters.values())).device
         """Where the first parameter is: the training device."""
@@ -74,15 +80,23 @@ class TrainedParameters:
             self._trainable = trainable
         return self._groups
 
-    def gradients(self) -> list[Tensor | None]:
+    @property
+    def are_current(self) -> bool:
+        """Whether the optimizer still holds the parameters that it held at construction."""
+        return _same_objects(_held_by(self._optimizer), self._held)
+
+    def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
         """Return the gradient of each parameter, ``None`` where backward did not reach.
+
+        Args:
+            may_be_absent: Return nothing but ``None`` instead of raising if there is none at all.
 
         Raises:
             RuntimeError: If there is none at all, the optimizer's parameters have changed, or the
                 network has moved to another device.
             TypeError: If one is sparse.
         """
-        if not _same_objects(_held_by(self._optimizer), self._held):
+        if not self.are_current:
             msg = (
                 f"`optimizer` must hold the {len(self._held)} parameters it had when the cell was "
                 "built, got others; build a new cell after adding parameters"
@@ -98,7 +112,7 @@ class TrainedParameters:
         for parameter in self._outside:
             parameter.grad = None
         gradients = [parameter.grad for parameter in self._parameters.values()]
-        if all(gradient is None for gradient in gradients):
+        if not may_be_absent and all(gradient is None for gradient in gradients):
             msg = "no parameter of the optimizer has a gradient; the loss must depend on one"
             raise RuntimeError(msg)
         for name, gradient in zip(self._parameters, gradients, strict=True):
@@ -133,10 +147,9 @@ def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
 
 
 def _select(
-    network: nn.Module, held: Sequence[Tensor]
+    named: Mapping[str, nn.Parameter], held: Sequence[Tensor]
 ) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
     """Return the network's parameters that are held, by name, and those held outside of it."""
-    named = {plain_name(name): parameter for name, parameter in network.named_parameters()}
     held_set = set(held)
     shared = {name: parameter for name, parameter in named.items() if parameter in held_set}
     if not shared:
@@ -149,7 +162,7 @@ def _select(
     untrained = [n for n, p in named.items() if p.requires_grad and n not in shared]
     if untrained:
         warnings.warn(
-            f"trainable parameters in no optimizer are not updated: {untrained}", stacklevel=5
+            f"trainable parameters in no optimizer are not updated: {untrained}", stacklevel=4
         )
     inside = set(shared.values())
     outside = [parameter for parameter in held if parameter not in inside]
@@ -157,7 +170,7 @@ def _select(
         warnings.warn(
             f"{len(outside)} parameters of the optimizer are not in the network and are not "
             "updated",
-            stacklevel=5,
+            stacklevel=4,
         )
     return shared, outside
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
-from mfwrap.parameters import TrainedParameters, checked_network
+from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
 
 
 class Tied(nn.Module):
@@ -36,7 +36,7 @@ IDS = torch.tensor([[0, 1], [2, 3]])
 def trained(network, parameters=None, groups=None):
     """Return the trained parameters of a network and of an optimizer of them."""
     optimizer = SGD(network.parameters() if parameters is None else parameters, lr=0.1)
-    return TrainedParameters(network, optimizer, groups), optimizer
+    return TrainedParameters(network_parameters(network), optimizer, groups), optimizer
 
 
 def test_parameters_have_the_networks_order():

@@ -10,6 +10,7 @@ from torch import nn
 
 from host_reads import HostReads
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, StepConfig
+from mfwrap.parameters import TrainedParameters
 from mfwrap.scale_sense import LossScale
 from mfwrap.update import StepUpdate
 
@@ -159,11 +160,13 @@ def test_a_set_scale_that_is_no_scale_shows_as_overflow(sens, fused, use_clip_gr
     """What `set` may not read on the host skips the update, and the weights stay."""
     network = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=fused)
-    update = StepUpdate(network, optimizer, StepConfig(use_clip_grad=use_clip_grad), 8.0)
+    parameters = TrainedParameters(dict(network.named_parameters()), optimizer, None)
+    loss_scale = LossScale(8.0, CPU)
+    update = StepUpdate(parameters, optimizer, StepConfig(use_clip_grad=use_clip_grad), loss_scale)
     before = [parameter.detach().clone() for parameter in network.parameters()]
-    update.loss_scale.set(torch.tensor(sens, dtype=torch.float64))
+    loss_scale.set(torch.tensor(sens, dtype=torch.float64))
     loss = network(torch.ones(2, 3)).sum()
-    (loss * update.loss_scale.value).backward()
+    (loss * loss_scale.value).backward()
     report = update(loss.detach())
 
     assert report.output.overflow

@@ -1,0 +1,57 @@
+"""Save and restore what a step keeps: all of it, or nothing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mfwrap.arguments import described
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.scale_sense import LossScale
+from mfwrap.update_counts import UpdateCounts
+
+__all__ = ["check_keys", "restore"]
+
+
+def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
+    """Check that a state has the keys that its owner writes.
+
+    Raises:
+        KeyError: If a key is missing or unknown.
+        TypeError: If it is no mapping.
+    """
+    if not isinstance(state_dict, Mapping):
+        msg = f"`state_dict` must be a mapping, got {described(state_dict)}"
+        raise TypeError(msg)
+    if set(state_dict) != expected:
+        msg = (
+            f"`state_dict` of this {owner} must have the keys {sorted(expected)}, "
+            f"got {sorted(state_dict)}"
+        )
+        raise KeyError(msg)
+
+
+def restore(
+    loss_scale: tuple[LossScale, Mapping[str, Any]],
+    counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
+    ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
+) -> None:
+    """Load each state into its owner; nothing is changed if anything does not fit.
+
+    Raises:
+        KeyError: If a key is missing or unknown.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value has the wrong shape or range.
+    """
+    for owner, state in counts:
+        owner.check(state)
+    scale, scale_state = loss_scale
+    before = scale.state_dict()
+    scale.load_state_dict(scale_state)
+    if ema is not None:
+        average, average_state = ema
+        try:
+            average.load_state_dict(average_state)
+        except BaseException:
+            scale.load_state_dict(before)
+            raise
+    for owner, state in counts:
+        owner.load_state_dict(state)
