@@ -288,5 +288,5 @@ def _remove_grad_scaler(accelerator: "Accelerator") -> None:
     """Take out accelerate's gradient scaler, which would scale a second time."""
     accelerator.scaler = None
     # accelerate keeps no public list of what it has prepared.
-    for optimizer in accelerator._optimizers:  # noqa: SLF001
+    for optimizer in accelerator._optimizers:
         optimizer.scaler = None

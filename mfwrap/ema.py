@@ -209,6 +209,37 @@ class ExponentialMovingAverage:
             by_name = dict(zip(self._averages, targets.values(), strict=True))
             self._fill(fitting_tensors("parameters", by_name, self._averages))
 
+    def follows(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether any of these tensors is one that is averaged here."""
+        followed = {id(weight) for weight in self._weights.values()}
+        return any(id(parameter) in followed for parameter in parameters)
+
+    def check_placement(self) -> None:
+        """Raise ``RuntimeError`` if weights were moved or converted after construction."""
+        for group in self._groups:
+            weight, average = group.weights[0], group.averages[0]
+            differ = (weight.device, weight.dtype) != (average.device, average.dtype)
+            if differ != group.converted:
+                msg = (
+                    f"`ema` must be built where its weights are, on {weight.device} in "
+                    f"{weight.dtype}, got averages on {average.device} in {average.dtype}; build "
+                    "it after the network has been moved"
+                )
+                raise RuntimeError(msg)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew, from the weights and buffers as they are.
+
+        Raises:
+            RuntimeError: If called inside `swap`.
+        """
+        self.refuse_inside_swap("restart")
+        _write(self._averages.values(), self._weights.values())
+        _write(self._buffers.values(), self._current_buffers())
+        self._applied_updates.zero_()
+        self._num_calls = 0
+
     def named_averages(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each averaged weight with its average: the live tensor, no copy."""
         yield from self._averages.items()

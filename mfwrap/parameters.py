@@ -1,7 +1,7 @@
 """Which parameters an update concerns, and their gradients."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 import torch
@@ -123,6 +123,23 @@ class TrainedParameters:
                 )
                 raise TypeError(msg)
         return gradients
+
+    def present_gradients(self) -> list[Tensor]:
+        """Return the gradients that there are, as they are."""
+        gradients = (parameter.grad for parameter in self._parameters.values())
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def among(self, identities: Collection[int]) -> bool:
+        """Return whether the ``id`` of any of these parameters is in `identities`."""
+        return any(id(parameter) in identities for parameter in self._parameters.values())
+
+    def all_with_gradient_among(self, identities: Collection[int]) -> bool:
+        """Return whether the ``id`` of each parameter that has a gradient is in `identities`."""
+        return all(
+            id(parameter) in identities
+            for parameter in self._parameters.values()
+            if parameter.grad is not None
+        )
 
     def named_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that there are, by the parameters' names."""

@@ -60,11 +60,13 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
 class LiveLossScale(Protocol):
     """The loss scale as an update sees it; `LossScale` is one."""
 
-    value: Tensor
-    """Shape ``()``, float32, changed in place."""
+    @property
+    def value(self) -> Tensor:
+        """Shape ``()``, float32, changed in place."""
 
-    is_one: bool
-    """Whether the scale is known to be 1 without asking the device."""
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is known to be 1 without asking the device."""
 
     def update(self, overflow: Tensor) -> Tensor:
         """Learn whether an update's gradients overflowed."""

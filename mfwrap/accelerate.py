@@ -1,0 +1,295 @@
+"""The step behind an unchanged accelerate loop."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor
+
+from mfwrap.accelerate_classes import StepScaler, attached_class, inner_optimizer
+from mfwrap.accelerate_setup import (
+    EMA,
+    check_arguments,
+    made_average,
+    named_parameters_of,
+    scale_of,
+)
+from mfwrap.config import StepConfig
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.loop_step import LoopStep
+from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.parameters import TrainedParameters
+from mfwrap.scale_sense import LossScale, ScaleSense
+from mfwrap.step_files import has_step_files, read_step_files, write_step_files
+
+__all__ = ["AttachedStep", "attach"]
+
+
+def attach(
+    accelerator: Accelerator,
+    config: StepConfig | None = None,
+    ema: EMA | None = None,
+    *,
+    scale_sense: ScaleSense | None = None,
+) -> "AttachedStep":
+    """Put MindFormers' training step behind an accelerate loop.
+
+    Called before ``accelerator.prepare``. The loop stays as it is: ``accumulate``, ``backward``,
+    ``clip_grad_norm_``, ``clip_grad_value_``, ``unscale_gradients``, ``optimizer.step``,
+    ``zero_grad``, ``scheduler.step``, ``optimizer_step_was_skipped``, ``save_state`` and
+    ``load_state`` keep their meaning. In every precision, an update whose gradients are not finite
+    is skipped. ``clip_grad_norm_`` returns the norm of the unscaled gradients before clipping,
+    from the same read that tells overflow and local norms, and the optimizer's own pass clips.
+    Prepared schedules count applied updates only; they advance just before the next update, so
+    ``get_last_lr`` answers with the rate that was last used.
+
+    With torch's fused optimizers nothing of it waits for the device. ``optimizer_step_was_skipped``
+    and a schedule's ``state_dict`` do.
+
+    With several optimizers, the loss scale changes when none of them has unused gradients. An
+    average whose weights several optimizers hold follows when each has done its update.
+
+    Args:
+        accelerator: One that has prepared nothing yet; alone or under DistributedDataParallel.
+        config: Settings of the step. `use_clip_grad` clips where the loop itself does not, and
+            reports the norm; accumulation and the normalisation of losses are the loop's own.
+        ema: Follows the weights after each applied update: an average of the prepared model, or a
+            callable that makes one of it and is called at the end of ``prepare``.
+        scale_sense: The loss scale: a number, a tensor or an update cell. By default the scale of
+            the accelerator's gradient scaler (float16 on CUDA), and 1 if it has none.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a setting has no meaning in a loop, or the accelerator is of a kind that is
+            not supported.
+        RuntimeError: If the accelerator is attached already, or has prepared something.
+
+    Example:
+        >>> import torch
+        >>> from accelerate import Accelerator
+        >>> from mfwrap import StepConfig
+        >>> from mfwrap.accelerate import attach
+        >>> accelerator = Accelerator(cpu=True)
+        >>> attached = attach(accelerator, StepConfig(local_norm=True))  # the one line
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> accelerator.backward(model(torch.ones(4, 2)).square().mean())
+        >>> norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> attached.last_output.overflow, attached.last_output.size
+        (tensor(False), tensor([2, 1]))
+    """
+    config = StepConfig() if config is None else config
+    check_arguments(accelerator, config, ema)
+    return AttachedStep(accelerator, config, ema, scale_sense)
+
+
+@final
+class AttachedStep:
+    """The step behind an accelerate loop; `attach` makes it.
+
+    Source: MindFormers, ``MFTrainOneStepCell``.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: StepConfig,
+        ema: EMA | None,
+        scale_sense: ScaleSense | None,
+    ) -> None:
+        self.config = config
+        self.ema = ema if isinstance(ema, ExponentialMovingAverage) else None
+        """The average; ``None`` without one, and before ``prepare`` has let it be made."""
+        self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
+        self._accelerator = accelerator
+        self._kind = type(accelerator)
+        self._grad_scaler = accelerator.scaler
+        if scale_sense is None:
+            scale_sense = scale_of(accelerator)
+        self.step = LoopStep(config, LossScale(scale_sense, accelerator.device), accelerator)
+        self._scaler = StepScaler(self, self._grad_scaler)
+        self._restarts_ema = False
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._on_save),
+            accelerator.register_load_state_pre_hook(self._on_load),
+        ]
+        accelerator.scaler = self._scaler
+        accelerator.attachment = self
+        accelerator.__class__ = attached_class(self._kind)
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """Everything that is known of the last update; ``None`` before the first."""
+        return self.step.last_report
+
+    @property
+    def last_output(self) -> StepOutput | LocalNormStepOutput | None:
+        """MindFormers' 5- or 7-tuple of the last update; ``None`` before the first."""
+        return None if self.last_report is None else self.last_report.output
+
+    @property
+    def last_reports(self) -> tuple[StepReport | None, ...]:
+        """The last report of each optimizer, in the order in which they were prepared."""
+        return tuple(window.last_report for window in self.step.windows.values())
+
+    @property
+    def local_norm_names(self) -> tuple[str, ...]:
+        """Names of the groups of local norms, of the first optimizer."""
+        windows = list(self.step.windows.values())
+        return windows[0].update.parameters.groups().names if windows else ()
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The loss scale that the next backward uses, shape ``()``, float32; a copy."""
+        return self.step.loss_scale.value.clone()
+
+    def flush(self) -> None:
+        """Wait for what is pending of the last update: advance schedules, count skips.
+
+        Call it at the end of training if ``accelerator.end_training`` is not, and before reading a
+        schedule. ``save_state`` does it by itself.
+
+        Raises:
+            RuntimeError: If too many updates in a row were skipped.
+        """
+        self.step.flush()
+
+    def detach(self) -> None:
+        """Make the accelerator, and what it has prepared, what they would be without the step.
+
+        Schedules are brought up to date first. The accelerator's own gradient scaler comes back as
+        it was before.
+        """
+        accelerator = self._accelerator
+        if accelerator.__dict__.get("attachment") is not self:
+            return
+        try:
+            self.flush()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            for optimizer in accelerator._optimizers:
+                optimizer.__class__ = AcceleratedOptimizer
+                optimizer.scaler = self._grad_scaler
+                del optimizer.attachment
+            for scheduler in accelerator._schedulers:
+                if scheduler.__dict__.pop("attachment", None) is not None:
+                    del scheduler.requests
+                    scheduler.__class__ = AcceleratedScheduler
+            accelerator.scaler = self._grad_scaler
+            accelerator.__class__ = self._kind
+            del accelerator.attachment
+
+    def build(self, *, final: bool = False) -> None:
+        """Add the optimizers that have been prepared, with the names of their parameters.
+
+        Args:
+            final: Also those whose parameters are in no model that has been prepared.
+
+        Raises:
+            ValueError: If there is no such model to make an average of, or the average is of
+                something else.
+        """
+        models = self._accelerator._models
+        if self._make_ema is not None and self.ema is None and (models or final):
+            self.ema = made_average(self._make_ema, models)
+        if self.ema is not None and not self.step.windows:
+            self.ema.check_placement()
+            self.step.follow(self.ema)
+        for wrapper in self._accelerator._optimizers:
+            optimizer = inner_optimizer(wrapper)
+            window = self.step.windows.get(optimizer)
+            if window is not None and window.update.parameters.are_current:
+                continue
+            named, are_complete = named_parameters_of(optimizer, models)
+            if final or are_complete:
+                parameters = TrainedParameters(named, optimizer, self.config.local_norm_groups)
+                self.step.add(optimizer, parameters, named.values())
+        if final:
+            self.step.check_average()
+
+    def clear(self) -> None:
+        """Forget what has been prepared."""
+        self.flush()
+        self.step.clear()
+        if self._make_ema is not None:
+            self.ema = None
+
+    def saving(self, save: Callable[[], Any]) -> Any:
+        """Save without a gradient scaler where accelerate has none of its own."""
+        if self.ema is not None:
+            self.ema.refuse_inside_swap("save_state")
+        self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
+        try:
+            return save()
+        finally:
+            self._accelerator.scaler = self._scaler
+
+    def loading(self, load: Callable[[], Any]) -> Any:
+        """Load without accelerate's gradient scaler, of which the step's files know more."""
+        self._accelerator.scaler = None
+        try:
+            loaded = load()
+        finally:
+            self._accelerator.scaler = self._scaler
+        if self._restarts_ema and self.ema is not None:
+            self.ema.restart()
+        return loaded
+
+    def _on_save(self, models: object, weights: object, output_dir: str) -> None:
+        del models, weights
+        state = self.step.state_dict()
+        accelerator = self._accelerator
+        each_node = accelerator.project_configuration.save_on_each_node
+        if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
+            write_step_files(Path(output_dir), state, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        counts = [window.update.counts for window in self.step.windows.values()]
+        return {
+            "loss_scale": self.step.loss_scale.value.item(),
+            "applied_updates": [each.applied_updates.item() for each in counts],
+            "skipped_updates": [each.skipped_updates.item() for each in counts],
+        }
+
+    def _on_load(self, models: object, input_dir: str) -> None:
+        """Restore the step before accelerate has changed anything: an error leaves all as it is."""
+        del models
+        folder = Path(input_dir)
+        state = read_step_files(folder) if has_step_files(folder) else self._stock_state(folder)
+        self._restarts_ema = self.ema is not None and "ema" not in state
+        if self.ema is not None and "ema" not in state:
+            warnings.warn(
+                f"no average in {folder}: it starts from the weights that are loaded", stacklevel=5
+            )
+            state["ema"] = self.ema.state_dict()
+        self.step.load_state_dict(state)
+
+    def _stock_state(self, folder: Path) -> dict[str, Any]:
+        """Return a state to begin with from a checkpoint that was written without the step."""
+        warnings.warn(
+            f"no state of the step in {folder}, written without it: counts start from zero",
+            stacklevel=6,
+        )
+        state = self.step.state_dict()
+        state.pop("ema", None)
+        for counts in state["updates"].values():
+            for counter in counts.values():
+                counter.zero_()
+        scaler = folder / "scaler.pt"
+        if scaler.exists():
+            saved = torch.load(scaler, weights_only=True)
+            state["loss_scale"]["value"].fill_(saved["scale"])
+        return state
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return read_step_files(folder)

@@ -1,0 +1,144 @@
+"""What `attach` checks, and what it finds in what has been prepared."""
+
+from collections.abc import Callable, Sequence
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from mfwrap.arguments import described
+from mfwrap.config import StepConfig
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.loss_scale import DynamicLossScaleUpdateCell
+from mfwrap.parameters import network_parameters
+from mfwrap.scale_sense import ScaleSense
+
+__all__ = ["EMA", "check_arguments", "made_average", "named_parameters_of", "scale_of"]
+
+EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
+"""An average, or what makes one of a prepared model."""
+
+_REFUSED = {
+    DistributedType.DEEPSPEED: "DeepSpeed, which updates within its own backward",
+    DistributedType.MEGATRON_LM: "Megatron-LM, which has a step of its own",
+    DistributedType.FSDP: "FSDP, whose sharded gradients are not supported yet",
+    DistributedType.XLA: "XLA, whose devices are not supported",
+}
+
+
+def made_average(
+    make: Callable[[nn.Module], ExponentialMovingAverage], models: Sequence[nn.Module]
+) -> ExponentialMovingAverage:
+    """Return the average that a callable makes of the prepared model.
+
+    Raises:
+        TypeError: If it makes something else.
+        ValueError: If there is not exactly one model.
+    """
+    if len(models) != 1:
+        msg = (
+            "`ema` must be an average, not a callable, unless exactly one model is prepared, got "
+            f"{len(models)} models"
+        )
+        raise ValueError(msg)
+    ema = make(models[0])
+    if not isinstance(ema, ExponentialMovingAverage):
+        msg = f"`ema` must return an ExponentialMovingAverage, got {described(ema)}"
+        raise TypeError(msg)
+    return ema
+
+
+def named_parameters_of(
+    optimizer: Optimizer, models: Sequence[nn.Module]
+) -> tuple[dict[str, nn.Parameter], bool]:
+    """Return an optimizer's parameters by the names that they have in the prepared models.
+
+    With parameters of several models, the names begin with the model's number; those that are in
+    none are called ``outside``.
+
+    Returns:
+        The parameters by name, and whether all of them are in models.
+    """
+    outside = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    found: dict[str, dict[str, nn.Parameter]] = {}
+    for index, model in enumerate(models):
+        names = {n: p for n, p in network_parameters(model).items() if id(p) in outside}
+        for parameter in names.values():
+            del outside[id(parameter)]
+        if names:
+            found[f"model_{index}"] = names
+    named: dict[str, nn.Parameter] = {}
+    for prefix, names in found.items():
+        named |= names if len(found) == 1 else {f"{prefix}.{n}": p for n, p in names.items()}
+    named |= {f"outside.{index}": p for index, p in enumerate(outside.values())}
+    return named, not outside
+
+
+def check_arguments(accelerator: object, config: object, ema: object) -> None:
+    """Raise what `attach` says it raises."""
+    if not isinstance(accelerator, Accelerator):
+        msg = f"`accelerator` must be an accelerate.Accelerator, got {described(accelerator)}"
+        raise TypeError(msg)
+    if not isinstance(config, StepConfig):
+        msg = f"`config` must be a StepConfig or None, got {described(config)}"
+        raise TypeError(msg)
+    if ema is not None and not isinstance(ema, ExponentialMovingAverage) and not callable(ema):
+        msg = (
+            "`ema` must be an ExponentialMovingAverage, a callable that makes one of the prepared "
+            f"model, or None, got {described(ema)}"
+        )
+        raise TypeError(msg)
+    if "attachment" in accelerator.__dict__:
+        msg = "`accelerator` must not be attached twice; call `detach` of the first step before"
+        raise RuntimeError(msg)
+    if accelerator._optimizers or accelerator._models or accelerator._schedulers:
+        msg = "`attach` must be called before `accelerator.prepare`, got one that has prepared"
+        raise RuntimeError(msg)
+    _check_settings(accelerator, config)
+
+
+def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
+    if config.calculate_per_token_loss:
+        msg = (
+            "`calculate_per_token_loss` must be False in a loop that calls backward with losses "
+            "of its own, got True"
+        )
+        raise ValueError(msg)
+    steps = accelerator.gradient_accumulation_steps
+    if config.gradient_accumulation_steps not in (1, steps):
+        msg = (
+            f"`gradient_accumulation_steps` must be the accelerator's {steps}, or left at 1, "
+            f"got {config.gradient_accumulation_steps}"
+        )
+        raise ValueError(msg)
+    if accelerator.distributed_type in _REFUSED:
+        msg = (
+            "`accelerator` must train alone or under DistributedDataParallel, got "
+            f"{_REFUSED[accelerator.distributed_type]}"
+        )
+        raise ValueError(msg)
+    if config.local_norm and accelerator.num_processes > 1:
+        msg = (
+            "`local_norm` must be False on several ranks, where gradients are seen only after "
+            f"their reduction, got local_norm=True on {accelerator.num_processes} ranks"
+        )
+        raise ValueError(msg)
+
+
+def scale_of(accelerator: Accelerator) -> ScaleSense:
+    """Return the loss scale that an accelerator has by itself; 1 if it has none.
+
+    Raises:
+        ValueError: If it trains in float16 and has none.
+    """
+    scaler = accelerator.scaler
+    if scaler is not None and scaler.is_enabled():
+        return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
+        msg = (
+            "`scale_sense` must be given with an accelerator in fp16 whose gradient scaler has "
+            "been taken out, got none"
+        )
+        raise ValueError(msg)
+    return 1.0

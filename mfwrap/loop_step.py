@@ -1,0 +1,335 @@
+"""The step of a hand-written loop: backward, clipping and optimizer come as calls of their own."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mfwrap.arguments import described
+from mfwrap.config import StepConfig
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.gradients import clip_coefficient, sum_of_squares
+from mfwrap.optimizer_window import OptimizerWindow, multiply_in_place
+from mfwrap.outputs import StepReport
+from mfwrap.parameters import TrainedParameters
+from mfwrap.scale_sense import LossScale
+from mfwrap.shared_state import SharedAverage, SharedLossScale
+from mfwrap.step_state import check_keys, restore
+from mfwrap.update import StepUpdate
+
+__all__ = ["Loop", "LoopStep", "PendingSchedule"]
+
+
+class Loop(Protocol):
+    """What a step asks its loop; accelerate's ``Accelerator`` is one."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this is the last micro-batch of an update."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """What each loss is divided by before its backward."""
+
+    @property
+    def step(self) -> int:
+        """Number of the micro-batch within its update."""
+
+
+class PendingSchedule(Protocol):
+    """A schedule that waits to learn whether the last update was applied."""
+
+    def resolve(self) -> None:
+        """Advance, or not, as the last update asks for."""
+
+
+@final
+class LoopStep:
+    """Updates of one or several optimizers that share loss scale and average.
+
+    Args:
+        config: Settings of the step.
+        loss_scale: The live loss scale.
+        loop: The loop that calls.
+    """
+
+    def __init__(self, config: StepConfig, loss_scale: LossScale, loop: Loop) -> None:
+        self.loss_scale = loss_scale
+        self.last_report: StepReport | None = None
+        """Of the optimizer that did the last update; ``None`` before the first."""
+        self.schedules: list[PendingSchedule] = []
+        """Resolved before each update and by `flush`."""
+        self._config = config
+        self._loop = loop
+        self._ema: ExponentialMovingAverage | None = None
+        self._average: SharedAverage | None = None
+        self._windows: dict[Optimizer, OptimizerWindow] = {}
+        self._stepping: OptimizerWindow | None = None
+        self._shared_scale = SharedLossScale(loss_scale, self._others_are_used)
+
+    @property
+    def windows(self) -> Mapping[Optimizer, OptimizerWindow]:
+        """The windows of all optimizers, in the order in which they were added."""
+        return self._windows
+
+    def follow(self, ema: ExponentialMovingAverage) -> None:
+        """Let an average follow the updates of all optimizers that are added from now on."""
+        self._ema = ema
+        self._average = SharedAverage(ema)
+
+    def add(
+        self, optimizer: Optimizer, parameters: TrainedParameters, held: Iterable[Tensor]
+    ) -> None:
+        """Add an optimizer, or replace what it updates.
+
+        Args:
+            optimizer: The optimizer itself, no wrapper around it.
+            parameters: What it updates.
+            held: The same as tensors.
+        """
+        window = self._windows.get(optimizer)
+        if window is not None:
+            window.update.parameters = parameters
+            return
+        follows = self._ema is not None and self._ema.follows(held)
+        update = StepUpdate(
+            parameters,
+            optimizer,
+            self._config,
+            self._shared_scale,
+            ema=self._average.part() if self._average is not None and follows else None,
+            reported=True,
+        )
+        self._windows[optimizer] = OptimizerWindow(update, self.loss_scale.value)
+
+    def check_average(self) -> None:
+        """Raise ``ValueError`` if the average is of nothing that an optimizer holds."""
+        if self._average is not None and self._windows and not self._average.has_parts:
+            msg = "`ema` must average parameters of a prepared optimizer, got an average of others"
+            raise ValueError(msg)
+
+    def clear(self) -> None:
+        """Forget all optimizers and schedules, and what the average follows."""
+        self._windows.clear()
+        self.schedules.clear()
+        self._shared_scale.discard()
+        self._ema = self._average = None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, in float32 or better.
+
+        Args:
+            loss: As it is differentiated.
+
+        Raises:
+            TypeError: If it is not a tensor.
+        """
+        if not isinstance(loss, Tensor):
+            msg = f"`loss` must be a tensor, got {described(loss)}"
+            raise TypeError(msg)
+        self._shared_scale.settle()
+        detached = loss.detach() if loss.dim() == 0 else loss.detach().float().mean()
+        for window in self._windows.values():
+            window.before_backward(detached, self._loop.step)
+        return loss if self.loss_scale.is_one else loss * self.loss_scale.value.to(loss.device)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip unscaled gradients by their norm, as torch's ``clip_grad_norm_`` does.
+
+        One read of the gradients gives the norm; the step's own pass does the clipping. For a
+        part of an optimizer's gradients, another norm than L2, after `unscale`, or before the last
+        micro-batch they are clipped in place.
+
+        Args:
+            parameters: Whose gradients.
+            max_norm: Largest norm; ``inf`` only measures.
+            norm_type: Which norm.
+
+        Returns:
+            Norm before clipping, shape ``()``; float32 for the L2 norm. Does not wait for the
+            device.
+        """
+        gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+        if not gradients:
+            return torch.zeros((), device=self.loss_scale.value.device)
+        windows = [w for w in self._windows.values() if w.update.parameters.among(gradients)]
+        for window in windows:
+            window.settle_clip()
+        folds = norm_type == 2 and windows and self._loop.sync_gradients
+        for window in windows:
+            whole = window.update.parameters.all_with_gradient_among(gradients)
+            folds = folds and whole and not window.is_unscaled
+        with torch.no_grad(), torch.autocast(self.loss_scale.value.device.type, enabled=False):
+            if folds:
+                return self._fold_clip(windows, gradients, max_norm)
+            return self._clip_in_place(windows, list(gradients.values()), max_norm, norm_type)
+
+    def _fold_clip(
+        self, windows: Sequence[OptimizerWindow], gradients: Mapping[int, Tensor], max_norm: float
+    ) -> Tensor:
+        measured = [window.measured() for window in windows]
+        norm, overflow = measured[0].global_norm, measured[0].overflow
+        in_windows = {id(g) for w in windows for g in w.update.parameters.present_gradients()}
+        others = [g for g in gradients.values() if id(g) not in in_windows]
+        if others or len(windows) > 1:
+            squares = [m.global_norm.square() for m in measured]
+            if others:
+                scale = self.loss_scale.value
+                square = sum_of_squares(others, scale.device).sum()
+                squares.append((square.sqrt() / scale).square())
+            norm = torch.stack(squares).sum().sqrt()
+            overflow = torch.stack([m.overflow for m in measured]).any() | ~norm.isfinite()
+        coefficient = clip_coefficient(norm, max_norm)
+        for window in windows:
+            window.fold_clip(norm, overflow, coefficient)
+        return norm
+
+    def _clip_in_place(
+        self,
+        windows: Sequence[OptimizerWindow],
+        gradients: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+    ) -> Tensor:
+        scale = self.loss_scale.value
+        unscaled = any(window.is_unscaled for window in windows)
+        for window in windows:
+            if unscaled:
+                window.unscale()
+            window.note_overflow()
+        if norm_type == 2:
+            norm = sum_of_squares(gradients, scale.device).sum().sqrt()
+        else:
+            norm = torch.nn.utils.get_total_norm(list(gradients), norm_type)
+        if not unscaled:
+            norm = norm / scale
+        multiply_in_place(gradients, clip_coefficient(norm, max_norm))
+        for window in windows:
+            window.accept_clipped()
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp the elements of unscaled gradients, in place.
+
+        An overflow is seen before, though clamping hides it.
+
+        Args:
+            parameters: Whose gradients.
+            clip_value: Largest magnitude.
+        """
+        held = list(parameters)
+        identities = {id(parameter) for parameter in held}
+        windows = [w for w in self._windows.values() if w.update.parameters.among(identities)]
+        for window in windows:
+            window.unscale()
+            window.note_overflow()
+        torch.nn.utils.clip_grad_value_(held, clip_value)
+        for window in windows:
+            window.accept_clipped()
+
+    def unscale(self, optimizers: Iterable[Optimizer] | None = None) -> None:
+        """Divide gradients by the loss scale, in place, once.
+
+        Args:
+            optimizers: Whose; ``None`` for all.
+        """
+        for optimizer in self._windows if optimizers is None else optimizers:
+            self._windows[optimizer].unscale()
+
+    def give_up(self, optimizer: Optimizer) -> None:
+        """Forget what is known of gradients that have been zeroed."""
+        self._windows[optimizer].open()
+
+    def update(self, optimizer: Optimizer) -> StepReport:
+        """Do the update of one optimizer.
+
+        Raises:
+            RuntimeError: If its gradients come from no scaled loss, have changed since they were
+                clipped, or the last update was one skip too many.
+        """
+        window = self._windows[optimizer]
+        unscaled = not window.has_backward and window.has_unused_gradients()
+        if unscaled and not self.loss_scale.is_one:
+            msg = (
+                "gradients must come from a scaled loss, got some with a loss scale other than 1 "
+                "and no `accelerator.backward(loss)` since the last step"
+            )
+            raise RuntimeError(msg)
+        window.measured()
+        # After this update's own gradients were measured, so that the device is busy meanwhile.
+        self.flush()
+        self._stepping = window
+        try:
+            self.last_report = window.apply(self._loop.gradient_accumulation_steps)
+        finally:
+            self._stepping = None
+        return self.last_report
+
+    def _others_are_used(self) -> bool:
+        others = (w for w in self._windows.values() if w is not self._stepping)
+        return not any(window.has_unused_gradients() for window in others)
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer's last update was skipped; waits for it."""
+        if optimizer not in self._windows:
+            return False
+        counts = self._windows[optimizer].update.counts
+        counts.flush()
+        return counts.last_was_skipped
+
+    def flush(self) -> None:
+        """Wait for what is pending of the last updates, and advance schedules.
+
+        Raises:
+            RuntimeError: If an update was one skip too many.
+        """
+        try:
+            for window in self._windows.values():
+                window.update.flush()
+        finally:
+            for schedule in self.schedules:
+                schedule.resolve()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counters and average, after a flush; the average's are no copies."""
+        self.flush()
+        counts = [window.update.counts for window in self._windows.values()]
+        state: dict[str, Any] = {
+            "loss_scale": self.loss_scale.state_dict(),
+            "updates": {str(index): each.state_dict() for index, each in enumerate(counts)},
+        }
+        if self._ema is not None:
+            state["ema"] = self._ema.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+
+        What is pending and what has gathered is dropped.
+
+        Raises:
+            KeyError: If a key is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value has the wrong shape or range.
+        """
+        expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
+        check_keys(state_dict, expected, "loop")
+        updates = state_dict["updates"]
+        check_keys(
+            updates, {str(index) for index in range(len(self._windows))}, "loop's optimizers"
+        )
+        counts = [
+            (window.update.counts, updates[str(index)])
+            for index, window in enumerate(self._windows.values())
+        ]
+        average = None if self._ema is None else (self._ema, state_dict["ema"])
+        restore((self.loss_scale, state_dict["loss_scale"]), counts, average)
+        self._shared_scale.discard()
+        if self._average is not None:
+            self._average.discard()
+        for window in self._windows.values():
+            window.open()

@@ -1,0 +1,182 @@
+"""One optimizer's way from the first backward to its step, in calls that come one by one."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from mfwrap.devices import on_device
+from mfwrap.measurement import Measurement
+from mfwrap.outputs import StepReport
+from mfwrap.update import StepUpdate
+
+__all__ = ["OptimizerWindow", "multiply_in_place"]
+
+# Which tensors the gradients are, and how often each was written to.
+_Fingerprint = list[tuple[int, int]]
+
+
+@final
+class OptimizerWindow:
+    """What has been done with an optimizer's gradients since its last step.
+
+    Clipping by norm is measured at once and folded into the step. Where it cannot be folded, the
+    gradients are changed in place, and the window remembers what is left to be done.
+
+    Args:
+        update: The optimizer's update.
+        loss_scale: Shape ``()``, float32: the live loss scale.
+        device: Where losses are added up.
+    """
+
+    def __init__(self, update: StepUpdate, loss_scale: Tensor) -> None:
+        self.update = update
+        self.last_report: StepReport | None = None
+        self._loss_scale = loss_scale
+        self._used: _Fingerprint = []
+        self.open()
+
+    def open(self) -> None:
+        """Begin anew: what there is of gradients has been used or is given up."""
+        self._losses: list[Tensor] = []
+        self._micro_batches: list[int] = []
+        self._measured: Measurement | None = None
+        self._overflow: Tensor | None = None
+        self._coefficient: Tensor | None = None
+        self._is_clipped = False
+        self.is_unscaled = False
+        self._used = self._seen = self._fingerprint()
+
+    def _fingerprint(self) -> _Fingerprint:
+        return [(id(g), g._version) for g in self.update.parameters.present_gradients()]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a loss was scaled in this window."""
+        return bool(self._losses)
+
+    def has_unused_gradients(self) -> bool:
+        """Return whether a backward has reached these gradients since the last step."""
+        now = self._fingerprint()
+        return bool(now) and now != self._used
+
+    def before_backward(self, loss: Tensor, micro_batch: int) -> None:
+        """Make the gradients ready for more of them, and note the loss.
+
+        Args:
+            loss: Shape ``()``, detached, as it is differentiated, unscaled.
+            micro_batch: Number of the micro-batch; consecutive calls of one number count once.
+        """
+        if self._measured is not None:
+            self.settle_clip()
+            if self.is_unscaled:
+                multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
+                self.is_unscaled = False
+            self._measured = None
+        self._losses.append(loss)
+        if self._micro_batches[-1:] != [micro_batch]:
+            self._micro_batches.append(micro_batch)
+
+    def measured(self) -> Measurement:
+        """Read the gradients, unless they are as they were at the last read.
+
+        Raises:
+            RuntimeError: If they changed after their clipping was folded into the step.
+        """
+        if self._measured is not None and self._fingerprint() == self._seen:
+            return self._measured
+        if self._coefficient is not None:
+            msg = (
+                "gradients must not change between `clip_grad_norm_` and the optimizer's step, "
+                "which does the clipping; call `unscale_gradients` before `clip_grad_norm_` to "
+                "have them clipped in place"
+            )
+            raise RuntimeError(msg)
+        fresh = self.update.measure(may_be_absent=True)
+        if self.is_unscaled and self._measured is not None:
+            # Norms are those from before any clipping; an overflow may be new.
+            fresh = self._measured._replace(overflow=self._measured.overflow | fresh.overflow)
+        self._measured = fresh
+        self._seen = self._fingerprint()
+        return fresh
+
+    def fold_clip(self, global_norm: Tensor, overflow: Tensor, coefficient: Tensor) -> None:
+        """Let the step multiply the gradients by `coefficient`.
+
+        Args:
+            global_norm: Shape ``()``, float32: what they were clipped by.
+            overflow: Shape ``()``, bool: whether it is not finite.
+            coefficient: Shape ``()``, float32.
+        """
+        self._measured = self.measured()._replace(global_norm=global_norm, overflow=overflow)
+        self._coefficient = coefficient
+
+    def settle_clip(self) -> None:
+        """Do in place what had been folded into the step."""
+        if self._coefficient is None:
+            return
+        self.note_overflow()
+        multiply_in_place(self.update.parameters.present_gradients(), self._coefficient)
+        self._coefficient = None
+        self._measured = None
+        self._is_clipped = True
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, in place, once."""
+        if self.is_unscaled:
+            return
+        self.settle_clip()
+        measured = self.measured()
+        if measured.divisor is not None:
+            gradients = self.update.parameters.present_gradients()
+            multiply_in_place(gradients, measured.divisor.reciprocal())
+        self._measured = measured._replace(divisor=None)
+        self._seen = self._fingerprint()
+        self.is_unscaled = True
+
+    def note_overflow(self) -> None:
+        """Remember an overflow that clipping in place might hide."""
+        overflow = self.measured().overflow
+        self._overflow = overflow if self._overflow is None else self._overflow | overflow
+
+    def accept_clipped(self) -> None:
+        """Take the gradients as they are after clipping in place; norms stay those before it."""
+        self._seen = self._fingerprint()
+        self._is_clipped = True
+
+    def apply(self, accumulation_steps: int) -> StepReport:
+        """Do the update.
+
+        Args:
+            accumulation_steps: What each loss was divided by.
+        """
+        measured = self.measured()
+        if self._overflow is not None:
+            measured = measured._replace(overflow=measured.overflow | self._overflow)
+        coefficient = self._coefficient
+        if coefficient is None and self._is_clipped:
+            coefficient = torch.ones_like(measured.global_norm)
+        loss = self._loss(accumulation_steps, measured.global_norm.device)
+        self.last_report = self.update.apply(loss, measured, coefficient)
+        self.open()
+        return self.last_report
+
+    def _loss(self, accumulation_steps: int, device: torch.device) -> Tensor:
+        if not self._losses:
+            return torch.full((), float("nan"), device=device)
+        total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
+        if accumulation_steps == 1:
+            return total
+        # The last window of an epoch may be shorter than what each loss was divided by.
+        return total * (accumulation_steps / len(self._micro_batches))
+
+
+@torch.no_grad()
+def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of any devices by `factor`, shape ``()``, without reading it."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, members in by_device.items():
+        torch._foreach_mul_(members, on_device(factor, device))

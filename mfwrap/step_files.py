@@ -1,0 +1,65 @@
+"""A step's state as files: tensors in safetensors, and a record that a person can read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+__all__ = ["has_step_files", "read_step_files", "write_step_files"]
+
+_TENSORS = "mfwrap_step.safetensors"
+_RECORD = "mfwrap_step.json"
+_FORMAT_VERSION = 1
+
+
+def write_step_files(folder: Path, state: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Write a state beside what else a checkpoint holds.
+
+    Args:
+        folder: An existing one.
+        state: Tensors in nested mappings; names below the second level may hold anything.
+        record: Numbers and names for whoever reads the JSON file.
+    """
+    save_file(dict(_flat(state)), folder / _TENSORS)
+    content = {"format_version": _FORMAT_VERSION, "parts": sorted(state), **record}
+    (folder / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def has_step_files(folder: Path) -> bool:
+    """Return whether `folder` holds what `write_step_files` writes."""
+    return (folder / _RECORD).exists() or (folder / _TENSORS).exists()
+
+
+def read_step_files(folder: Path) -> dict[str, Any]:
+    """Return the state that `write_step_files` wrote, on the CPU. Nothing is unpickled.
+
+    Raises:
+        FileNotFoundError: If one of the two files is missing.
+        ValueError: If the files are of a format that is not known here.
+    """
+    record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if version != _FORMAT_VERSION:
+        msg = f"`{_RECORD}` must have format_version {_FORMAT_VERSION}, got {version!r}"
+        raise ValueError(msg)
+    state: dict[str, Any] = {"loss_scale": {"update_cell": {}}, "updates": {}}
+    if "ema" in record["parts"]:
+        state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
+    for path, tensor in load_file(folder / _TENSORS).items():
+        *outer, name = path.split("/", 2)
+        part = state
+        for key in outer:
+            part = part.setdefault(key, {})
+        part[name] = tensor
+    return state
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value.detach().contiguous()
