@@ -1,6 +1,6 @@
 """The step of a hand-written loop: backward, clipping and optimizer come as calls of their own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, final
 
 import torch
@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.gradients import clip_coefficient, sum_of_squares
-from mfwrap.optimizer_window import OptimizerWindow, multiply_in_place
+from mfwrap.loop_clipping import clip_grad_norm, clip_grad_value
+from mfwrap.optimizer_window import OptimizerWindow
 from mfwrap.outputs import StepReport
 from mfwrap.parameters import TrainedParameters
 from mfwrap.scale_sense import LossScale
@@ -138,98 +138,19 @@ class LoopStep:
     def clip_grad_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip unscaled gradients by their norm, as torch's ``clip_grad_norm_`` does.
-
-        One read of the gradients gives the norm; the step's own pass does the clipping. For a
-        part of an optimizer's gradients, another norm than L2, after `unscale`, or before the last
-        micro-batch they are clipped in place.
-
-        Args:
-            parameters: Whose gradients.
-            max_norm: Largest norm; ``inf`` only measures.
-            norm_type: Which norm.
-
-        Returns:
-            Norm before clipping, shape ``()``; float32 for the L2 norm. Does not wait for the
-            device.
-        """
-        gradients = {id(p): p.grad for p in parameters if p.grad is not None}
-        if not gradients:
-            return torch.zeros((), device=self.loss_scale.value.device)
-        windows = [w for w in self._windows.values() if w.update.parameters.among(gradients)]
-        for window in windows:
-            window.settle_clip()
-        folds = norm_type == 2 and windows and self._loop.sync_gradients
-        for window in windows:
-            whole = window.update.parameters.all_with_gradient_among(gradients)
-            folds = folds and whole and not window.is_unscaled
-        with torch.no_grad(), torch.autocast(self.loss_scale.value.device.type, enabled=False):
-            if folds:
-                return self._fold_clip(windows, gradients, max_norm)
-            return self._clip_in_place(windows, list(gradients.values()), max_norm, norm_type)
-
-    def _fold_clip(
-        self, windows: Sequence[OptimizerWindow], gradients: Mapping[int, Tensor], max_norm: float
-    ) -> Tensor:
-        measured = [window.measured() for window in windows]
-        norm, overflow = measured[0].global_norm, measured[0].overflow
-        in_windows = {id(g) for w in windows for g in w.update.parameters.present_gradients()}
-        others = [g for g in gradients.values() if id(g) not in in_windows]
-        if others or len(windows) > 1:
-            squares = [m.global_norm.square() for m in measured]
-            if others:
-                scale = self.loss_scale.value
-                square = sum_of_squares(others, scale.device).sum()
-                squares.append((square.sqrt() / scale).square())
-            norm = torch.stack(squares).sum().sqrt()
-            overflow = torch.stack([m.overflow for m in measured]).any() | ~norm.isfinite()
-        coefficient = clip_coefficient(norm, max_norm)
-        for window in windows:
-            window.fold_clip(norm, overflow, coefficient)
-        return norm
-
-    def _clip_in_place(
-        self,
-        windows: Sequence[OptimizerWindow],
-        gradients: Sequence[Tensor],
-        max_norm: float,
-        norm_type: float,
-    ) -> Tensor:
-        scale = self.loss_scale.value
-        unscaled = any(window.is_unscaled for window in windows)
-        for window in windows:
-            if unscaled:
-                window.unscale()
-            window.note_overflow()
-        if norm_type == 2:
-            norm = sum_of_squares(gradients, scale.device).sum().sqrt()
-        else:
-            norm = torch.nn.utils.get_total_norm(list(gradients), norm_type)
-        if not unscaled:
-            norm = norm / scale
-        multiply_in_place(gradients, clip_coefficient(norm, max_norm))
-        for window in windows:
-            window.accept_clipped()
-        return norm
+        """Clip unscaled gradients by their norm; see `clip_grad_norm` of the clipping room."""
+        return clip_grad_norm(
+            list(self._windows.values()),
+            parameters,
+            self.loss_scale.value,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            may_fold=self._loop.sync_gradients,
+        )
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp the elements of unscaled gradients, in place.
-
-        An overflow is seen before, though clamping hides it.
-
-        Args:
-            parameters: Whose gradients.
-            clip_value: Largest magnitude.
-        """
-        held = list(parameters)
-        identities = {id(parameter) for parameter in held}
-        windows = [w for w in self._windows.values() if w.update.parameters.among(identities)]
-        for window in windows:
-            window.unscale()
-            window.note_overflow()
-        torch.nn.utils.clip_grad_value_(held, clip_value)
-        for window in windows:
-            window.accept_clipped()
+        """Clamp the elements of unscaled gradients; see `clip_grad_value` of the clipping room."""
+        clip_grad_value(list(self._windows.values()), parameters, clip_value)
 
     def unscale(self, optimizers: Iterable[Optimizer] | None = None) -> None:
         """Divide gradients by the loss scale, in place, once.
