@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
