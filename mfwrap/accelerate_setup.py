@@ -133,8 +133,9 @@ def scale_of(accelerator: Accelerator) -> ScaleSense:
         ValueError: If it trains in float16 and has none.
     """
     scaler = accelerator.scaler
-    if scaler is not None and scaler.is_enabled():
-        return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
+    if scaler is not None:
+        is_used = scaler.is_enabled()
+        return DynamicLossScaleUpdateCell.from_grad_scaler(scaler) if is_used else 1.0
     if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
         msg = (
             "`scale_sense` must be given with an accelerator in fp16 whose gradient scaler has "

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
+from mfwrap.devices import on_device
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.loop_clipping import clip_grad_norm, clip_grad_value
 from mfwrap.optimizer_window import OptimizerWindow
@@ -132,7 +133,9 @@ class LoopStep:
         detached = loss.detach() if loss.dim() == 0 else loss.detach().float().mean()
         for window in self._windows.values():
             window.before_backward(detached, self._loop.step)
-        return loss if self.loss_scale.is_one else loss * self.loss_scale.value.to(loss.device)
+        if self.loss_scale.is_one:
+            return loss
+        return loss * on_device(self.loss_scale.value, loss.device)
 
     def clip_grad_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
