@@ -117,6 +117,10 @@ class AttachedStep:
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device), accelerator)
         self._scaler = StepScaler(self, self._grad_scaler)
         self._restarts_ema = False
+        self.has_grad_scaler = self._grad_scaler is not None
+        """Whether the accelerator has a gradient scaler of its own."""
+        self.answers_late = False
+        """Whether ``optimizer_step_was_skipped`` says False instead of waiting."""
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._on_save),
             accelerator.register_load_state_pre_hook(self._on_load),
@@ -246,11 +250,20 @@ class AttachedStep:
 
     def _on_save(self, models: object, weights: object, output_dir: str) -> None:
         del models, weights
+        each_node = self._accelerator.project_configuration.save_on_each_node
+        self.save_files(Path(output_dir), each_node=each_node)
+
+    def save_files(self, folder: Path, *, each_node: bool = False) -> None:
+        """Write loss scale, counts and average into a checkpoint, after a flush.
+
+        Args:
+            folder: An existing one; the main process writes.
+            each_node: Let the main process of each node write.
+        """
         state = self.step.state_dict()
         accelerator = self._accelerator
-        each_node = accelerator.project_configuration.save_on_each_node
         if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
-            write_step_files(Path(output_dir), state, self._record())
+            write_step_files(folder, state, self._record())
 
     def _record(self) -> dict[str, Any]:
         counts = [window.update.counts for window in self.step.windows.values()]
@@ -261,23 +274,38 @@ class AttachedStep:
         }
 
     def _on_load(self, models: object, input_dir: str) -> None:
-        """Restore the step before accelerate has changed anything: an error leaves all as it is."""
+        # Before accelerate has changed anything, so that an error leaves all as it is.
         del models
-        folder = Path(input_dir)
+        self._restarts_ema = self.load_files(Path(input_dir))
+
+    def load_files(self, folder: Path) -> bool:
+        """Restore what `save_files` wrote; nothing is changed if anything does not fit.
+
+        Returns:
+            Whether there was no average, so that it is to start from the loaded weights.
+
+        Raises:
+            FileNotFoundError: If one of the files is missing.
+            KeyError: If a name is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value has the wrong shape or range.
+        """
+        self.build(final=True)
         state = read_step_files(folder) if has_step_files(folder) else self._stock_state(folder)
-        self._restarts_ema = self.ema is not None and "ema" not in state
-        if self.ema is not None and "ema" not in state:
+        restarts_ema = self.ema is not None and "ema" not in state
+        if self.ema is not None and restarts_ema:
             warnings.warn(
-                f"no average in {folder}: it starts from the weights that are loaded", stacklevel=5
+                f"no average in {folder}: it starts from the weights that are loaded", stacklevel=2
             )
             state["ema"] = self.ema.state_dict()
         self.step.load_state_dict(state)
+        return restarts_ema
 
     def _stock_state(self, folder: Path) -> dict[str, Any]:
         """Return a state to begin with from a checkpoint that was written without the step."""
         warnings.warn(
             f"no state of the step in {folder}, written without it: counts start from zero",
-            stacklevel=6,
+            stacklevel=3,
         )
         state = self.step.state_dict()
         state.pop("ema", None)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LEVELS = (
-    {"arguments", "devices"},
+    {"arguments", "checkpoints", "deferred_schedule", "devices", "random_states", "termination"},
     {"outputs", "config", "wrappers"},
     {"averaged_tensors"},
     {"loss_scale", "gradients", "optimizers", "ema", "deferred", "micro_batches", "step_files"},
@@ -24,6 +24,7 @@ LEVELS = (
     {"loop_step"},
     {"accelerate_classes", "accelerate_setup"},
     {"accelerate"},
+    {"trainer_checkpoint", "trainer_events", "trainer_log", "trainer_settings"},
     {"trainer", "model"},
     {"callbacks"},
     {"recipe", "cli"},
@@ -32,7 +33,10 @@ LEVELS = (
 """The rooms, lowest first. A room imports from lower levels only, never from its own."""
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MAY_IMPORT_TRANSFORMERS = {"trainer", "model", "callbacks", "recipe", "cli", "recipes"}
+MAY_IMPORT_TRANSFORMERS = {
+    *{"trainer", "trainer_checkpoint", "trainer_events", "trainer_settings"},
+    *{"model", "callbacks", "recipe", "cli", "recipes"},
+}
 FOLDERS = {"callbacks", "recipes"}
 PUBLIC = {"accelerate", "trainer", "callbacks"}
 """What the folders may import beside the names of ``mfwrap`` itself and their own files."""

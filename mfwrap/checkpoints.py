@@ -1,0 +1,184 @@
+"""Checkpoint folders that are whole or not there, and how to tell."""
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import nn
+
+__all__ = [
+    "check_checkpoint",
+    "foreign_weights",
+    "move_into_place",
+    "newest_whole_checkpoint",
+    "staging_folder",
+    "write_manifest",
+]
+
+_MANIFEST = "mfwrap_manifest.json"
+_TRAINER_STATE = "trainer_state.json"
+_WEIGHTS = "model.safetensors"
+_FORMAT_VERSION = 1
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def staging_folder(run_folder: Path) -> Path:
+    """Return the folder beside checkpoints in which one is written."""
+    return run_folder / "checkpoint.partial"
+
+
+def write_manifest(folder: Path) -> None:
+    """List the files of a checkpoint with their sizes, so that a truncated one can be told."""
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != _MANIFEST
+    }
+    content = {"format_version": _FORMAT_VERSION, "files": sizes}
+    (folder / _MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def move_into_place(written: Path, final: Path) -> None:
+    """Put a checkpoint that is written where it belongs, in place of what is there."""
+    if final.exists():
+        replaced = staging_folder(final.parent) / "replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        replaced.parent.mkdir(exist_ok=True)
+        final.rename(replaced)
+    written.rename(final)
+    shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
+
+
+def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:
+    """Check that a checkpoint is whole, and of the network if one is given.
+
+    Raises:
+        ValueError: If it is not, with the newest whole one before it.
+    """
+    fault = _fault(folder) or (None if network is None else foreign_weights(folder, network))
+    if fault is None:
+        return
+    other = newest_whole_checkpoint(folder.parent, before=folder)
+    offer = "there is no whole one before it" if other is None else f"the one before it is {other}"
+    msg = f"`resume_from_checkpoint` must be a whole checkpoint, got {folder}: {fault}; {offer}"
+    raise ValueError(msg)
+
+
+def newest_whole_checkpoint(run_folder: Path, before: Path | None = None) -> Path | None:
+    """Return the checkpoint of the highest step that is whole.
+
+    Args:
+        run_folder: Where ``checkpoint-*`` lie.
+        before: Only those of fewer steps than this one.
+    """
+    limit = _step_of(before) if before is not None else None
+    steps = {step: path for path in _folders(run_folder) if (step := _step_of(path)) is not None}
+    for step in sorted(steps, reverse=True):
+        if (limit is None or step < limit) and _fault(steps[step]) is None:
+            return steps[step]
+    return None
+
+
+def _folders(run_folder: Path) -> Iterator[Path]:
+    if run_folder.is_dir():
+        yield from (path for path in run_folder.iterdir() if path.is_dir())
+
+
+def _step_of(folder: Path) -> int | None:
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def _fault(folder: Path) -> str | None:
+    """Say what is wrong with a checkpoint; ``None`` if nothing is."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / _TRAINER_STATE).is_file():
+        return f"it has no {_TRAINER_STATE}"
+    if (folder / _MANIFEST).exists():
+        return _unlike_manifest(folder)
+    # Written by a stock Trainer, which keeps no list: each file has to speak for itself.
+    faults = (_damage(path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return next((fault for fault in faults if fault), None)
+
+
+def _unlike_manifest(folder: Path) -> str | None:
+    if fault := _damage(folder / _MANIFEST):
+        return fault
+    files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return f"{path.name} is no JSON"
+    elif path.suffix == ".safetensors":
+        if _safetensors_header(path) is None:
+            return f"{path.name} is truncated"
+    elif path.suffix in {".pt", ".pth"} and not zipfile.is_zipfile(path):
+        # The list of a zip file stands at its end.
+        return f"{path.name} is truncated"
+    return None
+
+
+def _safetensors_header(path: Path) -> dict[str, dict[str, object]] | None:
+    """Return what a safetensors file says of its tensors; ``None`` if it is not whole."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            return None
+        try:
+            header: dict[str, dict[str, object]] = json.loads(file.read(length))
+        except ValueError:
+            return None
+    header.pop("__metadata__", None)
+    ends = [
+        offsets[1]
+        for entry in header.values()
+        if isinstance(offsets := entry["data_offsets"], list)
+    ]
+    whole = 8 + length + max(ends, default=0) == path.stat().st_size
+    return header if whole else None
+
+
+def foreign_weights(folder: Path, network: nn.Module) -> str | None:
+    """Say why a checkpoint's weights are of another network; ``None`` if they are not.
+
+    A stock Trainer loads what fits and goes on. Only an unsharded ``model.safetensors`` is looked
+    at, and only its header.
+    """
+    if not (folder / _WEIGHTS).is_file():
+        return None
+    header = _safetensors_header(folder / _WEIGHTS) or {}
+    expected = network.state_dict(keep_vars=True)
+    for name, entry in header.items():
+        if name not in expected:
+            return f"{_WEIGHTS} has {name}, which the network has not"
+        shape = tuple(expected[name].shape)
+        if entry["shape"] != list(shape):
+            return f"{_WEIGHTS} has {name} of shape {entry['shape']}, the network of {list(shape)}"
+    # Tied weights are stored under one of their names.
+    present = {expected[name].data_ptr() for name in header}
+    ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
+    for name, tensor in _stored(expected, ignored).items():
+        if name not in header and tensor.data_ptr() not in present:
+            return f"{_WEIGHTS} has no {name}"
+    return None
+
+
+def _stored(state: Mapping[str, nn.Parameter], ignored: set[str]) -> dict[str, nn.Parameter]:
+    return {
+        name: tensor for name, tensor in state.items() if name not in ignored and tensor.numel()
+    }

@@ -1,0 +1,282 @@
+"""The Hugging Face Trainer with MindFormers' training step behind it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import Trainer, TrainerControl, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from mfwrap.accelerate import AttachedStep, attach
+from mfwrap.accelerate_classes import inner_optimizer
+from mfwrap.accelerate_setup import EMA
+from mfwrap.arguments import described
+from mfwrap.checkpoints import check_checkpoint
+from mfwrap.config import StepConfig
+from mfwrap.deferred_schedule import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.loss_scale import DynamicLossScaleUpdateCell
+from mfwrap.outputs import StepReport
+from mfwrap.scale_sense import ScaleSense
+from mfwrap.termination import Termination
+from mfwrap.trainer_checkpoint import StagedCheckpoint, TrainerPosition
+from mfwrap.trainer_events import handler_class, restore_in_place
+from mfwrap.trainer_log import StepLog
+from mfwrap.trainer_settings import loop_settings
+
+__all__ = ["MFTrainer", "MFTrainerMixin"]
+
+_Base = Trainer if TYPE_CHECKING else object
+
+
+class MFTrainerMixin(_Base):
+    """Give a Trainer, or any subclass of it, MindFormers' training step.
+
+    Mixed in before the class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The arguments keep their
+    meaning and the results are those of the Trainer, with these differences:
+
+    - An update whose gradients are not finite is skipped in every precision; the schedule and
+      the average stay where they are.
+    - Clipping reads the gradients once and is folded into the optimizer's own pass. It comes from
+      ``args.max_grad_norm``; 0 reports the norm and does not clip.
+    - With ``args.logging_nan_inf_filter`` a loss that is not finite is left out of the logged mean
+      and counted, without a read on the host.
+    - The log gains ``loss_scale``, ``applied_updates``, ``skipped_updates``, ``overflows``,
+      ``non_finite_losses``, and with ``step.local_norm`` a ``local_norm/<group>`` for each group.
+    - Callbacks get ``step_output`` and ``step_report`` in ``on_step_end``.
+    - Checkpoints are written beside and moved into place, and one that is damaged or of another
+      network is refused by name. A resumed run is the run that was not stopped; callbacks' states
+      are restored in place.
+    - At SIGTERM the step is finished, a checkpoint saved, and the process exits with status 0; a
+      second SIGTERM ends it at once.
+
+    Args:
+        args: As the Trainer's.
+        step: Settings of the step. Its `gradient_accumulation_steps` and `max_grad_norm` are those
+            of ``args``, or left alone; how losses are normalised is the Trainer's own affair.
+        ema: Follows the weights: a callable that makes an average of the prepared model, or an
+            average of its parameters. The attribute ``ema`` holds it.
+        scale_sense: The loss scale: a number, a tensor or an update cell. By default
+            ``DynamicLossScaleUpdateCell(65536, 2, 2000)`` with ``args.fp16``, on every device, and
+            1 otherwise.
+        kwargs: As the Trainer's.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a setting contradicts ``args``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        step: StepConfig | None = None,
+        ema: EMA | None = None,
+        scale_sense: ScaleSense | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if step is not None and not isinstance(step, StepConfig):
+            msg = f"`step` must be a StepConfig or None, got {described(step)}"
+            raise TypeError(msg)
+        self._step_arguments = (StepConfig() if step is None else step, ema, scale_sense)
+        self._termination = Termination()
+        self._position: TrainerPosition | None = None
+        self._resumed_from: str | None = None
+        self._staged: StagedCheckpoint | None = None
+        super().__init__(*args, **kwargs)
+        handler: Any = self.callback_handler
+        handler.__class__ = handler_class(type(handler))
+        handler.steps = self
+
+    # What the Trainer builds
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, and attach the step to it."""
+        super().create_accelerator_and_postprocess()
+        config, ema, scale_sense = self._step_arguments
+        if scale_sense is None:
+            scale_sense = DynamicLossScaleUpdateCell(65536, 2, 2000) if self.args.fp16 else 1.0
+        self.attached: AttachedStep = attach(
+            self.accelerator, loop_settings(config, self.args), ema, scale_sense=scale_sense
+        )
+        self.step_log = StepLog(self.accelerator.device)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the schedule; it advances once it is known that an update was applied."""
+        schedule: Any = super().create_scheduler(*args, **kwargs)
+        steps = self.attached.step
+        if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
+            optimizer = inner_optimizer(self.optimizer)
+            defer_schedule(schedule, lambda: steps.was_skipped(optimizer), steps.flush)
+        if isinstance(schedule, DeferredSchedule) and schedule not in steps.schedules:
+            steps.schedules.append(schedule)
+        return schedule
+
+    @property
+    def ema(self) -> ExponentialMovingAverage | None:
+        """The average of the weights; ``None`` without one, and before training has begun."""
+        return self.attached.ema
+
+    # A step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Do forward and backward of a micro-batch; return its loss, 0 if it is not finite."""
+        return self.step_log.filtered(super().training_step(*args, **kwargs))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with what the step knows beside the training loss."""
+        report = self.attached.last_report
+        if "loss" in logs and report is not None:
+            self.attached.flush()
+            num_steps = self.step_log.num_steps
+            logs, missing = self.step_log.completed(logs, report)
+            # The Trainer has just added to its sum what lacks the losses that were left out.
+            self._total_loss_scalar += missing * num_steps
+        super().log(logs, *args, **kwargs)
+
+    def report_of_step(self) -> StepReport | None:
+        """Return the report of the last update."""
+        return self.attached.last_report
+
+    def answer_late(self, *, late: bool) -> None:
+        """Let ``optimizer_step_was_skipped`` say False instead of waiting, or no longer."""
+        self.attached.answers_late = late
+
+    def before_event(self, event: str) -> None:
+        """Take over where a checkpoint has left off, and count steps."""
+        if event == "on_train_begin" and self._position is not None:
+            self._position.restore_log(self)
+        elif event == "on_epoch_begin":
+            self._begin_epoch()
+        elif event == "on_step_end" and self.attached.last_report is not None:
+            self.step_log.count(self.attached.last_report)
+
+    def _begin_epoch(self) -> None:
+        """Note the random generators, which an epoch's order comes from; resumed ones first."""
+        checkpoint, self._resumed_from = self._resumed_from, None
+        if checkpoint is not None and float(self.state.epoch).is_integer():
+            self._load_rng_state(checkpoint)
+        elif checkpoint is not None and self._position is not None:
+            self._position.restore_epoch()
+        self._position = TrainerPosition.now()
+
+    def after_event(self, event: str, control: TrainerControl) -> None:
+        """Stop after a step if the process has been told to end."""
+        if event == "on_step_end" and self._termination.is_requested:
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    # A training
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does; a checkpoint to resume from must be whole.
+
+        Raises:
+            ValueError: If it is not; the newest whole one before it is named.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                msg = f"`output_dir` must hold a checkpoint, got {self.args.output_dir} with none"
+                raise ValueError(msg)
+        if resume_from_checkpoint:
+            network = self.model if self.model_init is None else None
+            check_checkpoint(Path(resume_from_checkpoint), network)
+        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        filters = self.args.logging_nan_inf_filter
+        self.step_log.restart(filters=filters)
+        self._position, self._resumed_from = None, resume_from_checkpoint
+        # The Trainer's own filter reads each loss on the host.
+        self.args.logging_nan_inf_filter = False
+        try:
+            with self._termination:
+                result = super()._inner_training_loop(
+                    batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+                )
+            self.attached.flush()
+        finally:
+            self.args.logging_nan_inf_filter = filters
+        if self._termination.is_requested:
+            raise SystemExit(0)
+        return result
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return folder if self._staged is None else str(self._staged.folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.attached.flush()
+        self._staged = StagedCheckpoint(self, Path(self._get_output_dir(trial)))
+        try:
+            with self._staged:
+                super()._save_checkpoint(model, trial)
+        finally:
+            staged, self._staged = self._staged, None
+        staged.finish()
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.attached.has_grad_scaler:
+            super()._save_scaler(output_dir)
+        self.attached.save_files(Path(output_dir))
+        if self._position is not None and self.args.should_save:
+            self._position.save(Path(output_dir), self)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        starts_anew = self.attached.load_files(Path(checkpoint))
+        if starts_anew and self.attached.ema is not None:
+            self.attached.ema.restart()
+        self._position = TrainerPosition.load(Path(checkpoint))
+
+    def _load_callback_state(self) -> None:
+        both = self.args.restore_callback_states_from_checkpoint
+        restore_in_place(
+            self.callback_handler.callbacks,
+            self.state.stateful_callbacks,
+            control=self.control if both else None,
+        )
+
+
+class MFTrainer(MFTrainerMixin, Trainer):
+    """`transformers.Trainer` with MindFormers' training step; see `MFTrainerMixin`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> from mfwrap import ExponentialMovingAverage, StepConfig
+        >>> from mfwrap.trainer import MFTrainer
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(
+        ...         vocab_size=8,
+        ...         hidden_size=8,
+        ...         intermediate_size=8,
+        ...         num_hidden_layers=1,
+        ...         num_attention_heads=1,
+        ...     )
+        ... )
+        >>> tokens = torch.arange(8)
+        >>> trainer = MFTrainer(
+        ...     model,
+        ...     TrainingArguments(
+        ...         "run", max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True
+        ...     ),
+        ...     train_dataset=[{"input_ids": tokens, "labels": tokens}] * 16,
+        ...     step=StepConfig(local_norm=True, local_norm_groups="layer"),
+        ...     ema=lambda model: ExponentialMovingAverage(model, 0.99),
+        ... )
+        >>> result = trainer.train()  # doctest: +ELLIPSIS
+        {...
+        >>> trainer.attached.last_output.overflow
+        tensor(False)
+    """

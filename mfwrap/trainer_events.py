@@ -1,0 +1,79 @@
+"""The Trainer's events with the step in them."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
+
+from mfwrap.outputs import StepReport
+
+__all__ = ["StepCallbackHandler", "TrainerSteps", "handler_class", "restore_in_place"]
+
+
+class TrainerSteps(Protocol):
+    """What the events ask of a Trainer, and tell it."""
+
+    def report_of_step(self) -> StepReport | None:
+        """Return the report of the last update."""
+
+    def answer_late(self, *, late: bool) -> None:
+        """Let ``optimizer_step_was_skipped`` say False instead of waiting, or no longer."""
+
+    def before_event(self, event: str) -> None:
+        """Hear of an event before the callbacks do."""
+
+    def after_event(self, event: str, control: TrainerControl) -> None:
+        """Hear of an event after the callbacks, with what they want to be done."""
+
+
+class StepCallbackHandler:
+    """Mixed in before the Trainer's own handler by `handler_class`."""
+
+    steps: TrainerSteps
+
+    def call_event(
+        self, event: str, args: Any, state: Any, control: TrainerControl, **keywords: Any
+    ) -> TrainerControl:
+        """Call all callbacks; at the end of a step they get its output and its report."""
+        # The Trainer asks whether the update was skipped right after this event, and steps the
+        # schedule if not. That the schedule knows by itself, a step later.
+        self.steps.answer_late(late=False)
+        self.steps.before_event(event)
+        report = self.steps.report_of_step()
+        if event == "on_step_end" and report is not None:
+            keywords |= {"step_output": report.output, "step_report": report}
+        control = super().call_event(event, args, state, control, **keywords)  # type: ignore[misc]
+        self.steps.after_event(event, control)
+        self.steps.answer_late(late=event == "on_optimizer_step")
+        return control
+
+
+def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:
+    """Return the subclass of a callback handler's class that has the step in its events."""
+    return type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
+
+
+def restore_in_place(
+    callbacks: list[Any], saved: Mapping[str, Any], *, control: TrainerControl | None
+) -> None:
+    """Give callbacks the states that a checkpoint holds, without replacing them.
+
+    Args:
+        callbacks: Those that export a state are restored.
+        saved: States by the name of the class, several of one class in a list.
+        control: Restored, too; ``None`` for not.
+    """
+    stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    for name, data in saved.items():
+        same_class = [callback for callback in stateful if type(callback).__name__ == name]
+        states = data if isinstance(data, list) else [data]
+        # The Trainer appends to such a list at each save.
+        for callback, state in zip(same_class, states[-len(same_class) :], strict=False):
+            _set_attributes(callback, state)
+        if control is not None and name == type(control).__name__:
+            _set_attributes(control, states[-1])
+
+
+def _set_attributes(target: object, state: Mapping[str, Any]) -> None:
+    for attribute, value in state.get("attributes", {}).items():
+        setattr(target, attribute, value)
