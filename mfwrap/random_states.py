@@ -16,7 +16,7 @@ def random_states() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (the one that collators use)
     states = {
         "python": [version, list(words), gauss],
-        "numpy": [kind, _encoded(keys.tobytes()), position, has_gauss, cached],
+        "numpy": [kind, _encoded(np.asarray(keys).tobytes()), position, has_gauss, cached],
         "cpu": _encoded(torch.random.get_rng_state().numpy().tobytes()),
     }
     if torch.cuda.is_available():

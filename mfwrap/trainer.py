@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainerControl, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.accelerate import AttachedStep, attach
@@ -20,13 +20,17 @@ from mfwrap.outputs import StepReport
 from mfwrap.scale_sense import ScaleSense
 from mfwrap.termination import Termination
 from mfwrap.trainer_checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer_events import handler_class, restore_in_place
+from mfwrap.trainer_events import TerminationCallback, handler_class, restore_in_place
 from mfwrap.trainer_log import StepLog
 from mfwrap.trainer_settings import loop_settings
 
 __all__ = ["MFTrainer", "MFTrainerMixin"]
 
-_Base = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    # What the mixin is mixed in before has the Trainer's methods.
+    from transformers import Trainer as _Base
+else:
+    _Base = object
 
 
 class MFTrainerMixin(_Base):
@@ -86,6 +90,9 @@ class MFTrainerMixin(_Base):
         handler: Any = self.callback_handler
         handler.__class__ = handler_class(type(handler))
         handler.steps = self
+        # Behind the Trainer's own, which asks for evaluations, and before the user's, which may
+        # make ready for them.
+        handler.callbacks.insert(1, TerminationCallback(self._termination))
 
     # What the Trainer builds
 
@@ -158,12 +165,6 @@ class MFTrainerMixin(_Base):
         elif checkpoint is not None and self._position is not None:
             self._position.restore_epoch()
         self._position = TrainerPosition.now()
-
-    def after_event(self, event: str, control: TrainerControl) -> None:
-        """Stop after a step if the process has been told to end."""
-        if event == "on_step_end" and self._termination.is_requested:
-            control.should_training_stop = control.should_save = True
-            control.should_evaluate = False
 
     # A training
 
@@ -243,7 +244,7 @@ class MFTrainerMixin(_Base):
         both = self.args.restore_callback_states_from_checkpoint
         restore_in_place(
             self.callback_handler.callbacks,
-            self.state.stateful_callbacks,
+            self.state.stateful_callbacks or {},
             control=self.control if both else None,
         )
 

@@ -3,11 +3,23 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
+from transformers.trainer_callback import (
+    CallbackHandler,
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+)
 
 from mfwrap.outputs import StepReport
+from mfwrap.termination import Termination
 
-__all__ = ["StepCallbackHandler", "TrainerSteps", "handler_class", "restore_in_place"]
+__all__ = [
+    "StepCallbackHandler",
+    "TerminationCallback",
+    "TrainerSteps",
+    "handler_class",
+    "restore_in_place",
+]
 
 
 class TrainerSteps(Protocol):
@@ -21,9 +33,6 @@ class TrainerSteps(Protocol):
 
     def before_event(self, event: str) -> None:
         """Hear of an event before the callbacks do."""
-
-    def after_event(self, event: str, control: TrainerControl) -> None:
-        """Hear of an event after the callbacks, with what they want to be done."""
 
 
 class StepCallbackHandler:
@@ -43,9 +52,26 @@ class StepCallbackHandler:
         if event == "on_step_end" and report is not None:
             keywords |= {"step_output": report.output, "step_report": report}
         control = super().call_event(event, args, state, control, **keywords)  # type: ignore[misc]
-        self.steps.after_event(event, control)
         self.steps.answer_late(late=event == "on_optimizer_step")
         return control
+
+
+class TerminationCallback(TrainerCallback):
+    """Save and stop after a step, without an evaluation, if the process has been told to end.
+
+    Args:
+        termination: Knows whether it has.
+    """
+
+    def __init__(self, termination: Termination) -> None:
+        self._termination = termination
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Ask for the checkpoint and for the end."""
+        del args, state
+        if self._termination.is_requested:
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
 
 
 def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:
@@ -53,14 +79,12 @@ def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:
     return type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
 
 
-def restore_in_place(
-    callbacks: list[Any], saved: Mapping[str, Any], *, control: TrainerControl | None
-) -> None:
+def restore_in_place(callbacks: list[Any], saved: Any, *, control: TrainerControl | None) -> None:
     """Give callbacks the states that a checkpoint holds, without replacing them.
 
     Args:
         callbacks: Those that export a state are restored.
-        saved: States by the name of the class, several of one class in a list.
+        saved: States by the name of the class, several of one class in a list: a mapping.
         control: Restored, too; ``None`` for not.
     """
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]

@@ -18,12 +18,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
+    TrainerControl,
+    TrainerState,
     get_cosine_schedule_with_warmup,
 )
 from transformers.utils.logging import disable_progress_bar
@@ -34,6 +35,7 @@ from mfwrap import (
     MFTrainOneStepCell,
     StepReport,
 )
+from mfwrap.callbacks import MFLossMonitor
 from mfwrap.recipes.run_picture import draw_run
 
 IGNORED_LABEL = -100
@@ -118,17 +120,29 @@ def build_model(sequence_length: int) -> LlamaForCausalLM:
     )
 
 
-def build_loaders(arguments: RecipeArguments) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return loaders of training text and of the topics that are held out, every tenth."""
+def text_loaders(
+    batch_size: int, sequence_length: int, seed: int, max_samples: int | None = None
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return loaders of training text and of the topics that are held out, every tenth.
+
+    Args:
+        batch_size: Pieces of text in a batch.
+        sequence_length: Length of a piece, in bytes.
+        seed: Of the training text's order.
+        max_samples: Pieces that are taken of each; ``None`` for all.
+    """
     names = sorted(topics)
-    training = [name for index, name in enumerate(names) if index % 10]
-    held_out = [name for index, name in enumerate(names) if not index % 10]
-    size, length = arguments.micro_batch_size, arguments.sequence_length
-    order = torch.Generator().manual_seed(arguments.seed)
+    training = PythonTopics([n for i, n in enumerate(names) if i % 10], sequence_length)
+    held_out = PythonTopics([n for i, n in enumerate(names) if not i % 10], sequence_length)
+    order = torch.Generator().manual_seed(seed)
     return (
-        DataLoader(PythonTopics(training, length), size, shuffle=True, generator=order),
-        DataLoader(PythonTopics(held_out, length), size),
+        DataLoader(_first(training, max_samples), batch_size, shuffle=True, generator=order),
+        DataLoader(_first(held_out, max_samples), batch_size),
     )
+
+
+def _first(dataset: PythonTopics, number: int | None) -> Dataset[dict[str, Tensor]]:
+    return dataset if number is None else Subset(dataset, range(min(number, len(dataset))))
 
 
 def micro_batches(loader: DataLoader[Any], number: int) -> Iterator[list[dict[str, Tensor]]]:
@@ -171,17 +185,14 @@ class MetricsFile:
         if report is not None:
             self._reports.append(report)
 
-    def write_steps(self) -> dict[str, Any]:
-        """Write all steps that were added since the last time; return the newest."""
-        record: dict[str, Any] = {}
+    def write_steps(self) -> None:
+        """Write all steps that were added since the last time."""
         for report in self._reports:
             step = int(report.applied_updates + report.skipped_updates)
             values = {k: v.tolist() for k, v in report.output._asdict().items() if k != "size"}
             local_norms = zip(report.local_norm_names, values["local_norm"], strict=True)
-            record = {"step": step, **values, "local_norm": dict(local_norms)}
-            self.write(record)
+            self.write({"step": step, **values, "local_norm": dict(local_norms)})
         self._reports.clear()
-        return record
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
@@ -196,22 +207,30 @@ def train(
     metrics: MetricsFile,
 ) -> None:
     """Do all updates."""
-    progress = tqdm(range(1, arguments.max_steps + 1), unit="step", dynamic_ncols=True)
+    monitor = MFLossMonitor(
+        per_print_times=arguments.logging_steps,
+        origin_epochs=1,
+        dataset_size=arguments.max_steps,
+        global_batch_size=arguments.micro_batch_size * arguments.gradient_accumulation_steps,
+    )
+    state, control = TrainerState(), TrainerControl()
+    monitor.on_train_begin(None, state, control)
     batches = micro_batches(loader, arguments.gradient_accumulation_steps)
     try:
-        for step, batch in zip(progress, batches, strict=False):
-            cell.step(batch)
+        for state.global_step, batch in zip(
+            range(1, arguments.max_steps + 1), batches, strict=False
+        ):
+            output = cell.step(batch)
             metrics.add(cell.last_report)
-            if step % arguments.logging_steps == 0 or step == arguments.max_steps:
-                progress.set_postfix_str(
-                    "loss {loss:.3f}, learning rate {learning_rate:.1e}, "
-                    "loss scale {loss_scale:.0f}, global norm {global_norm:.2f}".format(
-                        **metrics.write_steps()
-                    )
-                )
+            monitor.on_step_end(
+                None, state, control, step_output=output, step_report=cell.last_report
+            )
+            if state.global_step % arguments.logging_steps == 0:
+                metrics.write_steps()
         cell.flush()
     finally:
         metrics.write_steps()
+        monitor.on_train_end(None, state, control)
 
 
 def main() -> None:
@@ -231,7 +250,9 @@ def main() -> None:
         optimizer, arguments.warmup_steps, arguments.max_steps
     )
     model, optimizer, training, held_out = accelerator.prepare(
-        model, optimizer, *build_loaders(arguments)
+        model,
+        optimizer,
+        *text_loaders(arguments.micro_batch_size, arguments.sequence_length, arguments.seed),
     )
     ema = ExponentialMovingAverage(model, arguments.ema_decay, warmup=True)
     cell = MFTrainOneStepCell(

@@ -1,0 +1,99 @@
+"""The record of one step, in MindFormers' two lines, which scripts parse."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+
+from mfwrap.callbacks.run_size import RunPosition
+from mfwrap.callbacks.step_values import StepValues
+
+__all__ = ["StepRecord", "record_lines"]
+
+_UNKNOWN = "unavailable"
+_BAR_WIDTH = 50
+_MOST_SECONDS = 86_399_999_999_999
+"""More do not fit in a ``datetime.timedelta``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """Everything that is printed of a step."""
+
+    position: RunPosition
+    values: StepValues
+    mean_loss: float
+    seconds: float
+    """Mean time of a step; 0 is unknown."""
+
+    seconds_left: float
+    global_batch_size: int
+    """Samples of one update on all processes; 0 is unknown."""
+
+    num_processes: int
+    tflops: float | None
+    """TFLOP/s of one device; ``None`` is unknown."""
+
+    peak_tflops: float | None
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second and process; 0 if unknown."""
+        if not self.seconds:
+            return 0.0
+        return self.global_batch_size / self.num_processes / self.seconds
+
+
+def record_lines(record: StepRecord) -> tuple[str, str]:
+    """Return the two lines of a record.
+
+    Source: MindFormers, ``MFLossMonitor.print_output_info``; the utilisation is ours.
+    """
+    return _numbers(record), _progress(record)
+
+
+def _numbers(record: StepRecord) -> str:
+    position, values = record.position, record.values
+    learning_rate = (
+        "" if values.learning_rate is None else f"lr: {_float32(values.learning_rate)}, "
+    )
+    overflow = _UNKNOWN if values.overflow is None else values.overflow
+    loss_scale = _UNKNOWN if values.loss_scale is None else _float32(values.loss_scale)
+    norm = None if values.global_norm is None else _vector(values.global_norm)
+    return (
+        f"{{ Epoch:[{position.epoch:3d}/{position.length.num_epochs:3d}], "
+        f"step:[{position.step_of_epoch:5d}/{position.length.steps_per_epoch:5d}], "
+        f"loss:[{values.loss:5.3f}/{record.mean_loss:5.3f}], "
+        f"per_step_time: {int(record.seconds * 1000)}ms, {learning_rate}"
+        f"overflow cond: {overflow}, loss_scale: {loss_scale}, global_norm: {norm}"
+        f"{_compute(record)}"
+    )
+
+
+def _compute(record: StepRecord) -> str:
+    if record.tflops is None:
+        return ""
+    text = f", train_throughput_per_npu: {record.tflops:.3f}T"
+    if record.peak_tflops is not None:
+        text += f", mfu: {100 * record.tflops / record.peak_tflops:.1f}%"
+    return text
+
+
+def _progress(record: StepRecord) -> str:
+    percent = record.position.percent
+    bar = "█" * int(_BAR_WIDTH * percent / 100)
+    left = timedelta(seconds=int(min(record.seconds_left, _MOST_SECONDS)))
+    return f"  {percent:4.1f}% |{bar:<50}| {record.throughput:.5f} samples/s/p  {left} }}"
+
+
+def _float32(value: float) -> str:
+    """Return the fewest digits that tell a float32 from its neighbours."""
+    # A number from the Trainer's logs may be too large for float32: inf, without a warning.
+    with np.errstate(over="ignore"):
+        return str(np.float32(value))
+
+
+def _vector(value: float) -> str:
+    """Return a number as the array of one element that the norm is in MindFormers: [3.]."""
+    with np.errstate(over="ignore"):
+        return str(np.array([value]).astype(np.float32))

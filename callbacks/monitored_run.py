@@ -1,0 +1,177 @@
+"""From the steps of a run to the records that are printed."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from mfwrap import DeferredReads
+from mfwrap.callbacks.epoch_mean import EpochMean, SavedMean
+from mfwrap.callbacks.loss_record import StepRecord
+from mfwrap.callbacks.run_size import RunLength, RunPosition
+from mfwrap.callbacks.step_clock import StepClock
+from mfwrap.callbacks.step_values import PackedValues, StepValues, pack, values_of_logs
+
+__all__ = ["MonitoredRun"]
+
+
+class _Rates(NamedTuple):
+    """What the clock says when a step ends that is printed."""
+
+    seconds: float
+    seconds_left: float
+    tflops: float | None
+
+
+class _Moment(NamedTuple):
+    """What is known on the host when a step ends."""
+
+    position: RunPosition
+    epoch: tuple[int, int]
+    rates: _Rates | None
+    """``None`` if the step is not printed."""
+
+
+@final
+class MonitoredRun:
+    """One run of training as a monitor sees it.
+
+    Args:
+        length: Of the run.
+        emit: Takes each record.
+        clock: Of the steps.
+        global_step: Steps done before the first one.
+        per_print_times: Steps from one record to the next.
+        global_batch_size: Samples of one update on all processes; 0 is unknown.
+        num_processes: Over which they are spread.
+        peak_tflops: Of this device; ``None`` is unknown.
+        saved_mean: Of the epoch that is gone on with; used if it is of `global_step`.
+    """
+
+    def __init__(
+        self,
+        length: RunLength,
+        emit: Callable[[StepRecord], None],
+        *,
+        clock: StepClock,
+        global_step: int,
+        per_print_times: int,
+        global_batch_size: int,
+        num_processes: int,
+        peak_tflops: float | None,
+        saved_mean: SavedMean | None,
+    ) -> None:
+        self.clock = clock
+        self._length = length
+        self._emit = emit
+        self._per_print_times = per_print_times
+        self._global_batch_size = global_batch_size
+        self._num_processes = num_processes
+        self._peak_tflops = peak_tflops
+        fits = saved_mean is not None and saved_mean["global_step"] == global_step
+        self._mean = EpochMean(saved_mean if fits else None)
+        self._reads: DeferredReads | None = None
+        self._num_steps = 0
+        self._pass_over_data = 0
+        self._last_step = self._last_printed = self._last_logged = global_step
+        self.has_outputs = False
+        """A step of this run has had an output."""
+
+    @property
+    def num_losses_not_finite(self) -> int:
+        """Number of losses so far, of those that were read, that were not finite."""
+        return self._mean.num_not_finite
+
+    def begin_epoch(self) -> None:
+        """Begin a new mean, unless the run has just begun, in the middle of an epoch maybe."""
+        if self._num_steps:
+            self._pass_over_data += 1
+
+    def end_step(self, global_step: int, output: Any, flops: float | None) -> None:
+        """Print the step before; keep what is needed of this one.
+
+        Args:
+            global_step: Steps done, this one included.
+            output: Of the step; ``None`` if there is none.
+            flops: Of one update; ``None`` is unknown.
+        """
+        # Before the clock is read: the wait for the step before is time of a step.
+        self.flush()
+        self.clock.end_step()
+        self._num_steps += 1
+        self._last_step = global_step
+        if output is None:
+            return
+        self.has_outputs = True
+        packed = pack(output)
+        if self._reads is None:
+            self._reads = DeferredReads(packed.tensor.device)
+        moment = self._moment(global_step, flops)
+        self._reads.submit(packed.tensor, functools.partial(self._receive, packed, moment))
+
+    def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
+        """Print what the Trainer logs, the mean loss of several steps, as a record.
+
+        Args:
+            global_step: Steps done.
+            logs: Without a ``loss``, nothing is printed.
+            flops: Of one update; ``None`` is unknown.
+        """
+        values = values_of_logs(logs)
+        if values is None:
+            return
+        num_steps = max(global_step - self._last_logged, 1)
+        self._last_logged = global_step
+        self._keep(values, self._moment(global_step, flops), num_steps=num_steps)
+
+    def flush(self) -> None:
+        """Wait for what is pending of the last step, and print it."""
+        if self._reads is not None:
+            self._reads.flush()
+
+    def save_mean(self) -> SavedMean | None:
+        """Return the state of the running mean; call `flush` first."""
+        return self._mean.save(self._last_step)
+
+    def _moment(self, global_step: int, flops: float | None) -> _Moment:
+        position = self._length.position(global_step)
+        return _Moment(
+            position=position,
+            epoch=(position.epoch, self._pass_over_data),
+            rates=self._rates(position, flops) if self._is_due(global_step) else None,
+        )
+
+    def _is_due(self, global_step: int) -> bool:
+        # As in MindFormers, a count that went back begins anew.
+        if 0 < global_step - self._last_printed < self._per_print_times:
+            return False
+        self._last_printed = global_step
+        return True
+
+    def _rates(self, position: RunPosition, flops: float | None) -> _Rates:
+        seconds = self.clock.end_lap()
+        return _Rates(
+            seconds=seconds,
+            seconds_left=position.steps_left * self.clock.typical_seconds,
+            tflops=flops / seconds / 1e12 if flops and seconds else None,
+        )
+
+    def _receive(self, packed: PackedValues, moment: _Moment, host_values: Sequence[float]) -> None:
+        self._keep(packed.unpack(host_values), moment, num_steps=1)
+
+    def _keep(self, values: StepValues, moment: _Moment, *, num_steps: int) -> None:
+        self._mean.add(values.loss, epoch=moment.epoch, num_steps=num_steps)
+        if moment.rates is None:
+            return
+        self._emit(
+            StepRecord(
+                position=moment.position,
+                values=values,
+                mean_loss=self._mean.value,
+                seconds=moment.rates.seconds,
+                seconds_left=moment.rates.seconds_left,
+                global_batch_size=self._global_batch_size,
+                num_processes=self._num_processes,
+                tflops=moment.rates.tflops,
+                peak_tflops=self._peak_tflops,
+            )
+        )

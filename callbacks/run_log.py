@@ -1,0 +1,36 @@
+"""The log that the callbacks print to."""
+
+import logging
+import sys
+
+__all__ = ["run_logger"]
+
+_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+
+def run_logger(name: str) -> logging.Logger:
+    """Return the logger of a module, heard at level INFO.
+
+    Call it when there is something to say, not at import. A level that was set for ``mfwrap`` or
+    ``mfwrap.callbacks`` stays. Where nobody has configured logging, ``mfwrap`` gets a handler
+    that writes to standard output, lines that begin as MindFormers' do; it keeps silent once
+    the root logger has a handler of its own.
+
+    Args:
+        name: The module's ``__name__``, below ``mfwrap.callbacks``.
+    """
+    library, callbacks = logging.getLogger("mfwrap"), logging.getLogger("mfwrap.callbacks")
+    if library.level == callbacks.level == logging.NOTSET:
+        callbacks.setLevel(logging.INFO)
+    logger = logging.getLogger(name)
+    if not logger.hasHandlers():
+        library.addHandler(_standard_output())
+    return logger
+
+
+def _standard_output() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    # Records propagate, so a handler of the root would print each a second time.
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    return handler

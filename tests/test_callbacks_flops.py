@@ -1,0 +1,220 @@
+"""Operations of an update, counted and by formula, and the share of a device's peak."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import MFTrainOneStepCell
+from mfwrap.callbacks.flops import StepFlops
+from mfwrap.callbacks.peak_rates import peak_tflops
+from small_llama import byte_batch, small_llama
+from test_callbacks_loss_monitor import Loop, output, shown
+
+
+def counted(network: nn.Module, *batches) -> float:
+    """Return the operations counted while a cell does one update."""
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    cell, flops = MFTrainOneStepCell(network, optimizer, use_clip_grad=True), StepFlops(count=True)
+    flops.start(network)
+    cell.step(batches)
+    flops.stop()
+    return flops.value
+
+
+class LinearMean(nn.Module):
+    """One product and the mean of what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+
+    def forward(self, inputs):
+        return self.linear(inputs).mean()
+
+
+def test_linear_layer():
+    """A product and the gradient of its weights; the inputs have no gradient."""
+    assert counted(LinearMean(), torch.ones(7, 12)) == 2 * (2 * 7 * 12 * 5)
+
+
+def test_all_micro_batches():
+    """An update has the operations of all its micro-batches, of any sizes."""
+    micro_batches = [torch.ones(rows, 12) for rows in (7, 2, 3)]
+
+    assert counted(LinearMean(), *micro_batches) == 2 * (2 * 12 * 12 * 5)
+
+
+@pytest.mark.parametrize(
+    ("attention", "products"),
+    # Fused attention computes its scores a second time in the backward pass.
+    [("eager", 6), ("sdpa", 7)],
+)
+def test_llama(attention, products):
+    """A Llama has 6 operations a weight and token, and its attention's products."""
+    network = small_llama()
+    network.set_attn_implementation(attention)
+    config, (pieces, length) = network.config, (3, 16)
+    linear = [m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear)]
+    batch = byte_batch([length] * pieces)
+    # All bytes count: without a mask the fused kernel is taken.
+    del batch["attention_mask"]
+    weights = 6 * sum(linear) * pieces * length
+    product = 2 * pieces * length * length * config.hidden_size
+
+    expected = weights + products * product * config.num_hidden_layers
+    assert counted(network, batch) == expected
+
+
+def counting() -> bool:
+    """Tell whether a mode is active."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+def test_every_update_but_the_first_is_left_alone():
+    """Counting ends with the update it began with, and changes none of its numbers."""
+    losses, active = [], []
+    for count in (False, True):
+        torch.manual_seed(0)
+        network = LinearMean()
+        cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        flops = StepFlops(count=count)
+        for _ in range(3):
+            flops.start(network)
+            active.append(counting())
+            losses.append(cell(torch.ones(2, 12)).loss.item())
+            flops.stop()
+            assert not counting()
+
+    assert losses[:3] == losses[3:]
+    assert active == [False, False, False, True, False, False]
+
+
+def test_record_of_a_counted_update(caplog):
+    """The record shows operations a second of the device, and the share of a given peak."""
+    network = LinearMean()
+    cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    loop = Loop(model=network, count_flops=True, peak_tflops=8.0)
+    loop.send("on_train_begin")
+    for terascale in (2.0, 4.0):
+        loop.send("on_step_begin")
+        step_output = cell(torch.ones(7, 12))
+        loop.clock.now += 2 * (2 * 7 * 12 * 5) / 1e12 / terascale
+        loop.state.global_step += 1
+        loop.send("on_step_end", step_output=step_output)
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"global_norm: None(.*)") == [
+        ", train_throughput_per_npu: 2.000T, mfu: 25.0%",
+        ", train_throughput_per_npu: 4.000T, mfu: 50.0%",
+    ]
+
+
+def test_operations_that_are_given(caplog):
+    """Given operations are shown, without a share where the device's peak is not known."""
+    loop = Loop(flops_per_step=3e12)
+    loop.send("on_train_begin")
+    loop.step(output(), seconds=2.0)
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"global_norm: \[3.\](.*)") == [", train_throughput_per_npu: 1.500T"]
+
+
+def compiled_module() -> nn.Module:
+    """Return a module within the wrapper that torch.compile makes."""
+    return nn.Sequential(torch.compile(LinearMean(), backend="eager"))
+
+
+def module_compiled_in_place() -> nn.Module:
+    """Return a module that compiles itself."""
+    network = LinearMean()
+    network.compile(backend="eager")
+    return network
+
+
+@pytest.mark.parametrize("make_network", [compiled_module, module_compiled_in_place])
+def test_a_compiled_network(make_network, caplog):
+    """A compiled network is not counted; the log says so once."""
+    loop = Loop(model=make_network(), count_flops=True)
+    loop.send("on_train_begin")
+    for _ in range(2):
+        loop.step(output())
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"global_norm: \[3.\](.*)") == ["", ""]
+    (warning,) = warnings(caplog)
+    assert warning == (
+        "No FLOPs are shown: operations of a compiled network cannot be counted. "
+        "Give `flops_per_step` instead of `count_flops`."
+    )
+
+
+def warnings(caplog) -> list[str]:
+    """Return the warnings about operations."""
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "FLOPs" in message]
+
+
+def test_nothing_to_count(caplog):
+    """An update without a product, or one that began unseen, is said once to have no count."""
+    for begin in (True, False):
+        flops = StepFlops(count=True)
+        for _ in range(2):
+            if begin:
+                flops.start(None)
+            flops.stop()
+        assert flops.value is None
+
+    assert [message.split(": ")[1].split(".")[0] for message in warnings(caplog)] == [
+        "the first update had no operation that can be counted",
+        "`on_step_begin`, where counting begins, was not called",
+    ]
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_train_end"])
+def test_a_count_that_broke_off(event):
+    """After an update that raised, the next run or its end leaves no mode behind."""
+    loop = Loop(count_flops=True)
+    loop.send("on_train_begin")
+    loop.send("on_step_begin")
+    assert counting()
+
+    loop.send(event)
+    assert not counting()
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("Tesla V100-PCIE-32GB", 112.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40", 181.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 3090", 71.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Some device", None),
+    ],
+)
+def test_peak_rates(name, rate):
+    """A device has the rate of its own name, not of one that its name begins with."""
+    assert peak_tflops(name) == rate

@@ -1,0 +1,267 @@
+"""The loss monitor in a loop of one's own: real cell, transformers' handler, own state."""
+
+import math
+import re
+
+import pytest
+import torch
+from transformers import DefaultFlowCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from mfwrap import StepOutput
+from mfwrap.callbacks import MFLossMonitor
+
+NAN = math.nan
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Loop:
+    """A loop of one's own around a monitor, its values made up unless they are passed."""
+
+    def __init__(self, *, max_steps=6, epochs=2, batch_size=4, args=None, model=None, **settings):
+        self.clock = Clock()
+        self.monitor = MFLossMonitor(clock=self.clock, **settings)
+        self.state = TrainerState(
+            max_steps=max_steps, num_train_epochs=epochs, train_batch_size=batch_size
+        )
+        self.args = args
+        self.control = TrainerControl()
+        callbacks = [DefaultFlowCallback(), self.monitor] if args else [self.monitor]
+        self.handler = CallbackHandler(callbacks, model, None, None, None)
+
+    def send(self, event: str, **keywords) -> None:
+        """Send an event as the Trainer does."""
+        self.handler.call_event(event, self.args, self.state, self.control, **keywords)
+
+    def step(self, output, *, seconds=1.0, **keywords) -> None:
+        """Do one step."""
+        self.send("on_step_begin")
+        self.clock.now += seconds
+        self.state.global_step += 1
+        self.send("on_step_end", step_output=output, **keywords)
+
+
+def output(loss=1.0, *, overflow=False, scale=131072.0, rate=0.1, norm=3.0) -> StepOutput:
+    """Return the output of a step."""
+    return StepOutput(
+        loss=torch.tensor(loss),
+        overflow=torch.tensor(overflow),
+        loss_scale=torch.tensor(scale),
+        learning_rate=torch.tensor(rate),
+        global_norm=None if norm is None else torch.tensor(norm),
+    )
+
+
+def records(caplog) -> list[str]:
+    """Return the first lines of the records so far."""
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("{ Epoch")]
+
+
+def shown(caplog, pattern) -> list[str]:
+    """Return what an expression finds in each record."""
+    return [re.search(pattern, line).group(1) for line in records(caplog)]
+
+
+def test_record_of_mindformers(caplog):
+    """A record that MindFormers printed comes out of its numbers, byte for byte."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    loop.send("on_epoch_begin")
+    loop.step(output(11.0))
+    loop.step(output(10.5), seconds=4 / 52.1085)
+    loop.send("on_train_end")
+    last_two = [(r.name, r.levelname, r.getMessage()) for r in caplog.records[-2:]]
+
+    assert last_two == [
+        (
+            "mfwrap.callbacks.loss_monitor",
+            "INFO",
+            (
+                "{ Epoch:[  1/  2], step:[    2/    3], loss:[10.500/10.750], "
+                "per_step_time: 76ms, lr: 0.1, overflow cond: False, loss_scale: 131072.0, "
+                "global_norm: [3.]"
+            ),
+        ),
+        (
+            "mfwrap.callbacks.loss_monitor",
+            "INFO",
+            (
+                "  33.3% |████████████████                                  | "
+                "52.10850 samples/s/p  0:00:00 }"
+            ),
+        ),
+    ]
+
+
+def test_a_step_is_printed_at_the_end_of_the_next(caplog):
+    """Nothing of a step is printed before the next one has been queued."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    counts = []
+    for _ in range(3):
+        loop.step(output())
+        counts.append(len(records(caplog)))
+    loop.send("on_train_end")
+
+    assert [*counts, len(records(caplog))] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "event", ["on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end"]
+)
+def test_events_that_flush(event, caplog):
+    """What waits anyway prints the pending step, once."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    loop.step(output(2.5))
+    loop.send(event, logs={"loss": 7.0})
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"loss:\[ *([^/]+)/") == ["2.500"]
+
+
+def test_a_record_is_of_its_own_step(caplog):
+    """Though printed later, a record has the numbers, place and time of its step."""
+    loop = Loop(max_steps=4)
+    loop.send("on_train_begin")
+    for number in range(1, 5):
+        loop.step(
+            output(float(number), overflow=number == 2, rate=number / 10, norm=number * 2.0),
+            seconds=number / 4,
+        )
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"Epoch:(.*?), loss") == [
+        "[  1/  2], step:[    1/    2]",
+        "[  1/  2], step:[    2/    2]",
+        "[  2/  2], step:[    1/    2]",
+        "[  2/  2], step:[    2/    2]",
+    ]
+    assert shown(caplog, r"per_step_time: (\d+)ms") == ["250", "500", "750", "1000"]
+    assert shown(caplog, r"lr: (\S+),") == ["0.1", "0.2", "0.3", "0.4"]
+    assert shown(caplog, r"overflow cond: (\w+)") == ["False", "True", "False", "False"]
+    assert shown(caplog, r"global_norm: (.*)") == ["[2.]", "[4.]", "[6.]", "[8.]"]
+
+
+def test_values_are_those_of_the_step_end(caplog):
+    """Tensors that change after the step do not change its record."""
+    loop, values = Loop(), output(2.0)
+    loop.send("on_train_begin")
+    loop.step(values)
+    values.loss.fill_(9.0)
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"loss:\[ *([^/]+)/") == ["2.000"]
+
+
+@pytest.mark.parametrize("epoch_events", [True, False])
+def test_mean_over_the_steps_of_the_epoch(epoch_events, caplog):
+    """The mean is that of its step's epoch, with events of the epoch or without."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    for number, loss in enumerate((1.0, 2.0, 6.0, 10.0, 20.0, 60.0)):
+        if epoch_events and number % 3 == 0:
+            loop.send("on_epoch_begin")
+        loop.step(output(loss))
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"loss:\[[^/]+/(\S+)\]") == [
+        *("1.000", "1.500", "3.000"),
+        *("10.000", "15.000", "30.000"),
+    ]
+
+
+def test_a_pass_over_the_data_begins_a_mean(caplog):
+    """Where the epochs' length is not known, the mean begins anew with the data."""
+    loop = Loop(max_steps=6, epochs=1)
+    loop.send("on_train_begin")
+    for loss in (1.0, 2.0, 3.0):
+        loop.send("on_epoch_begin")
+        loop.step(output(loss))
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"loss:\[[^/]+/(\S+)\]") == ["1.000", "2.000", "3.000"]
+
+
+def test_losses_that_are_not_finite(caplog):
+    """They are shown as they are, counted, and left out of the mean."""
+    loop = Loop(epochs=1)
+    loop.send("on_train_begin")
+    for loss in (NAN, 2.0, math.inf, 4.0):
+        loop.step(output(loss))
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"loss:\[ *(.*?)\],") == [
+        *("nan/  nan", "2.000/2.000", "inf/2.000", "4.000/3.000")
+    ]
+    assert loop.monitor.num_losses_not_finite == 2
+
+
+def test_a_second_run_begins_anew(caplog):
+    """Nothing of a run is left when the next one begins."""
+    loop = Loop()
+    for loss in (100.0, 1.0):
+        loop.state.global_step = 0
+        loop.send("on_train_begin")
+        loop.step(output(loss))
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"loss:\[ *(.*?)\]") == ["1.000/1.000"]
+
+
+def test_only_the_main_process_prints(caplog):
+    """On other processes nothing is read, logged or written."""
+    loop = Loop()
+    loop.state.is_world_process_zero = False
+    for event in ("on_train_begin", "on_epoch_begin"):
+        loop.send(event)
+    loop.step(output())
+    for event in ("on_log", "on_save", "on_evaluate", "on_epoch_end", "on_train_end"):
+        loop.send(event, logs={"loss": 1.0})
+
+    assert records(caplog) == []
+    assert loop.monitor.state()["attributes"] == {"saved_mean": None}
+
+
+def test_no_norm_without_clipping(caplog):
+    """Without a norm the record says None."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    loop.step(output(norm=None))
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"global_norm: (.*)") == ["None"]
+
+
+def test_a_loss_alone(caplog):
+    """A step that returns its loss alone is shown without the rest; of a vector, the mean."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    loop.step(torch.tensor([1.0, 2.0], requires_grad=True))
+    loop.send("on_train_end")
+
+    assert records(caplog) == [
+        (
+            "{ Epoch:[  1/  2], step:[    1/    3], loss:[1.500/1.500], per_step_time: 1000ms, "
+            "overflow cond: unavailable, loss_scale: unavailable, global_norm: None"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong", [(1.0, False), {"loss": 1.0}, 1.0], ids=["tuple", "dict", "float"]
+)
+def test_an_output_that_is_none(wrong):
+    """What is not the output of a step is refused, not guessed at by its length."""
+    loop = Loop()
+    with pytest.raises(TypeError, match="`step_output` must be a StepOutput"):
+        loop.step(wrong)

@@ -1,0 +1,110 @@
+"""When the loss monitor prints, and the times it prints."""
+
+import logging
+
+import pytest
+
+from test_callbacks_loss_monitor import Loop, output, shown
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_steps_between_records(start, caplog):
+    """One record in so many steps has the loss of its step, and means over all of them."""
+    loop = Loop(per_print_times=3, max_steps=200, epochs=1)
+    loop.state.global_step = start
+    loop.send("on_train_begin")
+    for number in range(1, 8):
+        loop.step(output(float(number)), seconds=number / 4)
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"step:\[ *(\d+)") == [str(start + 3), str(start + 6)]
+    assert shown(caplog, r"loss:\[(.*?)\]") == ["3.000/2.000", "6.000/3.500"]
+    assert shown(caplog, r"per_step_time: (\d+)ms") == ["500", "1250"]
+
+
+def test_a_count_that_goes_back(caplog):
+    """A loop that counts from 0 again prints its first step."""
+    loop = Loop(per_print_times=3)
+    loop.send("on_train_begin")
+    for _ in range(3):
+        loop.step(output())
+    loop.state.global_step = 0
+    loop.step(output())
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"step:\[ *(\d+)") == ["3", "1"]
+
+
+@pytest.mark.parametrize("event", ["on_evaluate", "on_save", "on_log", "on_step_begin"])
+def test_time_between_steps_does_not_count(event, caplog):
+    """Evaluation, checkpoints, logging and data loading are no time of a step."""
+    loop = Loop()
+    loop.send("on_train_begin")
+    loop.clock.now += 500
+    loop.step(output(), seconds=0.25)
+    loop.clock.now += 500
+    loop.send(event)
+    # No `on_step_begin` before this step: what counts is from the event on.
+    loop.clock.now += 0.5
+    loop.state.global_step += 1
+    loop.send("on_step_end", step_output=output())
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"per_step_time: (\d+)ms") == ["250", "500"]
+
+
+def test_time_left(caplog):
+    """Time left is that of typical steps, without the first one, in this run alone."""
+    loop = Loop(max_steps=1000, epochs=1)
+    loop.state.global_step = 900
+    loop.send("on_train_begin")
+    loop.step(output(), seconds=600.0)
+    for _ in range(9):
+        loop.step(output(), seconds=2.0)
+        loop.clock.now += 3600
+        loop.send("on_save")
+    loop.send("on_train_end")
+    left = [
+        line.getMessage().split("samples/s/p  ")[1]
+        for line in caplog.records
+        if "samples" in line.getMessage()
+    ]
+
+    assert left[1:] == [f"0:03:{2 * steps - 180:02d} }}" for steps in range(98, 89, -1)]
+
+
+def test_first_step_without_any_event_before(caplog):
+    """A loop that sends nothing but step ends is shown too; its first step has no time."""
+    loop = Loop()
+    for _ in range(2):
+        loop.clock.now += 0.25
+        loop.state.global_step += 1
+        loop.send("on_step_end", step_output=output())
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"step:\[ *(\d+)") == ["1", "2"]
+    assert [int(t) for t in shown(caplog, r"per_step_time: (\d+)ms")] == [0, 250]
+
+
+def test_the_wait_for_the_step_before_is_time_of_a_step(caplog):
+    """A step ends when the device has caught up with it: the wait for its values counts."""
+    loop = Loop()
+
+    class SlowDevice(logging.Handler):
+        """Takes its time until a record is there."""
+
+        def emit(self, record):
+            loop.clock.now += 0.5 if "Epoch" in record.getMessage() else 0.0
+
+    handler = SlowDevice()
+    logger = logging.getLogger("mfwrap.callbacks")
+    logger.addHandler(handler)
+    try:
+        loop.send("on_train_begin")
+        for _ in range(3):
+            loop.step(output(), seconds=0.25)
+        loop.send("on_train_end")
+    finally:
+        logger.removeHandler(handler)
+
+    assert shown(caplog, r"per_step_time: (\d+)ms") == ["250", "750", "750"]

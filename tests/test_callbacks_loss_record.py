@@ -1,0 +1,187 @@
+"""The record's two lines are MindFormers', byte for byte."""
+
+import re
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.callbacks.loss_record import StepRecord, record_lines
+from mfwrap.callbacks.run_size import RunLength
+from mfwrap.callbacks.step_values import StepValues
+
+FLOAT32 = st.floats(width=32)
+POSITIVE = st.floats(min_value=2.0**-30, max_value=2.0**30, width=32)
+
+
+def record(*, step=1, epochs=1, steps_per_epoch=1, num_steps=None, **settings) -> StepRecord:
+    """Return a record of a step, with everything unknown that is not given."""
+    length = RunLength(
+        num_epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=num_steps or epochs * steps_per_epoch,
+    )
+    names = ("loss", "overflow", "loss_scale", "learning_rate", "global_norm")
+    values = {"loss": 1.0} | {name: settings.pop(name) for name in names if name in settings}
+    defaults = {
+        "mean_loss": 1.0,
+        "seconds": 1.0,
+        "seconds_left": 0.0,
+        "global_batch_size": 0,
+        "num_processes": 1,
+        "tflops": None,
+        "peak_tflops": None,
+    }
+    return StepRecord(
+        position=length.position(step), values=StepValues(**values), **(defaults | settings)
+    )
+
+
+def mindformers_lines(
+    *, epoch, epochs, step, steps, loss, mean, seconds, lr, overflow, scale, norm, rate, left, batch
+) -> tuple[str, str]:
+    """Return what MindFormers' format strings make of numpy values."""
+    origin_steps = (epoch - 1) * steps + step
+    percent = origin_steps / epochs / steps * 100
+    throughput = batch / 1 / seconds
+    lr_part = "" if lr is None else "lr: %s, " % np.float32(lr)  # noqa: UP031
+    rate_part = "" if rate is None else ", train_throughput_per_npu: %.3fT" % rate  # noqa: UP031
+    first = (
+        "{ Epoch:[%3d/%3d], step:[%5d/%5d], loss:[%5.3f/%5.3f], per_step_time: %dms, %s"  # noqa: UP031
+        "overflow cond: %s, loss_scale: %s, global_norm: %s%s"
+        % (
+            *(epoch, epochs, step, steps, loss, mean, seconds * 1000, lr_part, overflow),
+            *(np.float32(scale), None if norm is None else np.array([norm], np.float32)),
+            rate_part,
+        )
+    )
+    second = "  %4.1f%% |%-50s| %.5f samples/s/p  %s }" % (  # noqa: UP031
+        percent,
+        "█" * int(50 * percent / 100),
+        throughput,
+        timedelta(seconds=int(left)),
+    )
+    return first, second
+
+
+NUMBERS = st.fixed_dictionaries(
+    {
+        "epochs": st.integers(1, 2000),
+        "steps": st.integers(1, 200_000),
+        "loss": FLOAT32,
+        "mean": FLOAT32,
+        "seconds": POSITIVE,
+        "lr": st.none() | FLOAT32,
+        "overflow": st.booleans(),
+        "scale": FLOAT32,
+        "norm": st.none() | FLOAT32,
+        "rate": st.none() | POSITIVE,
+        "left": st.floats(0, 1e9),
+        "batch": st.integers(1, 10_000),
+    }
+)
+
+
+@given(NUMBERS, st.data())
+def test_lines_are_those_of_mindformers_format_strings(numbers, data):
+    """Whatever the numbers, both lines equal what MindFormers' own format strings print."""
+    epoch = data.draw(st.integers(1, numbers["epochs"]))
+    step = data.draw(st.integers(1, numbers["steps"]))
+    ours = record_lines(
+        record(
+            step=(epoch - 1) * numbers["steps"] + step,
+            epochs=numbers["epochs"],
+            steps_per_epoch=numbers["steps"],
+            loss=numbers["loss"],
+            mean_loss=numbers["mean"],
+            seconds=numbers["seconds"],
+            learning_rate=numbers["lr"],
+            overflow=numbers["overflow"],
+            loss_scale=numbers["scale"],
+            global_norm=numbers["norm"],
+            tflops=numbers["rate"],
+            seconds_left=numbers["left"],
+            global_batch_size=numbers["batch"],
+        )
+    )
+
+    assert ours == mindformers_lines(epoch=epoch, step=step, **numbers)
+
+
+@given(step=st.integers(1, 900), loss=POSITIVE, norm=st.floats(0.0625, 1024, width=32))
+def test_parsers_read_the_line(step, loss, norm):
+    """The expressions that scripts use find epoch, step, loss and norm."""
+    line, _ = record_lines(
+        record(step=step, epochs=3, steps_per_epoch=300, loss=loss, global_norm=norm)
+    )
+    found = [
+        float(re.search(pattern, line).group(1))
+        for pattern in (
+            r"Epoch:\[\s*(\d+)",
+            r"step:\[\s*(\d+)",
+            r"loss:\[\s*([\d.]+)/",
+            r"global_norm: \[?([\d.]+)",
+        )
+    ]
+
+    assert found[:2] == [(step - 1) // 300 + 1, (step - 1) % 300 + 1]
+    assert found[2] == pytest.approx(loss, abs=6e-4)
+    assert found[3] == pytest.approx(norm, rel=1e-6, abs=1e-7)
+
+
+def test_unknown_values():
+    """Without a rate its part is left out; the rest says that it is not known."""
+    first, second = record_lines(record())
+
+    assert first.endswith(
+        "per_step_time: 1000ms, overflow cond: unavailable, loss_scale: unavailable, "
+        "global_norm: None"
+    )
+    assert " 0.00000 samples/s/p " in second
+
+
+def test_a_time_that_is_not_known():
+    """Without a time of a step there is no throughput, and nothing is divided by it."""
+    first, second = record_lines(record(seconds=0.0, global_batch_size=4))
+
+    assert "per_step_time: 0ms" in first
+    assert " 0.00000 samples/s/p " in second
+
+
+def test_utilisation():
+    """Where the peak is known, the share of it follows the device's rate."""
+    first, _ = record_lines(record(tflops=156.0, peak_tflops=312.0))
+
+    assert first.endswith("global_norm: None, train_throughput_per_npu: 156.000T, mfu: 50.0%")
+
+
+def test_a_run_that_ends_within_an_epoch():
+    """Progress is that of the run's own steps: it ends at 100 %."""
+    half, _ = (record(step=s, epochs=2, steps_per_epoch=4, num_steps=6) for s in (3, 6))
+    last = record(step=6, epochs=2, steps_per_epoch=4, num_steps=6)
+
+    assert record_lines(half)[1].startswith("  50.0% |" + "█" * 25 + " " * 25 + "|")
+    assert record_lines(last)[1].startswith("  100.0% |" + "█" * 50 + "|")
+
+
+def test_throughput_is_that_of_one_process():
+    """The samples of all processes are divided among them."""
+    _, second = record_lines(record(seconds=0.5, global_batch_size=32, num_processes=4))
+
+    assert " 16.00000 samples/s/p " in second
+
+
+def test_a_time_left_too_long_to_print():
+    """A run of ages has a time left all the same."""
+    _, second = record_lines(record(seconds_left=1e300))
+
+    assert second.endswith("samples/s/p  999999999 days, 23:59:59 }")
+
+
+def test_a_norm_beyond_float32():
+    """A logged number that is no float32 is shown as infinite, without a warning."""
+    first, _ = record_lines(record(global_norm=1e300))
+
+    assert first.endswith("global_norm: [inf]")

@@ -1,0 +1,88 @@
+"""Where the callbacks' records go."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mfwrap.callbacks.run_log import run_logger
+
+NAME = "mfwrap.callbacks.some_monitor"
+SAY = f"from mfwrap.callbacks.run_log import run_logger\nrun_logger({NAME!r}).info('said')\n"
+
+
+@pytest.fixture(autouse=True)
+def _levels():
+    """Begin without a level, and leave none behind."""
+    loggers = [logging.getLogger(name) for name in ("mfwrap", "mfwrap.callbacks")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.NOTSET)
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+def run_program(program: str) -> tuple[str, str]:
+    """Return what a fresh interpreter writes."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout, result.stderr
+
+
+def test_standard_output_where_nothing_is_configured():
+    """Without any logging set up, lines go to standard output, once, as MindFormers' begin."""
+    out, err = run_program(SAY + SAY)
+    line = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} - {re.escape(NAME)} - INFO - said\n"
+
+    assert re.fullmatch(line * 2, out)
+    assert err == ""
+
+
+def test_import_configures_nothing():
+    """Importing the callbacks adds no handler and sets no level."""
+    out, err = run_program(
+        "import logging, mfwrap.callbacks\n"
+        "for name in ('mfwrap', 'mfwrap.callbacks'):\n"
+        "    logger = logging.getLogger(name)\n"
+        "    print(logger.handlers, logger.level, logger.propagate)\n"
+    )
+
+    assert (out, err) == ("[] 0 True\n" * 2, "")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_logging_of_the_program(early):
+    """A program's own set-up is used alone, be it before the first line or after it."""
+    configure = (
+        "import logging, sys\nlogging.basicConfig(stream=sys.stderr, format='%(message)s')\n"
+    )
+    out, err = run_program(configure + SAY if early else SAY + configure + SAY)
+
+    assert out.count("said") == (0 if early else 1)
+    assert err == "said\n"
+
+
+def test_a_level_that_was_set_stays(caplog):
+    """Who sets a level for the library is not overruled."""
+    logging.getLogger("mfwrap").setLevel(logging.WARNING)
+    run_logger(NAME).info("hidden")
+    run_logger(NAME).warning("seen")
+
+    assert [record.getMessage() for record in caplog.records] == ["seen"]
+
+
+def test_records_reach_the_root(caplog):
+    """Lines of level INFO propagate, and no handler is added where there is one."""
+    run_logger(NAME).info("seen")
+
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [(NAME, "seen")]
+    assert logging.getLogger("mfwrap").handlers == []

@@ -1,0 +1,150 @@
+"""How long a run is, in loops that say more of themselves or less."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import TrainerState, TrainingArguments
+
+from mfwrap.callbacks.run_size import RunLength, global_batch_size, num_processes, run_length
+
+
+def state(max_steps=0, epochs=0, **settings) -> TrainerState:
+    """Return a loop's state."""
+    return TrainerState(max_steps=max_steps, num_train_epochs=epochs, **settings)
+
+
+def arguments(**settings) -> TrainingArguments:
+    """Return a Trainer's arguments."""
+    return TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **settings)
+
+
+def size(length: RunLength) -> tuple[int, int, int]:
+    """Return epochs, steps of one, and steps in all."""
+    return length.num_epochs, length.steps_per_epoch, length.num_steps
+
+
+@pytest.mark.parametrize(
+    ("loop", "batches", "accumulation", "expected"),
+    [
+        (state(6, 2), 3, 1, (2, 3, 6)),
+        (state(6, 2), 5, 2, (2, 3, 6)),
+        (state(5, 2), 3, 1, (2, 3, 5)),
+        (state(4, 2), 3, 1, (2, 3, 4)),
+        (state(7, sys.maxsize), None, 4, (1, 7, 7)),
+        (state(1, 1), 30, 4, (1, 8, 1)),
+    ],
+    ids=["whole", "short last group", "1.5 epochs", "max_steps", "no length", "one step"],
+)
+def test_trainer(loop, batches, accumulation, expected):
+    """In a Trainer the updates of an epoch are the loader's batches in groups."""
+    loader = iter(()) if batches is None else range(batches)
+    args = arguments(gradient_accumulation_steps=accumulation)
+
+    assert size(run_length(loop, args, loader)) == expected
+
+
+@pytest.mark.parametrize(
+    ("loop", "loader", "expected"),
+    [
+        (state(6, 2), None, (2, 3, 6)),
+        (state(6), None, (1, 6, 6)),
+        (state(6, 2), range(6), (2, 3, 6)),
+        (state(10), range(4), (3, 4, 10)),
+        (state(0, 2), range(4), (2, 4, 8)),
+    ],
+    ids=["state alone", "steps alone", "two batches an update", "no epochs", "no steps"],
+)
+def test_own_loop(loop, loader, expected):
+    """In a loop without arguments its state decides, and a loader where it fits the state."""
+    assert size(run_length(loop, None, loader)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "loop", "expected"),
+    [
+        ({"origin_epochs": 2, "dataset_size": 3}, state(), (2, 3, 6)),
+        ({"origin_epochs": 3, "dataset_size": 10}, state(25, 1), (3, 10, 25)),
+        ({"dataset_size": 3}, state(6, 1), (2, 3, 6)),
+        ({"origin_epochs": 2}, state(6), (2, 3, 6)),
+    ],
+    ids=["both", "an end before", "updates of an epoch", "epochs"],
+)
+def test_what_is_given_comes_first(given, loop, expected):
+    """Arguments of the monitor are taken before what the loop says."""
+    assert size(run_length(loop, None, None, **given)) == expected
+
+
+def test_arguments_stand_in_for_a_bare_state():
+    """What a state leaves at 0 is taken from the arguments."""
+    args = arguments(max_steps=12)
+
+    assert size(run_length(state(), args, None)) == (1, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("loop", "given"),
+    [(state(), {}), (state(0, 2), {}), (state(), {"dataset_size": 3})],
+    ids=["nothing", "epochs", "updates of an epoch"],
+)
+def test_a_length_that_is_not_known(loop, given):
+    """A loop that does not say how long it is gets told how to."""
+    with pytest.raises(ValueError, match=r"`state.max_steps` must be set .* got 0"):
+        run_length(loop, None, None, **given)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_positions_count_through_the_epochs(epochs, steps, data):
+    """Each step has its place in its epoch; what is done and what is left make the whole."""
+    length = RunLength(num_epochs=epochs, steps_per_epoch=steps, num_steps=epochs * steps)
+    places = [(e, s) for e in range(1, epochs + 1) for s in range(1, steps + 1)]
+    number = data.draw(st.integers(1, len(places)))
+    position = length.position(number)
+
+    assert (position.epoch, position.step_of_epoch) == places[number - 1]
+    assert position.percent == pytest.approx(100 * number / len(places))
+    assert position.step + position.steps_left == len(places)
+
+
+def test_steps_before_this_run():
+    """A loop that counts from 0 again goes on where the epochs and steps before it ended."""
+    length = run_length(state(4, 1), None, None, dataset_size=4, origin_epochs=3, initial_epoch=1)
+    later = run_length(
+        state(), None, None, dataset_size=4, origin_epochs=3, initial_epoch=1, initial_step=2
+    )
+    places = [(p.epoch, p.step_of_epoch, p.step) for p in map(length.position, (1, 4))]
+
+    assert places == [(2, 1, 5), (2, 4, 8)]
+    assert length.position(1).steps_left == 7
+    assert later.position(1).step == 7
+
+
+def test_a_loop_that_goes_on_too_long():
+    """Steps beyond the length have no steps left."""
+    length = RunLength(num_epochs=1, steps_per_epoch=2, num_steps=2)
+
+    assert length.position(5).steps_left == 0
+
+
+def test_global_batch_size():
+    """Samples of an update are those of its batches; a state without a size has none."""
+    assert num_processes() == 1
+    assert global_batch_size(None, state(train_batch_size=8)) == 8
+    args = arguments(gradient_accumulation_steps=4)
+    assert global_batch_size(args, state(train_batch_size=8)) == 32
+    assert global_batch_size(args, state()) == 0
+
+
+def test_several_processes():
+    """All processes that train together have a part in the samples of an update."""
+    # Four ranks of which there is but one, and messages that go nowhere.
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
+    try:
+        assert num_processes() == 4
+        assert global_batch_size(None, state(train_batch_size=8)) == 32
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,81 @@
+"""The recipe with accelerate's own loop, on a tiny setting."""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from mfwrap.recipes import accelerate_loop
+
+RECORD = re.compile(r"{ Epoch:\[ *(\d+)/ *(\d+)\], step:\[ *(\d+)/ *(\d+)\], loss:\[ *([\d.]+)/")
+
+
+def run(monkeypatch, folder: Path, **settings) -> Path:
+    """Run the recipe; return the folder of the model that it saves."""
+    settings = {
+        "output_dir": folder,
+        "num_train_epochs": 2,
+        "max_samples": 90,
+        "micro_batch_size": 4,
+        "sequence_length": 32,
+        "warmup_steps": 2,
+        "checkpointing_steps": 5,
+        "per_print_times": 5,
+    } | settings
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    monkeypatch.setattr(sys, "argv", ["accelerate_loop", *arguments])
+    accelerate_loop.main()
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run of two epochs that was not stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        return run(patch, tmp_path_factory.mktemp("whole"))
+
+
+def weights(folder: Path) -> list[torch.Tensor]:
+    """Return the weights of a saved model."""
+    return list(LlamaForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, capsys):
+    """Every fifth update has MindFormers' record, and each epoch ends with two evaluations."""
+    with caplog.at_level("INFO", logger="mfwrap"):
+        run(monkeypatch, tmp_path)
+
+    records = [match.groups() for line in caplog.messages if (match := RECORD.search(line))]
+    # 90 texts are 23 micro-batches, the last one smaller, and 12 updates.
+    assert [record[:4] for record in records] == [
+        ("1", "2", "5", "12"),
+        ("1", "2", "10", "12"),
+        ("2", "2", "3", "12"),
+        ("2", "2", "8", "12"),
+    ]
+    losses = [float(record[4]) for record in records]
+    assert losses[-1] < losses[0] - 1
+    pattern = r"epoch (\d): loss on held-out text ([\d.]+) with raw weights, ([\d.]+) with averaged"
+    first, second = re.findall(pattern, capsys.readouterr().out)
+    assert float(second[1]) < float(first[1]) < math.log(256)
+
+
+@pytest.mark.parametrize("step", [5, 20])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(whole_run, monkeypatch, tmp_path, step):
+    """From a checkpoint within either epoch the weights come out bitwise the same."""
+    checkpoint = whole_run.parent / f"step_{step}"
+    resumed = run(monkeypatch, tmp_path, resume_from_checkpoint=checkpoint)
+
+    for ours, theirs in zip(weights(resumed), weights(whole_run), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_checkpoint_holds_the_step(whole_run):
+    """The step's files lie beside accelerate's."""
+    names = {path.name for path in (whole_run.parent / "step_5").iterdir()}
+
+    assert {"mfwrap_step.json", "mfwrap_step.safetensors", "model.safetensors"} <= names
