@@ -58,8 +58,9 @@ format: $(VENV)/.installed ## format the code and repair what ruff can repair
 	$(RUN) -m ruff format
 
 # Without PYTHONSAFEPATH: what the script imports lies beside it.
-benchmark: $(VENV)/.installed-benchmark ## measure everything after backward, beside plain torch and ema-pytorch
+benchmark: $(VENV)/.installed-benchmark ## measure everything after backward, and whole steps of the Trainer, beside peers
 	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
+	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
 
 clean: ## remove environments, builds and caches; runs/ stays
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
