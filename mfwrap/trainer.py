@@ -1,5 +1,6 @@
 """The Hugging Face Trainer with MindFormers' training step behind it."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,11 @@ class MFTrainerMixin(_Base):
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
             self.attached.flush()
+        except BaseException:
+            # The schedule's last step is due, whatever else went wrong.
+            with contextlib.suppress(RuntimeError):
+                self.attached.flush()
+            raise
         finally:
             self.args.logging_nan_inf_filter = filters
         if self._termination.is_requested:
