@@ -7,11 +7,15 @@ from typing import Any, final
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor
 
-from mfwrap.accelerate_classes import StepScaler, attached_class, inner_optimizer
+from mfwrap.accelerate_classes import (
+    StepScaler,
+    attached_class,
+    inner_optimizer,
+    restore_optimizer,
+    restore_scheduler,
+)
 from mfwrap.accelerate_setup import (
     EMA,
     check_arguments,
@@ -19,6 +23,7 @@ from mfwrap.accelerate_setup import (
     named_parameters_of,
     scale_of,
 )
+from mfwrap.callers import callers_stacklevel
 from mfwrap.config import StepConfig
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.loop_step import LoopStep
@@ -116,7 +121,7 @@ class AttachedStep:
             scale_sense = scale_of(accelerator)
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device), accelerator)
         self._scaler = StepScaler(self, self._grad_scaler)
-        self._restarts_ema = False
+        self._loaded_folder: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
         self.answers_late = False
@@ -169,8 +174,9 @@ class AttachedStep:
     def detach(self) -> None:
         """Make the accelerator, and what it has prepared, what they would be without the step.
 
-        Schedules are brought up to date first. The accelerator's own gradient scaler comes back as
-        it was before.
+        Schedules are brought up to date first. Gradients that wait for a step are clipped and,
+        unless the accelerator has a gradient scaler of its own, unscaled. That scaler comes back
+        as it was.
         """
         accelerator = self._accelerator
         if accelerator.__dict__.get("attachment") is not self:
@@ -180,14 +186,13 @@ class AttachedStep:
         finally:
             for hook in self._hooks:
                 hook.remove()
+            for window in self.step.windows.values():
+                window.hand_back(scaled=self.has_grad_scaler)
+            self.step.schedules.clear()
             for optimizer in accelerator._optimizers:
-                optimizer.__class__ = AcceleratedOptimizer
-                optimizer.scaler = self._grad_scaler
-                del optimizer.attachment
+                restore_optimizer(optimizer, self._grad_scaler)
             for scheduler in accelerator._schedulers:
-                if scheduler.__dict__.pop("attachment", None) is not None:
-                    del scheduler.requests
-                    scheduler.__class__ = AcceleratedScheduler
+                restore_scheduler(scheduler)
             accelerator.scaler = self._grad_scaler
             accelerator.__class__ = self._kind
             del accelerator.attachment
@@ -244,8 +249,9 @@ class AttachedStep:
             loaded = load()
         finally:
             self._accelerator.scaler = self._scaler
-        if self._restarts_ema and self.ema is not None:
-            self.ema.restart()
+        folder, self._loaded_folder = self._loaded_folder, None
+        if folder is not None:
+            self.load_files(folder)
         return loaded
 
     def _on_save(self, models: object, weights: object, output_dir: str) -> None:
@@ -274,38 +280,45 @@ class AttachedStep:
         }
 
     def _on_load(self, models: object, input_dir: str) -> None:
-        # Before accelerate has changed anything, so that an error leaves all as it is.
         del models
-        self._restarts_ema = self.load_files(Path(input_dir))
+        self._loaded_folder = Path(input_dir)
+        # Before accelerate has changed anything, so that an error leaves all as it is.
+        self.build(final=True)
+        state = (
+            read_step_files(self._loaded_folder) if has_step_files(self._loaded_folder) else None
+        )
+        if state is not None:
+            self.step.check_state_dict(self._with_average(state))
 
-    def load_files(self, folder: Path) -> bool:
+    def load_files(self, folder: Path) -> None:
         """Restore what `save_files` wrote; nothing is changed if anything does not fit.
 
-        Returns:
-            Whether there was no average, so that it is to start from the loaded weights.
+        Call it when the weights have been loaded: an average that the files lack starts from them.
 
         Raises:
             FileNotFoundError: If one of the files is missing.
             KeyError: If a name is missing or unknown.
             TypeError: If a value has the wrong type.
-            ValueError: If a value has the wrong shape or range.
+            ValueError: If a file is damaged, or a value has the wrong shape or range.
         """
         self.build(final=True)
         state = read_step_files(folder) if has_step_files(folder) else self._stock_state(folder)
-        restarts_ema = self.ema is not None and "ema" not in state
-        if self.ema is not None and restarts_ema:
+        self.step.load_state_dict(self._with_average(state))
+        if self.ema is not None and "ema" not in state:
             warnings.warn(
-                f"no average in {folder}: it starts from the weights that are loaded", stacklevel=2
+                f"no average in {folder}: it starts from the weights that are loaded",
+                stacklevel=callers_stacklevel(),
             )
-            state["ema"] = self.ema.state_dict()
-        self.step.load_state_dict(state)
-        return restarts_ema
+            self.ema.restart()
+
+    def _with_average(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self.ema is None else {"ema": self.ema.state_dict()} | state
 
     def _stock_state(self, folder: Path) -> dict[str, Any]:
         """Return a state to begin with from a checkpoint that was written without the step."""
         warnings.warn(
             f"no state of the step in {folder}, written without it: counts start from zero",
-            stacklevel=3,
+            stacklevel=callers_stacklevel(),
         )
         state = self.step.state_dict()
         state.pop("ema", None)
@@ -315,7 +328,8 @@ class AttachedStep:
         scaler = folder / "scaler.pt"
         if scaler.exists():
             saved = torch.load(scaler, weights_only=True)
-            state["loss_scale"]["value"].fill_(saved["scale"])
+            # A scaler that is switched off saves nothing.
+            state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
         return state
 
 

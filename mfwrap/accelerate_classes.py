@@ -23,6 +23,9 @@ __all__ = [
     "Attachment",
     "StepScaler",
     "attached_class",
+    "inner_optimizer",
+    "restore_optimizer",
+    "restore_scheduler",
 ]
 
 
@@ -157,12 +160,38 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with the rates of the next update; waits for the last."""
+        self.attachment.flush()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
         """Zero the gradients after the last micro-batch of an update."""
         super().zero_grad(set_to_none)
         step = self.attachment.step
         if self.gradient_state.sync_gradients and self.optimizer in step.windows:
             step.give_up(self.optimizer)
+
+
+def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
+    """Make an `AttachedOptimizer` what accelerate would have made with its own scaler."""
+    optimizer.__class__ = AcceleratedOptimizer
+    optimizer.scaler = grad_scaler
+    del optimizer.attachment
+    if grad_scaler is None:
+        # accelerate sets these only where it has a scaler.
+        del optimizer._accelerate_step_called
+        del optimizer._optimizer_original_step_method
+        del optimizer._optimizer_patched_step_method
+
+
+def restore_scheduler(scheduler: Any) -> None:
+    """Make an `AttachedScheduler` what accelerate has made; any other stays as it is."""
+    if isinstance(scheduler, AttachedScheduler):
+        scheduler.__class__ = AcceleratedScheduler
+        del scheduler.attachment
+        del scheduler.requests
 
 
 class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -16,13 +16,19 @@ class _Mailbox:
     """Host memory that one small vector is copied into."""
 
     tensor: Tensor
+    arrived: torch.Event | None = None
     array: Any = field(init=False)
     """A view of `tensor` that is read without a torch call."""
 
-    arrived: torch.Event | None = None
-
     def __post_init__(self) -> None:
         self.array = self.tensor.numpy()
+
+    def __deepcopy__(self, memo: object) -> "_Mailbox":
+        # An array that is copied by itself would be no view of the copied tensor.
+        if self.arrived is None:
+            return _Mailbox(self.tensor.clone())
+        self.arrived.synchronize()
+        return _Mailbox(self.tensor.clone().pin_memory(), torch.Event(self.arrived.device))
 
 
 @final

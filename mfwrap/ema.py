@@ -217,15 +217,15 @@ class ExponentialMovingAverage:
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if weights were moved or converted after construction."""
         for group in self._groups:
-            weight, average = group.weights[0], group.averages[0]
-            differ = (weight.device, weight.dtype) != (average.device, average.dtype)
-            if differ != group.converted:
-                msg = (
-                    f"`ema` must be built where its weights are, on {weight.device} in "
-                    f"{weight.dtype}, got averages on {average.device} in {average.dtype}; build "
-                    "it after the network has been moved"
-                )
-                raise RuntimeError(msg)
+            for weight, average in zip(group.weights, group.averages, strict=True):
+                differ = (weight.device, weight.dtype) != (average.device, average.dtype)
+                if differ != group.converted:
+                    msg = (
+                        f"`ema` must be built where its weights are, on {weight.device} in "
+                        f"{weight.dtype}, got averages on {average.device} in {average.dtype}; "
+                        "build it after the network has been moved"
+                    )
+                    raise RuntimeError(msg)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -274,6 +274,19 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("load_state_dict")
+        fitting = self.check_state_dict(state)
+        applied_updates, num_calls = fitting["counters"]
+        _write(self._averages.values(), fitting["averages"])
+        _write(self._buffers.values(), fitting["buffers"])
+        _write([self._applied_updates], [applied_updates])
+        self._num_calls = int(num_calls)
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+        """Raise what `load_state_dict` would raise of `state`, and change nothing.
+
+        Returns:
+            The tensors of each part, in this average's order.
+        """
         expected = self.state_dict()
         check_names("state", state, expected)
         fitting = {}
@@ -284,10 +297,7 @@ class ExponentialMovingAverage:
         if int(applied_updates) < 0 or int(num_calls) < 0:
             msg = f"`counters` must be >= 0, got {applied_updates} and {num_calls}"
             raise ValueError(msg)
-        _write(self._averages.values(), fitting["averages"])
-        _write(self._buffers.values(), fitting["buffers"])
-        _write([self._applied_updates], [applied_updates])
-        self._num_calls = int(num_calls)
+        return fitting
 
     def _smoothing_factor(self, group: _Group, applied: Tensor | None) -> Tensor:
         """Return the share of the weights in the new averages: 0 if the update was skipped."""

@@ -16,7 +16,7 @@ from mfwrap.outputs import StepReport
 from mfwrap.parameters import TrainedParameters
 from mfwrap.scale_sense import LossScale
 from mfwrap.shared_state import SharedAverage, SharedLossScale
-from mfwrap.step_state import check_keys, restore
+from mfwrap.step_state import check, check_keys, restore
 from mfwrap.update import StepUpdate
 
 __all__ = ["Loop", "LoopStep", "PendingSchedule"]
@@ -236,23 +236,31 @@ class LoopStep:
 
         Raises:
             KeyError: If a key is missing or unknown.
+            RuntimeError: If the averages are swapped in.
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape or range.
         """
-        expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
-        check_keys(state_dict, expected, "loop")
-        updates = state_dict["updates"]
-        check_keys(
-            updates, {str(index) for index in range(len(self._windows))}, "loop's optimizers"
-        )
-        counts = [
-            (window.update.counts, updates[str(index)])
-            for index, window in enumerate(self._windows.values())
-        ]
-        average = None if self._ema is None else (self._ema, state_dict["ema"])
-        restore((self.loss_scale, state_dict["loss_scale"]), counts, average)
+        restore(*self._owners(state_dict))
         self._shared_scale.discard()
         if self._average is not None:
             self._average.discard()
         for window in self._windows.values():
             window.open()
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what `load_state_dict` would raise, and change nothing."""
+        check(*self._owners(state_dict))
+
+    def _owners(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Return loss scale, counts and average, each with its state."""
+        expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
+        check_keys(state_dict, expected, "loop")
+        updates = state_dict["updates"]
+        numbers = {str(index) for index in range(len(self._windows))}
+        check_keys(updates, numbers, "loop's optimizers")
+        counts = [
+            (window.update.counts, updates[str(index)])
+            for index, window in enumerate(self._windows.values())
+        ]
+        average = None if self._ema is None else (self._ema, state_dict["ema"])
+        return (self.loss_scale, state_dict["loss_scale"]), counts, average

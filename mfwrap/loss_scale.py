@@ -79,9 +79,13 @@ class LossScaleUpdateCell(abc.ABC):
             TypeError: If a counter is not a tensor.
             ValueError: If a counter is not one integer.
         """
-        _check_counters(state_dict, self._counters)
+        self.check_state_dict(state_dict)
         for name, counter in self._counters.items():
             counter.copy_(state_dict[name])
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what `load_state_dict` would raise, and change nothing."""
+        _check_counters(state_dict, self._counters)
 
 
 @final

@@ -5,6 +5,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from mfwrap.devices import on_device
 from mfwrap.measurement import Measurement
@@ -13,8 +14,9 @@ from mfwrap.update import StepUpdate
 
 __all__ = ["OptimizerWindow", "multiply_in_place"]
 
-# Which tensors the gradients are, and how often each was written to.
-_Fingerprint = list[tuple[int, int]]
+# Which tensors the gradients are, and how often each was written to. Not their ids: a new gradient
+# often lies where one that was released has lain.
+_Fingerprint = list[tuple[TensorWeakRef, int]]
 
 
 @final
@@ -42,6 +44,8 @@ class OptimizerWindow:
         self._losses: list[Tensor] = []
         self._micro_batches: list[int] = []
         self._measured: Measurement | None = None
+        # Of the gradients before any clipping: what is reported.
+        self._first: Measurement | None = None
         self._overflow: Tensor | None = None
         self._coefficient: Tensor | None = None
         self._is_clipped = False
@@ -49,7 +53,15 @@ class OptimizerWindow:
         self._used = self._seen = self._fingerprint()
 
     def _fingerprint(self) -> _Fingerprint:
-        return [(id(g), g._version) for g in self.update.parameters.present_gradients()]
+        gradients = self.update.parameters.present_gradients()
+        return [(TensorWeakRef(gradient), gradient._version) for gradient in gradients]
+
+    def _are_as_at(self, fingerprint: _Fingerprint) -> bool:
+        gradients = self.update.parameters.present_gradients()
+        return len(gradients) == len(fingerprint) and all(
+            reference() is gradient and version == gradient._version
+            for gradient, (reference, version) in zip(gradients, fingerprint, strict=True)
+        )
 
     @property
     def has_backward(self) -> bool:
@@ -58,8 +70,8 @@ class OptimizerWindow:
 
     def has_unused_gradients(self) -> bool:
         """Return whether a backward has reached these gradients since the last step."""
-        now = self._fingerprint()
-        return bool(now) and now != self._used
+        present = self.update.parameters.present_gradients()
+        return bool(present) and not self._are_as_at(self._used)
 
     def before_backward(self, loss: Tensor, micro_batch: int) -> None:
         """Make the gradients ready for more of them, and note the loss.
@@ -73,7 +85,10 @@ class OptimizerWindow:
             if self.is_unscaled:
                 multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
                 self.is_unscaled = False
-            self._measured = None
+            self._measured = self._first = None
+        if self._losses and not self.update.parameters.present_gradients():
+            # Zeroed by their network: nothing is left of what these losses gave.
+            self._losses, self._micro_batches = [], []
         self._losses.append(loss)
         if self._micro_batches[-1:] != [micro_batch]:
             self._micro_batches.append(micro_batch)
@@ -84,7 +99,7 @@ class OptimizerWindow:
         Raises:
             RuntimeError: If they changed after their clipping was folded into the step.
         """
-        if self._measured is not None and self._fingerprint() == self._seen:
+        if self._measured is not None and self._are_as_at(self._seen):
             return self._measured
         if self._coefficient is not None:
             msg = (
@@ -95,9 +110,10 @@ class OptimizerWindow:
             raise RuntimeError(msg)
         fresh = self.update.measure(may_be_absent=True)
         if self.is_unscaled and self._measured is not None:
-            # Norms are those from before any clipping; an overflow may be new.
+            # Norms were taken while the gradients were scaled; an overflow may be new.
             fresh = self._measured._replace(overflow=self._measured.overflow | fresh.overflow)
         self._measured = fresh
+        self._first = self._first or fresh
         self._seen = self._fingerprint()
         return fresh
 
@@ -110,17 +126,20 @@ class OptimizerWindow:
             coefficient: Shape ``()``, float32.
         """
         self._measured = self.measured()._replace(global_norm=global_norm, overflow=overflow)
+        if not self._is_clipped:
+            self._first = self._measured
         self._coefficient = coefficient
 
     def settle_clip(self) -> None:
-        """Do in place what had been folded into the step."""
-        if self._coefficient is None:
-            return
-        self.note_overflow()
-        multiply_in_place(self.update.parameters.present_gradients(), self._coefficient)
-        self._coefficient = None
-        self._measured = None
-        self._is_clipped = True
+        """Do in place what had been folded into the step, so that more can be done."""
+        if self._coefficient is not None:
+            self.note_overflow()
+            multiply_in_place(self.update.parameters.present_gradients(), self._coefficient)
+            self._coefficient = None
+            self._is_clipped = True
+        if self._is_clipped and not self.is_unscaled:
+            # Norms were taken before; whoever clips again needs those of the gradients as they are.
+            self._measured = None
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, in place, once."""
@@ -134,6 +153,17 @@ class OptimizerWindow:
         self._measured = measured._replace(divisor=None)
         self._seen = self._fingerprint()
         self.is_unscaled = True
+
+    def hand_back(self, *, scaled: bool) -> None:
+        """Leave the gradients as a loop without this window expects them.
+
+        Args:
+            scaled: With the loss scale still in them.
+        """
+        if self.has_backward:
+            self.settle_clip()
+            if not scaled:
+                self.unscale()
 
     def note_overflow(self) -> None:
         """Remember an overflow that clipping in place might hide."""
@@ -152,6 +182,9 @@ class OptimizerWindow:
             accumulation_steps: What each loss was divided by.
         """
         measured = self.measured()
+        if self._first is not None:
+            norms = {"global_norm": self._first.global_norm, "local_norm": self._first.local_norm}
+            measured = measured._replace(**norms)
         if self._overflow is not None:
             measured = measured._replace(overflow=measured.overflow | self._overflow)
         coefficient = self._coefficient

@@ -78,6 +78,14 @@ class LossScale:
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape, or the scale is not > 0 and finite.
         """
+        number = self.check_state_dict(state_dict)
+        if self.update_cell is not None:
+            self.update_cell.load_state_dict(state_dict["update_cell"])
+        self.value.fill_(number)
+        self.is_one = number == 1 and self.update_cell is None
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> float:
+        """Raise what `load_state_dict` would raise, and change nothing; return the scale."""
         _check_mapping("loss_scale", state_dict)
         if set(state_dict) != {"value", "update_cell"}:
             msg = (
@@ -94,15 +102,14 @@ class LossScale:
         counters = state_dict["update_cell"]
         _check_mapping("loss_scale['update_cell']", counters)
         if self.update_cell is not None:
-            self.update_cell.load_state_dict(counters)
+            self.update_cell.check_state_dict(counters)
         elif counters:
             msg = (
                 "`state_dict` must come from a fixed loss scale, got the counters "
                 f"{sorted(counters)} of an update cell"
             )
             raise KeyError(msg)
-        self.value.fill_(number)
-        self.is_one = number == 1 and self.update_cell is None
+        return number
 
 
 def _initial_number(scale_sense: ScaleSense) -> float:

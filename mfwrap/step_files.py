@@ -1,10 +1,11 @@
 """A step's state as files: tensors in safetensors, and a record that a person can read."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,23 +39,35 @@ def read_step_files(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If one of the two files is missing.
-        ValueError: If the files are of a format that is not known here.
+        ValueError: If a file is damaged, or of a format that is not known here.
     """
-    record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    record = _read(folder / _RECORD, lambda path: json.loads(path.read_text(encoding="utf-8")))
     version = record.get("format_version") if isinstance(record, dict) else None
     if version != _FORMAT_VERSION:
         msg = f"`{_RECORD}` must have format_version {_FORMAT_VERSION}, got {version!r}"
         raise ValueError(msg)
+    parts = record.get("parts")
+    if not isinstance(parts, list):
+        msg = f"`{_RECORD}` must name the parts of the state, got {parts!r}"
+        raise ValueError(msg)  # noqa: TRY004  (a file's content is a value)
     state: dict[str, Any] = {"loss_scale": {"update_cell": {}}, "updates": {}}
-    if "ema" in record["parts"]:
+    if "ema" in parts:
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
-    for path, tensor in load_file(folder / _TENSORS).items():
+    for path, tensor in _read(folder / _TENSORS, load_file).items():
         *outer, name = path.split("/", 2)
         part = state
         for key in outer:
             part = part.setdefault(key, {})
         part[name] = tensor
     return state
+
+
+def _read(path: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(path)
+    except (SafetensorError, ValueError) as error:
+        msg = f"`{path.name}` must be whole, got a file that cannot be read: {error}"
+        raise ValueError(msg) from error
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

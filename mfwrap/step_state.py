@@ -8,7 +8,7 @@ from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.scale_sense import LossScale
 from mfwrap.update_counts import UpdateCounts
 
-__all__ = ["check_keys", "restore"]
+__all__ = ["check", "check_keys", "restore"]
 
 
 def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
@@ -29,6 +29,22 @@ def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
         raise KeyError(msg)
 
 
+def check(
+    loss_scale: tuple[LossScale, Mapping[str, Any]],
+    counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
+    ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
+) -> None:
+    """Raise what `restore` would raise, and change nothing."""
+    for owner, state in counts:
+        owner.check(state)
+    scale, scale_state = loss_scale
+    scale.check_state_dict(scale_state)
+    if ema is not None:
+        average, average_state = ema
+        average.refuse_inside_swap("load_state_dict")
+        average.check_state_dict(average_state)
+
+
 def restore(
     loss_scale: tuple[LossScale, Mapping[str, Any]],
     counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
@@ -38,20 +54,15 @@ def restore(
 
     Raises:
         KeyError: If a key is missing or unknown.
+        RuntimeError: If the averages are swapped in.
         TypeError: If a value has the wrong type.
         ValueError: If a value has the wrong shape or range.
     """
+    check(loss_scale, counts, ema)
     for owner, state in counts:
-        owner.check(state)
+        owner.load_state_dict(state)
     scale, scale_state = loss_scale
-    before = scale.state_dict()
     scale.load_state_dict(scale_state)
     if ema is not None:
         average, average_state = ema
-        try:
-            average.load_state_dict(average_state)
-        except BaseException:
-            scale.load_state_dict(before)
-            raise
-    for owner, state in counts:
-        owner.load_state_dict(state)
+        average.load_state_dict(average_state)

@@ -241,9 +241,7 @@ class MFTrainerMixin(_Base):
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        starts_anew = self.attached.load_files(Path(checkpoint))
-        if starts_anew and self.attached.ema is not None:
-            self.attached.ema.restart()
+        self.attached.load_files(Path(checkpoint))
         self._position = TrainerPosition.load(Path(checkpoint))
 
     def _load_callback_state(self) -> None:

@@ -12,7 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LEVELS = (
-    {"arguments", "checkpoints", "deferred_schedule", "devices", "random_states", "termination"},
+    {
+        "arguments",
+        "callers",
+        "checkpoints",
+        "deferred_schedule",
+        "devices",
+        "random_states",
+        "termination",
+    },
     {"outputs", "config", "wrappers"},
     {"averaged_tensors"},
     {"loss_scale", "gradients", "optimizers", "ema", "deferred", "micro_batches", "step_files"},

@@ -1,11 +1,15 @@
 """Values on their way from the device to the host: their order, their copies, errors."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mfwrap import MFTrainOneStepCell
 from mfwrap.deferred import DeferredReads
+from small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -136,3 +140,19 @@ def test_submitting_waits_for_no_device():
 
     reads.flush()
     assert arrived == [[3.0, 3.0]]
+
+
+def test_a_copy_learns_of_its_own_skips():
+    """A deep copy of a cell reads its own values, those that were pending too."""
+    torch.manual_seed(0)
+    network = Classifier()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    cell = MFTrainOneStepCell(network, optimizer, max_consecutive_skips=2)
+    [batch] = labelled_batches(1)
+    cell(*batch, float("nan"))
+    copied = copy.deepcopy(cell)
+
+    for one in (cell, copied):
+        one(*batch, float("nan"))
+        with pytest.raises(RuntimeError, match="2 updates in a row were skipped"):
+            one.flush()
