@@ -1,0 +1,284 @@
+"""accelerate's training loop as its documentation has it, alone or with the step behind it."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from mfwrap import ExponentialMovingAverage, StepConfig
+from mfwrap.accelerate import AttachedStep, attach
+from small_networks import Classifier, labelled_batches
+from spoilt_training import BadElement
+from training_state import training_state
+
+__all__ = [
+    "DECAY",
+    "OPTIMIZERS",
+    "BytesRead",
+    "Loop",
+    "Trace",
+    "inverse",
+    "new_accelerator",
+    "train",
+    "train_alone",
+    "weights_of",
+]
+
+DECAY = 0.9
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "fused AdamW": lambda weights: AdamW(weights, lr=1e-2, weight_decay=0.1, fused=True),
+    "foreach AdamW": lambda weights: AdamW(weights, lr=1e-2, weight_decay=0.1, foreach=True),
+    "fused SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=True),
+    "SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=False),
+    # Its first eps depends on the type of the weights unless it is given.
+    "Adafactor": lambda weights: Adafactor(weights, lr=1e-2, eps=(1e-7, 1e-3)),
+}
+
+
+def new_accelerator(precision: str = "no", *, scale: float = 1.0, **settings: Any) -> Accelerator:
+    """Return an accelerator on CPU that shares no settings with those before it.
+
+    In fp16 it has what accelerate gives itself on CUDA only: autocast, and a gradient scaler.
+
+    Args:
+        precision: accelerate's ``mixed_precision``.
+        scale: First scale of that scaler.
+        settings: Of the accelerator.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, **settings)
+    if precision == "fp16":
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return accelerator
+
+
+def inverse(step: int) -> float:
+    """Return the factor of the learning rate."""
+    return 1 / (1 + step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What a loop trains with."""
+
+    optimizer: str = "fused AdamW"
+
+    precision: str = "no"
+    """accelerate's ``mixed_precision``."""
+
+    scale: float = 1.0
+    """Loss scale; alone, accelerate has one in fp16 only."""
+
+    accumulation: int = 1
+
+    max_norm: float | None = None
+    """What the loop clips by; ``None`` for no clipping."""
+
+    num_batches: int = 5
+    """Micro-batches in all."""
+
+    bad_updates: tuple[int, ...] = ()
+    """Updates with a bad element in the gradient of their first micro-batch."""
+
+    bad_value: float = math.nan
+
+    left_out: tuple[int, ...] = ()
+    """Updates of which the data holds nothing; the others have the data that they have anyway."""
+
+    zero_grad_first: bool = False
+    """Zero gradients before forward, as loops without accumulation often do."""
+
+
+class Trace(NamedTuple):
+    """What training leaves behind; lists have one item an update unless it is said otherwise."""
+
+    losses: list[float]
+    """One a micro-batch."""
+
+    norms: list[Tensor]
+    """What clipping returned."""
+
+    rates: list[float]
+    """Learning rates that the optimizer used."""
+
+    skipped: list[bool]
+    """What ``optimizer_step_was_skipped`` said."""
+
+    states: list[dict[str, Any]]
+    """Weights and optimizer state; one more, the first is from before the first update."""
+
+    averages: list[list[Tensor]]
+    """Averaged weights; one more, as above."""
+
+    schedule: dict[str, Any]
+    """State of the schedule at the end."""
+
+    reports: list[Any]
+    """Reports of the attached step; ``None`` without it."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights at the end, by name."""
+        return weights_of(self.states[-1])
+
+
+def weights_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights in a training state."""
+    return {name: value for name, value in state.items() if name.startswith("/network/")}
+
+
+@functools.cache
+def train_alone(loop: Loop) -> Trace:
+    """Return the trace of the loop with accelerate alone, which is not to be changed."""
+    return train(loop, attached=False)
+
+
+def train(
+    loop: Loop,
+    *,
+    attached: bool,
+    config: StepConfig | None = None,
+    given_ema: bool = False,
+    asks: bool = True,
+) -> Trace:
+    """Train a small network.
+
+    Args:
+        loop: What with.
+        attached: Whether the step is behind the loop.
+        config: Of the step.
+        given_ema: Give the step an average of the unprepared network, not a callable.
+        asks: Ask after each update whether it was skipped.
+    """
+    accelerator = new_accelerator(
+        loop.precision, scale=loop.scale, gradient_accumulation_steps=loop.accumulation
+    )
+    torch.manual_seed(0)
+    network = Classifier()
+    optimizer = OPTIMIZERS[loop.optimizer](network.parameters())
+    step = None
+    if attached:
+        ema = _average(network) if given_ema else _average
+        # In fp16 the step takes over accelerate's own scale.
+        scale_sense = None if loop.precision == "fp16" else loop.scale
+        step = attach(accelerator, config, ema, scale_sense=scale_sense)
+    bad_element = BadElement(network.layers[0].weight, loop.bad_value)
+    network, optimizer, schedule, loader = accelerator.prepare(
+        network, optimizer, LambdaLR(optimizer, inverse), _loader(loop)
+    )
+    recorder = _Recorder(network, optimizer, step)
+    for inputs, labels in loader:
+        with accelerator.accumulate(network):
+            if loop.zero_grad_first:
+                optimizer.zero_grad()
+            is_first = len(recorder.losses) % loop.accumulation == 0
+            bad_element.active = is_first and recorder.num_updates in loop.bad_updates
+            loss = network(inputs, labels)
+            accelerator.backward(loss)
+            recorder.losses.append(loss.item())
+            if accelerator.sync_gradients and loop.max_norm is not None:
+                norm = accelerator.clip_grad_norm_(network.parameters(), loop.max_norm)
+                recorder.norms.append(norm)
+            optimizer.step()
+            rate = optimizer.param_groups[0]["lr"]
+            schedule.step()
+            if not loop.zero_grad_first:
+                optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            recorder.on_update(rate, skipped=asks and accelerator.optimizer_step_was_skipped)
+    return recorder.trace(schedule.state_dict())
+
+
+def _average(network: nn.Module) -> ExponentialMovingAverage:
+    return ExponentialMovingAverage(network, DECAY)
+
+
+def _loader(loop: Loop) -> DataLoader:
+    batches = labelled_batches(loop.num_batches)
+    kept = [b for i, b in enumerate(batches) if i // loop.accumulation not in loop.left_out]
+    inputs, labels = (torch.cat(column) for column in zip(*kept, strict=True))
+    return DataLoader(TensorDataset(inputs, labels), batch_size=8)
+
+
+class _Recorder:
+    """Notes what happens; without the step, it averages weights as torch does."""
+
+    def __init__(self, network: nn.Module, optimizer: Any, step: AttachedStep | None) -> None:
+        self.losses: list[float] = []
+        self.norms: list[Tensor] = []
+        self._network, self._optimizer, self._step = network, optimizer, step
+        self._rates: list[float] = []
+        self._skipped: list[bool] = []
+        self._states = [self._state()]
+        self._averages = [[p.detach().clone() for p in network.parameters()]]
+        self._reports: list[Any] = []
+
+    @property
+    def num_updates(self) -> int:
+        return len(self._rates)
+
+    def on_update(self, rate: float, *, skipped: bool) -> None:
+        self._rates.append(rate)
+        self._skipped.append(skipped)
+        self._states.append(self._state())
+        self._averages.append(self._next_averages(skipped=skipped))
+        self._reports.append(None if self._step is None else self._step.last_report)
+
+    def _state(self) -> dict[str, Any]:
+        state = training_state(self._network, self._optimizer.optimizer)
+        # Not the rate, which a schedule may change before the next update only.
+        return {name: v for name, v in state.items() if "/param_groups/" not in name}
+
+    def _next_averages(self, *, skipped: bool) -> list[Tensor]:
+        if self._step is not None:
+            return [average.clone() for _, average in self._step.ema.named_averages()]
+        averages = [average.clone() for average in self._averages[-1]]
+        if not skipped:
+            weights = [weight.detach() for weight in self._network.parameters()]
+            get_ema_multi_avg_fn(DECAY)(averages, weights, 1)
+        return averages
+
+    def trace(self, schedule: dict[str, Any]) -> Trace:
+        return Trace(
+            self.losses,
+            self.norms,
+            self._rates,
+            self._skipped,
+            self._states,
+            self._averages,
+            schedule,
+            self._reports,
+        )
+
+
+class BytesRead(TorchDispatchMode):
+    """Count the bytes of some tensors' memory that operators take, each memory once a call."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            taken = {
+                (leaf.data_ptr(), leaf.numel() * leaf.element_size())
+                for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in self._memories
+            }
+            self.num_bytes += sum(size for _, size in taken)
+        return func(*args, **(kwargs or {}))

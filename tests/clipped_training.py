@@ -1,0 +1,252 @@
+"""Training whose gradients are clipped in every way that a loop may clip them."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accelerate_loops import OPTIMIZERS, new_accelerator
+from mfwrap import StepConfig
+from mfwrap.accelerate import attach
+from small_networks import Classifier, labelled_batches
+from spoilt_training import BadElement
+
+__all__ = [
+    "LIMIT",
+    "NOT_CLIPPING",
+    "ONE_CALL",
+    "WAYS",
+    "Clip",
+    "ClippedTraining",
+    "Outcome",
+    "Setting",
+    "assert_agree",
+    "calls",
+    "clipped_alone",
+    "doubled",
+    "norm_of",
+    "unscale",
+    "value",
+]
+
+INF = math.inf
+NUM_UPDATES = 3
+LIMIT = 0.2
+"""Below every norm of these runs, also of every layer's own."""
+
+
+class Setting(NamedTuple):
+    """A precision and a loss scale; accelerate alone has one in fp16 only."""
+
+    precision: str = "no"
+    scale: float = 1.0
+    accumulation: int = 1
+
+
+class Outcome(NamedTuple):
+    """What training with clipping leaves behind."""
+
+    returned: list[Any]
+    """What the calls that clip returned."""
+
+    weights: list[Tensor]
+
+    skipped: list[bool]
+
+    reports: list[Any]
+    """Of the attached step."""
+
+
+class ClippedTraining:
+    """A prepared network and its optimizer.
+
+    Args:
+        optimizer: Its name in `OPTIMIZERS`.
+        setting: Precision, loss scale and accumulation.
+        attached: Whether the step is behind the loop.
+        config: Of the step.
+        select: What of the network the optimizer holds.
+    """
+
+    def __init__(
+        self,
+        optimizer: str,
+        setting: Setting,
+        *,
+        attached: bool,
+        config: StepConfig | None = None,
+        select: Callable[[nn.Module], Any] = nn.Module.parameters,
+    ) -> None:
+        self.accelerator = new_accelerator(
+            setting.precision,
+            scale=setting.scale,
+            gradient_accumulation_steps=setting.accumulation,
+        )
+        self.step = None
+        if attached:
+            scale = None if setting.precision == "fp16" else setting.scale
+            self.step = attach(self.accelerator, config, scale_sense=scale)
+        torch.manual_seed(0)
+        network = Classifier()
+        self.bad_element = BadElement(network.layers[0].weight, INF)
+        inner = OPTIMIZERS[optimizer](select(network))
+        self.network, self.optimizer = self.accelerator.prepare(network, inner)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients that there are."""
+        return [p.grad for p in self.network.parameters() if p.grad is not None]
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Do forward and backward of one micro-batch."""
+        self.accelerator.backward(self.network(*batch))
+
+    def update(
+        self, clip: "Clip", micro_batches: list[tuple[Tensor, Tensor]], *, each_micro_batch: bool
+    ) -> list[Any]:
+        """Do one update; return what clipping returned.
+
+        Args:
+            clip: Called where the loop clips.
+            micro_batches: As many as are accumulated.
+            each_micro_batch: Whether that is after every backward, not only the last.
+        """
+        returned = []
+        for batch in micro_batches:
+            with self.accelerator.accumulate(self.network):
+                self.backward(batch)
+                if each_micro_batch or self.accelerator.sync_gradients:
+                    returned.append(clip(self))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return returned
+
+    def run(self, clip: "Clip", *, each_micro_batch: bool = False) -> Outcome:
+        """Do some updates; arguments as in `update`."""
+        returned, skipped, reports = [], [], []
+        size = self.accelerator.gradient_accumulation_steps
+        batches = labelled_batches(NUM_UPDATES * size)
+        for start in range(0, len(batches), size):
+            window = batches[start : start + size]
+            returned += self.update(clip, window, each_micro_batch=each_micro_batch)
+            skipped.append(self.accelerator.optimizer_step_was_skipped)
+            reports.append(None if self.step is None else self.step.last_report)
+        weights = [weight.detach() for weight in self.network.parameters()]
+        return Outcome(returned, weights, skipped, reports)
+
+
+Clip = Callable[[ClippedTraining], Any]
+"""What a loop does between backward and step."""
+
+
+def norm_of(*layers: int, limit: float = LIMIT, norm_type: float = 2.0) -> Clip:
+    """Return a call that clips some layers, or the whole network, by norm."""
+
+    def clip(training: ClippedTraining) -> Tensor:
+        modules = [training.network.layers[index] for index in layers] or [training.network]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        return training.accelerator.clip_grad_norm_(parameters, limit, norm_type=norm_type)
+
+    return clip
+
+
+def value(training: ClippedTraining, *, limit: float = 0.02) -> None:
+    """Clip the whole network by value."""
+    training.accelerator.clip_grad_value_(training.network.parameters(), limit)
+
+
+def unscale(training: ClippedTraining) -> None:
+    """Unscale all gradients."""
+    training.accelerator.unscale_gradients()
+
+
+def doubled(training: ClippedTraining) -> None:
+    """Change gradients by hand."""
+    for gradient in training.gradients:
+        gradient.mul_(2)
+
+
+def calls(*several: Clip) -> Clip:
+    """Return one call that does several."""
+    return lambda training: [call(training) for call in several]
+
+
+NOT_CLIPPING: dict[str, Clip] = {
+    "nothing": lambda t: t.accelerator.clip_grad_norm_([], LIMIT),
+    "unscaled only": unscale,
+    "unscaled by name": lambda t: t.accelerator.unscale_gradients(t.optimizer),
+    "unscaled in a list": lambda t: t.accelerator.unscale_gradients([t.optimizer]),
+    "unscaled, then changed": calls(unscale, doubled),
+}
+
+ONE_CALL: dict[str, Clip] = {
+    **NOT_CLIPPING,
+    "whole": norm_of(),
+    "whole, as a generator": lambda t: t.accelerator.clip_grad_norm_(
+        (p for p in t.network.parameters()), LIMIT
+    ),
+    "one weight": lambda t: t.accelerator.clip_grad_norm_([t.network.layers[0].weight], LIMIT),
+    "a part": norm_of(0),
+    "below the limit": norm_of(limit=100.0),
+    "max_norm of infinity": norm_of(limit=INF),
+    "max_norm of 0": norm_of(limit=0.0),
+    "largest element": norm_of(limit=0.02, norm_type=INF),
+    "largest element as a str": norm_of(limit=0.02, norm_type="inf"),
+    "largest element of a part": norm_of(2, limit=0.02, norm_type=INF),
+    "sum of magnitudes": norm_of(norm_type=1.0),
+    "L3 norm": norm_of(norm_type=3),
+    "value": value,
+    "value of a part": lambda t: t.accelerator.clip_grad_value_(
+        t.network.layers[2].parameters(), 0.02
+    ),
+    "value of one tensor": lambda t: t.accelerator.clip_grad_value_(
+        t.network.layers[0].weight, 0.02
+    ),
+}
+"""What accelerate does in fp16, too: its scaler refuses to unscale twice in an update."""
+
+WAYS: dict[str, Clip] = {
+    **ONE_CALL,
+    "twice": calls(norm_of(), norm_of(limit=0.1)),
+    "twice, the first limit wins": calls(norm_of(limit=0.1), norm_of()),
+    "part by part": calls(norm_of(0), norm_of(2, limit=0.1)),
+    "whole, then a part": calls(norm_of(), norm_of(2, limit=0.05)),
+    "a part, then whole": calls(norm_of(0, limit=0.1), norm_of()),
+    "unscaled, then whole": calls(unscale, norm_of()),
+    "unscaled, then a part": calls(unscale, norm_of(2)),
+    "unscaled, then whole, then changed": calls(unscale, norm_of(), doubled),
+    "unscaled, then changed, then whole": calls(unscale, doubled, norm_of()),
+    "whole, then unscaled": calls(norm_of(), unscale),
+    "whole, then unscaled, then changed": calls(norm_of(), unscale, doubled),
+    "value, then whole": calls(value, norm_of()),
+    "whole, then value": calls(norm_of(), value),
+    "largest element, then whole": calls(norm_of(limit=0.02, norm_type=INF), norm_of()),
+    "whole, then largest element": calls(norm_of(), norm_of(limit=0.01, norm_type=INF)),
+    "measured, then whole": calls(norm_of(limit=INF), norm_of()),
+}
+
+
+@functools.cache
+def clipped_alone(
+    clip: Clip, optimizer: str, setting: Setting | None = None, **settings: bool
+) -> Outcome:
+    """Return the outcome of accelerate alone."""
+    setting = setting or Setting()
+    if setting.precision != "fp16":
+        setting = setting._replace(scale=1.0)
+    return ClippedTraining(optimizer, setting, attached=False).run(clip, **settings)
+
+
+def assert_agree(expected: Outcome, actual: Outcome) -> None:
+    """Fail unless norms, skips and weights are the same, up to rounding.
+
+    Clipping multiplies and sums in another order than accelerate does: a few units of 6e-8 of a
+    norm, of updates below 0.1, and of weights below 1 that these are rounded into.
+    """
+    assert actual.skipped == expected.skipped
+    norms = [torch.utils._pytree.tree_leaves(o.returned) for o in (actual, expected)]
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=2e-7)

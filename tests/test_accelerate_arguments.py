@@ -1,0 +1,260 @@
+"""What cannot be attached or prepared is refused by name, and nothing is changed."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from attached_runs import new_accelerator
+from mfwrap import ExponentialMovingAverage, StepConfig
+from mfwrap.accelerate import attach
+from small_networks import Classifier, labelled_batches
+from training_state import assert_same_state, training_state
+
+[BATCH] = labelled_batches(1)
+
+
+def of_type(distributed_type):
+    """Return an accelerator that says that it is of this type."""
+    accelerator = new_accelerator()
+    accelerator.state.distributed_type = distributed_type
+    return accelerator
+
+
+def of_two_ranks():
+    """Return an accelerator that says that it is one of two."""
+    accelerator = new_accelerator()
+    accelerator.state.num_processes = 2
+    return accelerator
+
+
+def in_fp16_without_scaler():
+    """Return an accelerator in fp16, as on CUDA, whose gradient scaler is gone."""
+    accelerator = new_accelerator("fp16")
+    accelerator.scaler = None
+    accelerator.state.device = torch.device("cuda")
+    return accelerator
+
+
+def that_has_prepared(make):
+    """Return an accelerator that has prepared what is made for a network."""
+    accelerator = new_accelerator()
+    accelerator.prepare(make(Classifier()))
+    return accelerator
+
+
+def attached():
+    """Return an accelerator that is attached already."""
+    accelerator = new_accelerator()
+    attach(accelerator)
+    return accelerator
+
+
+def schedule_of(network):
+    """Return a schedule of an optimizer that accelerate does not see."""
+    return torch.optim.lr_scheduler.StepLR(SGD(network.parameters(), lr=0.1), 1)
+
+
+SETTINGS = {
+    "a config of another kind": (TypeError, "`config` must be a StepConfig", {"config": {}}),
+    "the average of no kind": (TypeError, "`ema` must be an Exponential", {"ema": 0.999}),
+    "a scale in words": (TypeError, "`scale_sense` must be a number", {"scale_sense": "dynamic"}),
+    "a scale of zero": (ValueError, "`scale_sense` must be > 0", {"scale_sense": 0.0}),
+    "a scale of infinity": (ValueError, "`scale_sense` must be > 0", {"scale_sense": torch.inf}),
+    "several scales": (ValueError, "`scale_sense` must have shape", {"scale_sense": torch.ones(2)}),
+    "losses per token": (
+        ValueError,
+        "`calculate_per_token_loss` must be False",
+        {"config": StepConfig(calculate_per_token_loss=True)},
+    ),
+    "another accumulation": (
+        ValueError,
+        "`gradient_accumulation_steps` must be the accelerator's 1, or left at 1, got 4",
+        {"config": StepConfig(gradient_accumulation_steps=4)},
+    ),
+}
+ACCELERATORS = {
+    "attached": (RuntimeError, "must not be attached twice; call `detach`", attached),
+    "with a network": (
+        RuntimeError,
+        "`attach` must be called before",
+        lambda: that_has_prepared(lambda network: network),
+    ),
+    "with an optimizer": (
+        RuntimeError,
+        "`attach` must be called before",
+        lambda: that_has_prepared(lambda network: SGD(network.parameters(), lr=0.1)),
+    ),
+    "with a schedule": (
+        RuntimeError,
+        "`attach` must be called before",
+        lambda: that_has_prepared(schedule_of),
+    ),
+    "in fp16 without scaler": (
+        ValueError,
+        "`scale_sense` must be given with an accelerator in fp16",
+        in_fp16_without_scaler,
+    ),
+    **{
+        str(kind.value): (
+            ValueError,
+            "`accelerator` must train alone or under DistributedDataParallel, got",
+            lambda kind=kind: of_type(kind),
+        )
+        for kind in (
+            DistributedType.DEEPSPEED,
+            DistributedType.FSDP,
+            DistributedType.MEGATRON_LM,
+            DistributedType.XLA,
+        )
+    },
+}
+
+
+def refused_attach(accelerator, error, message, **settings):
+    """Attach, and fail unless that raises and leaves the accelerator as it was."""
+    before = dict(vars(accelerator))
+    hooks = len(accelerator._save_model_state_pre_hook), len(accelerator._load_model_state_pre_hook)
+    kind = type(accelerator)
+
+    with pytest.raises(error, match=message):
+        attach(accelerator, **settings)
+
+    assert vars(accelerator) == before
+    assert type(accelerator) is kind
+    assert hooks == (
+        len(accelerator._save_model_state_pre_hook),
+        len(accelerator._load_model_state_pre_hook),
+    )
+
+
+@pytest.mark.parametrize(("error", "message", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_that_does_not_fit_is_refused(error, message, settings):
+    """The error names it, and the accelerator is as before."""
+    refused_attach(new_accelerator(), error, message, **settings)
+
+
+@pytest.mark.parametrize(("error", "message", "make"), ACCELERATORS.values(), ids=ACCELERATORS)
+def test_an_accelerator_that_does_not_fit_is_refused(error, message, make):
+    """The error names what it is, and the accelerator is as before."""
+    refused_attach(make(), error, message)
+
+
+@pytest.mark.parametrize(
+    "accelerator", [None, "accelerator", Accelerator, nn.Linear(1, 1)], ids=repr
+)
+def test_only_an_accelerator_can_be_attached(accelerator):
+    """Anything else is a TypeError that says what came."""
+    with pytest.raises(TypeError, match=r"`accelerator` must be an accelerate\.Accelerator, got"):
+        attach(accelerator)
+
+
+def test_local_norms_on_several_ranks_are_refused():
+    """They would be norms of the reduced gradients."""
+    refused_attach(
+        of_two_ranks(),
+        ValueError,
+        "`local_norm` must be False on several ranks",
+        config=StepConfig(local_norm=True),
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_accelerators_accumulation_may_be_given_or_left_out(steps):
+    """Both mean the same."""
+    accelerator = new_accelerator(gradient_accumulation_steps=4)
+
+    step = attach(accelerator, StepConfig(gradient_accumulation_steps=steps))
+
+    assert accelerator.attachment is step
+
+
+AVERAGES = {
+    "of another network": (
+        ValueError,
+        "`ema` must average parameters of a prepared optimizer, got an average of others",
+        lambda _: ExponentialMovingAverage(Classifier()),
+    ),
+    "that is none": (
+        TypeError,
+        "`ema` must return an ExponentialMovingAverage, got",
+        lambda _: lambda network: network,
+    ),
+    "of a network that was converted since": (
+        RuntimeError,
+        "`ema` must be built where its weights are, on cpu in torch.float64",
+        ExponentialMovingAverage,
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "make"), AVERAGES.values(), ids=AVERAGES)
+def test_an_average_that_does_not_fit_is_refused(error, message, make):
+    """Before the first update, so that no weight has moved."""
+    network = Classifier()
+    accelerator = new_accelerator()
+    attach(accelerator, ema=make(network))
+    if error is RuntimeError:
+        network.double()
+    optimizer = AdamW(network.parameters(), fused=True)
+    before = training_state(network, optimizer)
+
+    def begin():
+        accelerator.prepare(network, optimizer)
+        accelerator.backward(network(*BATCH))
+
+    with pytest.raises(error, match=message):
+        begin()
+
+    assert_same_state(before, training_state(network, optimizer))
+
+
+@pytest.mark.cuda
+def test_an_average_from_before_the_network_was_moved_is_refused():
+    """Its averages would be on the CPU, and each update would wait for them."""
+    accelerator = Accelerator()
+    network = Classifier()
+    attach(accelerator, ema=ExponentialMovingAverage(network))
+
+    with pytest.raises(RuntimeError, match="build it after the network has been moved"):
+        accelerator.prepare(network, AdamW(network.parameters(), fused=True))
+
+
+@pytest.mark.parametrize("num_networks", [0, 2])
+def test_a_callable_average_needs_exactly_one_network(num_networks):
+    """Which one to average cannot be guessed."""
+    accelerator = new_accelerator()
+    attach(accelerator, ema=ExponentialMovingAverage)
+    networks = [Classifier() for _ in range(num_networks)]
+    outside = nn.Parameter(torch.ones(()))
+    parameters = [p for network in networks for p in network.parameters()] or [outside]
+
+    def begin():
+        accelerator.prepare(*networks, SGD(parameters, lr=0.1))
+        accelerator.backward(outside * 1.0)
+
+    with pytest.raises(ValueError, match=f"exactly one model is prepared, got {num_networks} mod"):
+        begin()
+
+
+OPTIMIZERS = {
+    "LBFGS": (TypeError, "got LBFGS", lambda network: LBFGS(network.parameters())),
+    "idle fused SGD": (
+        ValueError,
+        "got fused SGD with half-precision weights on CPU",
+        lambda network: SGD(network.bfloat16().parameters(), lr=0.1, fused=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "make"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_that_cannot_skip_is_refused_when_prepared(error, message, make):
+    """Before anything was computed with it."""
+    accelerator = new_accelerator()
+    attach(accelerator)
+    network = Classifier()
+
+    with pytest.raises(error, match=message):
+        accelerator.prepare(network, make(network))

@@ -1,0 +1,288 @@
+"""Checkpoints that another kind of run wrote, and damaged ones."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attached_runs import FACTORS, AttachedRun, RunSettings
+from training_state import assert_same_state
+
+ALL_APPLIED = (1.0,) * len(FACTORS)
+
+
+def saved_by(folder, settings=None, *, attached=True, last=6, factors=FACTORS):
+    """Train a while, save, and return the run."""
+    run = AttachedRun(settings, attached=attached)
+    run.train(0, last, factors)
+    run.accelerator.save_state(folder)
+    return run
+
+
+def counts(run):
+    """Return applied and skipped updates in all, as they would be saved."""
+    state = run.state()
+    return [state[f"/step/updates/0/{name}_updates"].item() for name in ("applied", "skipped")]
+
+
+def assert_average_starts_from_the_weights(run):
+    """Fail unless averages equal weights, and their count is zero."""
+    state = run.state()
+    for name, average in run.step.ema.named_averages():
+        assert torch.equal(average, state[f"/network/{name}"])
+    assert state["/step/ema/counters/applied_updates"] == 0
+    assert state["/step/ema/counters/num_calls"] == 0
+
+
+def test_a_checkpoint_of_accelerate_alone_starts_a_new_count(tmp_path):
+    """Weights, optimizer and schedule are taken; warnings say what is new."""
+    alone = saved_by(tmp_path, attached=False, factors=ALL_APPLIED)
+    run = AttachedRun(RunSettings(seed=1))
+    run.train(0, 3)
+
+    with pytest.warns(UserWarning, match=f"^no .* in {tmp_path}") as caught:
+        run.accelerator.load_state(tmp_path)
+
+    assert [str(warning.message).partition(" in ")[0] for warning in caught] == [
+        "no state of the step",
+        "no average",
+    ]
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    assert_same_state(alone.trained(), run.trained())
+    assert counts(run) == [0, 0]
+    assert_average_starts_from_the_weights(run)
+    assert run.accelerator.optimizer_step_was_skipped is False
+
+
+@pytest.mark.parametrize("loss_scale", ["none", "dynamic", "number"])
+def test_the_scale_of_accelerates_scaler_is_taken_over(tmp_path, loss_scale):
+    """Where ``scaler.pt`` lies in the checkpoint, the loss scale is the one that was reached."""
+    settings = RunSettings(precision="fp16", loss_scale="none", ema=False)
+    # The second of three updates overflows, which halves the scale.
+    alone = saved_by(tmp_path, settings, attached=False, last=3)
+    reached = alone.accelerator.scaler.get_scale()
+    run = AttachedRun(RunSettings(precision="fp16", loss_scale=loss_scale, ema=False, seed=1))
+
+    with pytest.warns(UserWarning, match="no state of the step"):
+        run.accelerator.load_state(tmp_path)
+
+    assert reached == 2.0**11
+    assert run.step.loss_scale.item() == reached
+    assert_same_state(alone.trained(), run.trained())
+
+
+def test_without_a_scaler_the_scale_stays(tmp_path):
+    """There is nothing to take over from a checkpoint of float32."""
+    saved_by(tmp_path, RunSettings(ema=False), attached=False, factors=ALL_APPLIED)
+    run = AttachedRun(RunSettings(ema=False, loss_scale="number"))
+
+    with pytest.warns(UserWarning, match="no state of the step"):
+        run.accelerator.load_state(tmp_path)
+
+    assert run.step.loss_scale.item() == 2.0**10
+
+
+def test_a_scaler_that_was_switched_off_has_no_scale_to_take_over(tmp_path):
+    """Its saved state is empty; the loss scale stays as it is."""
+    settings = RunSettings(precision="fp16", loss_scale="none", ema=False)
+    alone = AttachedRun(settings, attached=False)
+    alone.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    alone.accelerator.save_state(tmp_path)
+    run = AttachedRun(RunSettings(ema=False, loss_scale="number"))
+
+    with pytest.warns(UserWarning, match="no state of the step"):
+        run.accelerator.load_state(tmp_path)
+
+    assert run.step.loss_scale.item() == 2.0**10
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_accelerate_alone_loads_what_an_attached_run_saved(tmp_path, precision):
+    """Weights, optimizer and schedule, and its scaler gets the scale that was reached."""
+    attached = saved_by(tmp_path, RunSettings(precision=precision, loss_scale="none"), last=3)
+
+    alone = AttachedRun(RunSettings(precision=precision, seed=1), attached=False)
+    alone.accelerator.load_state(tmp_path)
+
+    assert_same_state(attached.trained(), alone.trained())
+    if precision == "fp16":
+        scale = attached.step.loss_scale.item()
+        assert alone.accelerator.scaler.get_scale() == scale == 2.0**11
+        assert alone.accelerator.scaler.get_growth_interval() == 2
+
+
+def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(tmp_path):
+    """Everything else is restored; one warning names the folder."""
+    saved = saved_by(tmp_path, RunSettings(ema=False))
+    run = AttachedRun(RunSettings(seed=1))
+    run.train(0, 3)
+
+    with pytest.warns(UserWarning, match=f"no average in {tmp_path}: it starts from the weights"):
+        run.accelerator.load_state(tmp_path)
+
+    expected, state = saved.state(), run.state()
+    assert_same_state(expected, {name: state[name] for name in expected})
+    assert_average_starts_from_the_weights(run)
+
+
+def refused(run, folder, error, message):
+    """Load, and fail unless that raises and changes nothing of the run."""
+    before = run.state()
+    scale = run.step.loss_scale
+
+    with pytest.raises(error, match=message):
+        run.accelerator.load_state(folder)
+
+    assert_same_state(before, run.state())
+    assert run.step.loss_scale == scale
+
+
+FOREIGN = {
+    "with an average": (RunSettings(), RunSettings(ema=False), "'ema'"),
+    "of two optimizers": (
+        RunSettings(num_networks=2, ema=False),
+        RunSettings(ema=False),
+        r"optimizers must have the keys \['0'\], got \['0', '1'\]",
+    ),
+    "of one optimizer": (
+        RunSettings(ema=False),
+        RunSettings(num_networks=2, ema=False),
+        r"optimizers must have the keys \['0', '1'\], got \['0'\]",
+    ),
+    "of a dynamic scale": (RunSettings(), RunSettings(loss_scale="number"), "fixed loss scale"),
+    "of a fixed scale": (RunSettings(loss_scale="fixed"), RunSettings(), "cur_iter"),
+    "of an adaptive scale": (RunSettings(loss_scale="adaptive"), RunSettings(), "scale_window"),
+}
+
+
+@pytest.mark.parametrize(("theirs", "ours", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_the_state_of_another_kind_of_run_is_refused(tmp_path, theirs, ours, message):
+    """The error names what differs; weights, loss scale and average are as before."""
+    saved_by(tmp_path, theirs)
+    run = AttachedRun(ours)
+    run.train(0, 3)
+
+    refused(run, tmp_path, KeyError, message)
+
+
+def changed_tensor(name, value):
+    """Return a damage that puts a tensor in the place of another, or takes it away."""
+
+    def damage(folder):
+        path = folder / "mfwrap_step.safetensors"
+        tensors = load_file(path)
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+        save_file(tensors, path)
+
+    return damage
+
+
+def changed_record(key, value):
+    """Return a damage that changes the JSON file."""
+
+    def damage(folder):
+        path = folder / "mfwrap_step.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record[key] = value
+        path.write_text(json.dumps(record), encoding="utf-8")
+
+    return damage
+
+
+AVERAGE = "ema/averages/layers.0.weight"
+DAMAGES = {
+    "scale is nan": (
+        ValueError,
+        "scale",
+        changed_tensor("loss_scale/value", torch.tensor(torch.nan)),
+    ),
+    "scale is zero": (ValueError, "scale", changed_tensor("loss_scale/value", torch.zeros(()))),
+    "no scale": (KeyError, "'value'", changed_tensor("loss_scale/value", None)),
+    "no counter": (
+        KeyError,
+        "skipped_updates",
+        changed_tensor("updates/0/skipped_updates", None),
+    ),
+    "counter of floats": (
+        ValueError,
+        "applied_updates",
+        changed_tensor("updates/0/applied_updates", torch.ones(())),
+    ),
+    "no average of a weight": (KeyError, "layers.0.weight", changed_tensor(AVERAGE, None)),
+    "an average of another shape": (
+        ValueError,
+        "layers.0.weight",
+        changed_tensor(AVERAGE, torch.zeros(3)),
+    ),
+    "an unknown tensor": (KeyError, "epoch", changed_tensor("epoch", torch.zeros(()))),
+    "a later format": (ValueError, "format_version", changed_record("format_version", 2)),
+    "no tensors": (
+        FileNotFoundError,
+        "mfwrap_step.safetensors",
+        lambda folder: (folder / "mfwrap_step.safetensors").unlink(),
+    ),
+    "no record": (
+        FileNotFoundError,
+        "mfwrap_step.json",
+        lambda folder: (folder / "mfwrap_step.json").unlink(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, error, message, damage):
+    """The error says what does not fit; weights, loss scale and average are as before."""
+    saved_by(tmp_path)
+    damage(tmp_path)
+    run = AttachedRun()
+    run.train(0, 3)
+
+    refused(run, tmp_path, error, message)
+
+
+def cut(path):
+    """Leave the first half of a file, as a full disk does."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("name", ["mfwrap_step.safetensors", "mfwrap_step.json"])
+def test_half_a_file_is_refused_by_its_name(tmp_path, name):
+    """What the reader of the format says is followed by which file it is about."""
+    saved_by(tmp_path)
+    cut(tmp_path / name)
+    run = AttachedRun()
+    run.train(0, 3)
+
+    refused(run, tmp_path, ValueError, name)
+
+
+def test_without_accelerates_own_file_nothing_is_changed(tmp_path):
+    """What accelerate cannot load does not leave another run's scale and average behind."""
+    saved_by(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    run = AttachedRun()
+    run.train(0, 3)
+
+    refused(run, tmp_path, FileNotFoundError, "model.bin")
+
+
+def test_after_a_refused_checkpoint_training_goes_on(tmp_path):
+    """The run trains to the end as if nobody had tried to load."""
+    saved_by(tmp_path)
+    changed_record("format_version", 2)(tmp_path)
+    unbroken = AttachedRun()
+    unbroken.train(0, len(FACTORS))
+    expected = unbroken.state()
+
+    run = AttachedRun()
+    run.train(0, 6)
+    with pytest.raises(ValueError, match="format_version"):
+        run.accelerator.load_state(tmp_path)
+    run.train(6, len(FACTORS))
+
+    assert_same_state(expected, run.state())

@@ -1,0 +1,268 @@
+"""An attached loop skips updates whose gradients are not finite, and says so."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone, weights_of
+from mfwrap import StepConfig
+from training_state import assert_same_state, assert_unchanged
+
+NAN, INF = math.nan, math.inf
+PRECISIONS = ("no", "bf16", "fp16")
+NUM_UPDATES = 5
+FUSED = ["fused AdamW", "fused SGD"]
+NOT_FUSED = ["foreach AdamW", "SGD", "Adafactor"]
+
+
+def loop_with(bad_update: int, **settings) -> Loop:
+    """Return a loop of `NUM_UPDATES` updates, one of them bad."""
+    accumulation = settings.get("accumulation", 1)
+    return Loop(
+        **{
+            "bad_updates": (bad_update,),
+            "num_batches": NUM_UPDATES * accumulation,
+            "scale": 2.0**10,
+            **settings,
+        }
+    )
+
+
+@functools.cache
+def attached(loop: Loop) -> Trace:
+    """Return the trace of the attached loop, which is not to be changed."""
+    return train(loop, attached=True)
+
+
+def applied_rates(skipped: list[bool], first: float) -> list[float]:
+    """Return the rates ``first * (1 / (1 + n))``, with ``n`` the updates applied before."""
+    return [first * (1 / (1 + skipped[:index].count(False))) for index in range(len(skipped))]
+
+
+def weights_are_finite(trace: Trace, update: int) -> list[bool]:
+    """Return, for each weight after an update, whether all of it is finite."""
+    return [w.isfinite().all().item() for w in weights_of(trace.states[update + 1]).values()]
+
+
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+each_precision = pytest.mark.parametrize("precision", PRECISIONS)
+each_place = pytest.mark.parametrize("bad_update", [0, 2], ids=["first update", "later update"])
+each_value = pytest.mark.parametrize("bad_value", [NAN, INF], ids=str)
+each_clipping = pytest.mark.parametrize(
+    "max_norm", [None, 0.3, INF], ids=["not clipped", "clipped", "measured"]
+)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "accumulation"),
+    [(None, 4), (0.3, 1), (0.3, 4), (INF, 1)],
+    ids=["not clipped, accumulated", "clipped", "clipped, accumulated", "measured"],
+)
+@each_place
+@each_value
+@each_precision
+@each_optimizer
+def test_a_bad_element_changes_nothing(
+    optimizer, precision, bad_value, bad_update, max_norm, accumulation
+):
+    """Weights, optimizer state and average are bitwise what they were, and the rate stays."""
+    trace = attached(
+        loop_with(
+            bad_update,
+            optimizer=optimizer,
+            precision=precision,
+            bad_value=bad_value,
+            max_norm=max_norm,
+            accumulation=accumulation,
+        )
+    )
+
+    expected = [index == bad_update for index in range(NUM_UPDATES)]
+    assert trace.skipped == expected
+    assert_unchanged(trace.states[bad_update], trace.states[bad_update + 1])
+    torch.testing.assert_close(
+        trace.averages[bad_update + 1], trace.averages[bad_update], rtol=0, atol=0
+    )
+    assert trace.rates[bad_update + 1] == trace.rates[bad_update]
+    assert trace.rates == applied_rates(expected, trace.rates[0])
+    assert trace.schedule["last_epoch"] == NUM_UPDATES - 1
+    assert [report.skipped.item() for report in trace.reports] == expected
+    assert [report.output.overflow.item() for report in trace.reports] == expected
+
+
+@each_place
+@each_precision
+@each_optimizer
+def test_the_other_updates_are_done(optimizer, precision, bad_update):
+    """Each of them moves weights and average, so that what is skipped would have, too."""
+    trace = attached(loop_with(bad_update, optimizer=optimizer, precision=precision))
+
+    for index in set(range(NUM_UPDATES)) - {bad_update}:
+        before, after = weights_of(trace.states[index]), weights_of(trace.states[index + 1])
+        assert all(not torch.equal(before[name], after[name]) for name in before)
+        pairs = zip(trace.averages[index], trace.averages[index + 1], strict=True)
+        assert all(not torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("given_ema", [False, True], ids=["callable", "object"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@each_place
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@each_optimizer
+def test_training_goes_on_as_if_the_bad_batch_had_not_been(
+    optimizer, precision, bad_update, accumulation, given_ema
+):
+    """Weights, state, schedule and average are those of accelerate on the other batches alone."""
+    loop = loop_with(
+        bad_update, optimizer=optimizer, precision=precision, accumulation=accumulation
+    )
+    without = {**vars(loop), "bad_updates": (), "left_out": (bad_update,), "scale": 1.0}
+    expected = train_alone(Loop(**without))
+
+    trace = train(loop, attached=True, given_ema=given_ema)
+
+    assert_same_state(expected.states[-1], trace.states[-1])
+    torch.testing.assert_close(trace.averages[-1], expected.averages[-1], rtol=0, atol=0)
+    assert trace.schedule == expected.schedule
+    kept = [rate for rate, skipped in zip(trace.rates, trace.skipped, strict=True) if not skipped]
+    assert kept == expected.rates
+
+
+@pytest.mark.parametrize("bad_updates", [(0, 1), (1, 3, 4), (4,)], ids=str)
+@each_precision
+@each_optimizer
+def test_nobody_need_ask(optimizer, precision, bad_updates):
+    """Rates, weights and the schedule's state are right in a loop that never asks.
+
+    Also at the end, where the answer to the last update is still on its way.
+    """
+    loop = loop_with(0, bad_updates=bad_updates, optimizer=optimizer, precision=precision)
+    expected = [index in bad_updates for index in range(NUM_UPDATES)]
+
+    trace = train(loop, attached=True, asks=False)
+
+    assert trace.rates == applied_rates(expected, trace.rates[0])
+    assert trace.schedule["last_epoch"] == expected.count(False)
+    for index in bad_updates:
+        assert_unchanged(trace.states[index], trace.states[index + 1])
+
+
+@each_clipping
+@each_place
+@pytest.mark.parametrize("optimizer", NOT_FUSED)
+def test_in_fp16_without_fused_optimizers_it_is_accelerates_own_skip(
+    optimizer, bad_update, max_norm
+):
+    """There accelerate notices and tells the truth, and the attached loop does what it does."""
+    loop = loop_with(bad_update, optimizer=optimizer, precision="fp16", max_norm=max_norm)
+    expected, actual = train_alone(loop), attached(loop)
+
+    assert actual.skipped == expected.skipped == [i == bad_update for i in range(NUM_UPDATES)]
+    assert actual.rates == expected.rates
+    assert actual.schedule == expected.schedule
+    # Where something is clipped, as far as clipped training agrees at all.
+    tolerance = 4e-7 if max_norm == 0.3 else 0.0
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(actual.weights[name], weight, rtol=0, atol=tolerance)
+    torch.testing.assert_close(actual.averages[-1], expected.averages[-1], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", NOT_FUSED)
+def test_a_scale_that_is_too_high_falls_as_accelerates_does(optimizer):
+    """Nothing is planted: in float16 the gradients themselves overflow, until they do not."""
+    loop = Loop(optimizer=optimizer, precision="fp16", scale=2.0**24, num_batches=12)
+    expected, actual = train_alone(loop), attached(loop)
+
+    assert 3 < expected.skipped.count(True) < 9
+    assert actual.skipped == expected.skipped
+    assert actual.rates == expected.rates
+    assert_same_state(expected.states[-1], actual.states[-1])
+
+
+@each_place
+def test_accelerate_alone_denies_a_skip_in_fp16_with_a_fused_optimizer(bad_update):
+    """What the step is for: the update is skipped, but schedule and average move, and it says no.
+
+    accelerate notices whether the optimizer's ``step`` was called, and a fused one skips inside.
+    """
+    loop = loop_with(bad_update, precision="fp16")
+    stock, ours = train_alone(loop), attached(loop)
+
+    for trace in (stock, ours):
+        assert_unchanged(trace.states[bad_update], trace.states[bad_update + 1])
+    assert (stock.skipped[bad_update], ours.skipped[bad_update]) == (False, True)
+    assert stock.rates[bad_update + 1] < stock.rates[bad_update]
+    assert ours.rates[bad_update + 1] == ours.rates[bad_update]
+    assert (stock.schedule["last_epoch"], ours.schedule["last_epoch"]) == (5, 4)
+
+
+@each_place
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@each_optimizer
+def test_accelerate_alone_loses_the_model_to_a_bad_element(optimizer, precision, bad_update):
+    """What the step is for: without a loss scale it updates, and clipping spreads the NaN."""
+    settings = {"optimizer": optimizer, "precision": precision, "scale": 1.0}
+    loop = loop_with(bad_update, max_norm=0.3, **settings)
+    stock, ours = train_alone(loop), attached(loop)
+
+    assert not any(weights_are_finite(stock, bad_update))
+    assert all(weights_are_finite(ours, bad_update))
+    assert not any(stock.skipped)
+    assert stock.rates[bad_update + 1] < stock.rates[bad_update]
+
+    not_clipped = loop_with(bad_update, **settings)
+    assert not all(weights_are_finite(train_alone(not_clipped), bad_update))
+    assert all(weights_are_finite(attached(not_clipped), NUM_UPDATES - 1))
+
+
+@each_precision
+@each_optimizer
+def test_norm_and_loss_of_a_skipped_update_are_reported_as_they_were(optimizer, precision):
+    """The norm that clipping returns is not finite, where the loss may well be."""
+    loop = loop_with(2, optimizer=optimizer, precision=precision, max_norm=0.3, bad_value=INF)
+    trace = attached(loop)
+
+    finite = [norm.isfinite().item() for norm in trace.norms]
+    assert finite == [index != 2 for index in range(NUM_UPDATES)]
+    losses = [report.output.loss.item() for report in trace.reports]
+    assert losses == trace.losses
+
+
+@pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
+def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
+    """The loop is told, and the schedule waits; the loss scale does not fall for it."""
+    loop = Loop(optimizer=optimizer, precision="fp16", scale=2.0**10, max_norm=INF, num_batches=6)
+    threshold = sorted(train_alone(loop).norms)[2].item()
+    config = StepConfig(
+        use_clip_grad=True,
+        max_grad_norm=INF,
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=threshold,
+    )
+
+    trace = train(loop, attached=True, config=config)
+
+    expected = [norm.item() >= threshold for norm in trace.norms]
+    assert 0 < expected.count(True) < 6
+    assert trace.skipped == expected
+    assert trace.rates == applied_rates(expected, trace.rates[0])
+    assert {report.output.loss_scale.item() for report in trace.reports} == {2.0**10}
+    for index in range(6):
+        if expected[index]:
+            assert_unchanged(trace.states[index], trace.states[index + 1])
+
+
+@each_precision
+@each_optimizer
+def test_training_that_only_skips_ends_with_an_error(optimizer, precision):
+    """After as many skips in a row as allowed; it names the layer, and the weights are unharmed."""
+    loop = loop_with(0, bad_updates=(1, 2, 3), optimizer=optimizer, precision=precision)
+    config = StepConfig(max_consecutive_skips=3, local_norm=True)
+
+    message = r"3 updates in a row were skipped, the last one at step 4 .*\['layers.0.weight'\]"
+    with pytest.raises(RuntimeError, match=message):
+        train(loop, attached=True, config=config, asks=False)
+    allowed = StepConfig(max_consecutive_skips=4)
+    assert train(loop, attached=True, config=allowed).skipped == [False, True, True, True, False]

@@ -1,0 +1,134 @@
+"""An update that cannot be done is refused by name, and nothing is changed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, SparseAdam
+from torch.optim.lr_scheduler import StepLR
+
+from attached_runs import NAN, AttachedRun, RunSettings, new_accelerator
+from mfwrap import ExponentialMovingAverage, StepConfig
+from mfwrap.accelerate import attach
+from small_networks import Classifier, labelled_batches
+from training_state import assert_same_state, assert_unchanged, training_state
+
+[BATCH] = labelled_batches(1)
+
+
+def refused_update(run, error, message, call):
+    """Call, and fail unless that raises and changes nothing of the run."""
+    before = run.state()
+
+    with pytest.raises(error, match=message):
+        call()
+
+    assert_same_state(before, run.state())
+
+
+def test_a_closure_is_refused():
+    """The loss that it evaluates would not be scaled."""
+    run = AttachedRun()
+    run.accelerator.backward(run.network(*BATCH))
+
+    refused_update(
+        run,
+        TypeError,
+        "`closure` must be None with a loss scale",
+        lambda: run.optimizer.step(lambda: run.network(*BATCH)),
+    )
+
+
+@pytest.mark.parametrize("loss", [3.0, torch.ones(()).numpy()], ids=["a number", "an array"])
+def test_a_loss_that_is_no_tensor_is_refused(loss):
+    """It cannot be differentiated."""
+    run = AttachedRun()
+
+    refused_update(
+        run, TypeError, "`loss` must be a tensor, got", lambda: run.accelerator.backward(loss)
+    )
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "number"])
+def test_gradients_of_an_unscaled_loss_are_refused(loss_scale):
+    """``loss.backward()`` beside the accelerator: they would be divided by the loss scale."""
+    run = AttachedRun(RunSettings(loss_scale=loss_scale))
+    run.train(0, 1)
+    run.network(*BATCH).backward()
+
+    refused_update(run, RuntimeError, "gradients must come from a scaled loss", run.optimizer.step)
+
+
+def test_without_a_scale_gradients_may_come_from_anywhere():
+    """At scale 1 they are what accelerate alone would make of them."""
+    settings = RunSettings(loss_scale="none")
+    runs = [AttachedRun(settings, attached=attached) for attached in (False, True)]
+    for run in runs:
+        run.network(*BATCH).backward()
+        run.optimizer.step()
+
+    alone, run = runs
+    assert_same_state(alone.trained(), run.trained())
+    assert run.step.last_output.loss.isnan()
+
+
+CALLS = {
+    "clip": lambda accelerator, network, _: accelerator.clip_grad_norm_(network.parameters(), 1.0),
+    "clamp": lambda accelerator, network, _: accelerator.clip_grad_value_(
+        network.parameters(), 1.0
+    ),
+    "unscale": lambda accelerator, _, __: accelerator.unscale_gradients(),
+    "step": lambda _, __, optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**16], ids=["no scale", "scale"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_sparse_gradients_are_refused(call, loss_scale):
+    """The error names the parameter; its weights are as before."""
+    accelerator = new_accelerator()
+    attach(accelerator, scale_sense=loss_scale)
+    network = nn.Embedding(3, 2, sparse=True)
+    optimizer = SparseAdam(network.parameters())
+    network, optimizer = accelerator.prepare(network, optimizer)
+    before = training_state(network, optimizer.optimizer)
+    accelerator.backward(network(torch.tensor([1])).sum())
+
+    with pytest.raises(TypeError, match="the gradient of `weight` must be dense"):
+        call(accelerator, network, optimizer)
+
+    assert_same_state(before, training_state(network, optimizer.optimizer))
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["at the next update", "when asked"])
+def test_training_that_only_skips_ends_with_an_error(asks):
+    """It names step, scale and groups; weights, schedule and average are as before."""
+    accelerator = new_accelerator()
+    step = attach(
+        accelerator,
+        StepConfig(max_consecutive_skips=3),
+        ExponentialMovingAverage,
+        scale_sense=2.0**10,
+    )
+    network = Classifier()
+    optimizer = AdamW(network.parameters(), fused=True)
+    schedule = StepLR(optimizer, 1)
+    network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
+    before = training_state(network, optimizer.optimizer, schedule)
+
+    def update():
+        accelerator.backward(network(*BATCH, NAN))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        update()
+    message = r"3 updates .* at step 3 with loss scale 1024; .*layers\.0\.weight"
+    with pytest.raises(RuntimeError, match=message):
+        _ = accelerator.optimizer_step_was_skipped if asks else update()
+
+    assert_unchanged(before, training_state(network, optimizer.optimizer, schedule))
+    for name, average in step.ema.named_averages():
+        assert torch.equal(average, network.get_parameter(name))
+    assert step.last_report.skipped_updates == 3
+    assert accelerator.optimizer_step_was_skipped is True

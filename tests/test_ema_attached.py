@@ -1,0 +1,149 @@
+"""What an attached loop asks of an average: whose it is, where it is, and to begin anew."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import ExponentialMovingAverage
+
+
+def followed(**settings):
+    """Return a network with a buffer, and an average that has followed two updates of it."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    ema = ExponentialMovingAverage(network, decay=0.5, **settings)
+    for _ in range(2):
+        changed(network)
+        ema.update()
+    return network, ema
+
+
+def changed(network):
+    """Change all weights and running statistics, as an update does."""
+    with torch.no_grad():
+        for tensor in [*network.parameters(), network[1].running_mean]:
+            tensor.add_(1.0)
+
+
+def test_it_follows_the_parameters_that_it_was_made_of():
+    """One is enough, and others may be among them."""
+    network, ema = followed()
+    stranger = nn.Parameter(torch.zeros(2))
+
+    assert ema.follows(network.parameters())
+    assert ema.follows([stranger, network[0].weight])
+    assert ema.follows(iter([network[0].bias]))
+
+
+def test_it_follows_no_equal_parameter_of_another_network():
+    """Identity counts, not values."""
+    _, ema = followed()
+    twin, _ = followed()
+
+    assert not ema.follows(twin.parameters())
+    assert not ema.follows([])
+
+
+def test_it_follows_no_frozen_parameter():
+    """What did not require a gradient at construction is not averaged."""
+    network = nn.Linear(2, 3)
+    network.bias.requires_grad_(requires_grad=False)
+    ema = ExponentialMovingAverage(network)
+
+    assert not ema.follows([network.bias])
+    assert ema.follows([network.weight])
+
+
+PLACEMENTS = {
+    "as the weights": {},
+    "in another dtype": {"dtype": torch.float64},
+    "on the CPU": {"device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_an_average_is_where_it_was_asked_to_be(settings):
+    """A dtype or device of its own is no mistake."""
+    _, ema = followed(**settings)
+
+    ema.check_placement()
+
+
+def test_an_average_of_half_precision_weights_is_in_float32():
+    """That difference is the average's own."""
+    ExponentialMovingAverage(nn.Linear(2, 3).bfloat16()).check_placement()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_converted_since_are_noticed(dtype):
+    """The error says where they are, and what to do."""
+    network, ema = followed()
+    network.to(dtype)
+
+    with pytest.raises(RuntimeError, match=rf"on cpu in {dtype}, got averages on cpu .*; build it"):
+        ema.check_placement()
+
+
+def test_weights_converted_in_part_are_noticed():
+    """Not only the first one is looked at."""
+    network, ema = followed()
+    network[1].double()
+
+    with pytest.raises(RuntimeError, match=r"`ema` must be built where its weights are"):
+        ema.check_placement()
+
+
+@pytest.mark.cuda
+def test_weights_moved_since_are_noticed():
+    """Averages on the CPU that nobody asked for would be waited for at every update."""
+    network, ema = followed()
+    network.cuda()
+
+    with pytest.raises(RuntimeError, match=r"on cuda:0 in torch\.float32, got averages on cpu"):
+        ema.check_placement()
+
+
+def test_a_restart_begins_from_the_weights_as_they_are():
+    """Averages, copied buffers and counters are those of an average made now, bit by bit."""
+    network, ema = followed(warmup=True, update_every=2)
+    changed(network)
+    fresh = ExponentialMovingAverage(network, decay=0.5, warmup=True, update_every=2)
+
+    ema.restart()
+
+    for _ in range(5):
+        expected, actual = fresh.state_dict(), ema.state_dict()
+        for part, tensors in expected.items():
+            assert sorted(actual[part]) == sorted(tensors)
+            for name, tensor in tensors.items():
+                assert torch.equal(actual[part][name], tensor)
+        changed(network)
+        fresh.update()
+        ema.update()
+
+
+def test_a_restart_leaves_the_weights():
+    """Only the average changes, and it is no alias of the weights."""
+    network, ema = followed()
+    before = [weight.detach().clone() for weight in network.parameters()]
+
+    ema.restart()
+
+    for weight, old in zip(network.parameters(), before, strict=True):
+        assert torch.equal(weight, old)
+    changed(network)
+    for (_, average), old in zip(ema.named_averages(), before, strict=True):
+        assert torch.equal(average, old)
+
+
+def test_inside_a_swap_there_is_no_restart():
+    """The weights are averages then; they stay what they are."""
+    network, ema = followed()
+    before = [average.clone() for _, average in ema.named_averages()]
+
+    with ema.swap(), pytest.raises(RuntimeError, match="`restart` must not be called inside"):
+        ema.restart()
+
+    for (_, average), old in zip(ema.named_averages(), before, strict=True):
+        assert torch.equal(average, old)
+    assert not torch.equal(network[0].weight, before[0])

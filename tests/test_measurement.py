@@ -1,0 +1,139 @@
+"""What one read of the gradients tells: against float64, with and without a normalizer."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_reads import HostReads
+from mfwrap.gradients import group_parameters
+from mfwrap.losses import Normalizer
+from mfwrap.measurement import measure
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+FINITE = st.floats(-1e3, 1e3, width=32)
+SCALES = st.sampled_from([1.0, 3.0, 2.0**16])
+
+
+def groups_of(gradients, groups=None):
+    """Return the groups of gradients that are called a, b, c, ..."""
+    sizes = {chr(ord("a") + i): 0 if g is None else g.numel() for i, g in enumerate(gradients)}
+    return group_parameters(sizes, groups, CPU)
+
+
+def measured(gradients, scale=1.0, groups=None, **settings):
+    """Return what a read tells of gradients."""
+    return measure(gradients, groups_of(gradients, groups), torch.tensor(scale), **settings)
+
+
+@given(st.lists(st.lists(FINITE, min_size=1, max_size=5), min_size=1, max_size=4), SCALES)
+def test_norms_are_those_of_the_unscaled_gradients(rows, scale):
+    """In all and by group, as float64 has them; nothing overflows."""
+    gradients = [torch.tensor(row) * scale for row in rows]
+    exact = [torch.tensor(row, dtype=torch.float64) for row in rows]
+
+    result = measured(gradients, scale)
+
+    torch.testing.assert_close(
+        result.global_norm.double(), torch.cat(exact).norm(), rtol=1e-5, atol=1e-20
+    )
+    torch.testing.assert_close(
+        result.local_norm.double(), torch.stack([e.norm() for e in exact]), rtol=1e-5, atol=1e-20
+    )
+    assert not result.overflow
+    assert result.divisor == scale
+    assert result.has_targets is None
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_element_that_is_not_finite_is_an_overflow(place, value):
+    """Wherever it is; the norm of the other group stays readable."""
+    gradients = [torch.ones(3), torch.ones(4)]
+    gradients[place][1] = value
+
+    result = measured(gradients)
+
+    assert result.overflow
+    assert not result.global_norm.isfinite()
+    assert result.local_norm.isfinite().tolist() == [place == 1, place == 0]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, NAN])
+def test_a_scale_that_is_none_is_an_overflow(scale):
+    """It may have been set without anyone reading it."""
+    assert measured([torch.ones(3)], scale).overflow
+
+
+def test_an_absent_gradient_is_a_gradient_of_zeros():
+    """It has a norm of its own, 0."""
+    result = measured([None, torch.tensor([3.0, 4.0])])
+
+    assert result.global_norm == 5
+    assert result.local_norm.tolist() == [0, 5]
+
+
+def test_no_gradient_at_all_is_no_overflow():
+    """There is nothing that could be not finite."""
+    result = measured([None, None], 8.0)
+
+    assert not result.overflow
+    assert result.global_norm == 0
+
+
+def test_local_norms_are_those_of_the_groups():
+    """Several gradients of a group have one norm."""
+    gradients = [torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([4.0])]
+
+    result = measured(gradients, groups=["a|c", "b"])
+
+    assert result.local_norm.tolist() == [5, 5]
+
+
+def test_the_divisor_is_a_copy_of_the_scale():
+    """The scale changes before the optimizer divides by what it was."""
+    scale = torch.tensor(8.0)
+    gradients = [torch.ones(2)]
+
+    result = measure(gradients, groups_of(gradients), scale)
+    scale.fill_(4.0)
+
+    assert result.divisor == 8
+
+
+def test_a_normalizer_divides_beside_the_scale():
+    """The reduced one for what is updated, this rank's own for local norms."""
+    normalizer = Normalizer(reduced=torch.tensor(5.0), local=torch.tensor(2.0))
+
+    result = measured([torch.tensor([30.0, 40.0])], 10.0, normalizer=normalizer)
+
+    assert result.divisor == 50
+    assert result.global_norm == 1
+    assert result.local_norm == 2.5
+    assert result.has_targets
+
+
+def test_without_targets_the_norms_are_zero():
+    """Gradients of zero are divided by 1, not by 0."""
+    nothing = torch.zeros(())
+
+    result = measured([torch.zeros(2)], 8.0, normalizer=Normalizer(nothing, nothing))
+
+    assert not result.has_targets
+    assert not result.overflow
+    assert result.global_norm == result.local_norm == 0
+
+
+def test_measuring_reads_nothing_on_the_host():
+    """All of it stays on the device."""
+    gradients = [torch.ones(2), None]
+    groups, scale = groups_of(gradients), torch.ones(())
+    normalizer = Normalizer(torch.ones(()), torch.ones(()))
+
+    with HostReads() as counted:
+        measure(gradients, groups, scale, normalizer)
+
+    assert counted.reads == []

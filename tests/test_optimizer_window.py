@@ -1,0 +1,247 @@
+"""One optimizer's calls between its steps: what is read, changed and remembered."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from host_reads import HostReads
+from mfwrap import StepConfig
+from mfwrap.optimizer_window import OptimizerWindow, multiply_in_place
+from mfwrap.parameters import TrainedParameters
+from mfwrap.scale_sense import LossScale
+from mfwrap.update import StepUpdate
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+ONE = torch.ones(())
+
+
+class Window:
+    """The window of two weights at zero, plain SGD at rate 1, loss scale 8."""
+
+    def __init__(self, scale: float = 8.0) -> None:
+        self.weights = {name: nn.Parameter(torch.zeros(2)) for name in ("first", "second")}
+        optimizer = SGD(self.weights.values(), lr=1.0)
+        loss_scale = LossScale(scale, CPU)
+        parameters = TrainedParameters(self.weights, optimizer, None)
+        update = StepUpdate(parameters, optimizer, StepConfig(), loss_scale)
+        self.window = OptimizerWindow(update, loss_scale.value)
+
+    def backward(self, first: Sequence[float], second: Sequence[float] | None = None) -> None:
+        """Add scaled gradients, as a backward does."""
+        self.window.before_backward(ONE, 1)
+        for weight, values in zip(self.weights.values(), (first, second), strict=True):
+            if values is not None:
+                gradient = torch.tensor(values) * self.window._loss_scale
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+    @property
+    def gradients(self) -> list[list[float] | None]:
+        """The gradients as they are."""
+        weights = self.weights.values()
+        return [None if weight.grad is None else weight.grad.tolist() for weight in weights]
+
+    def step(self) -> list[list[float]]:
+        """Do the update, and return by how much the weights fell."""
+        self.window.apply(1)
+        return [(-weight.detach()).tolist() for weight in self.weights.values()]
+
+
+def test_gradients_are_read_once():
+    """As long as they do not change, they are not read again."""
+    window = Window()
+    window.backward([3.0, 0.0], [0.0, 4.0])
+
+    first = window.window.measured()
+
+    assert first.global_norm == 5
+    assert window.window.measured() is first
+
+
+CHANGES = {
+    "in place": lambda weight: weight.grad.mul_(2),
+    "replaced": lambda weight: setattr(weight, "grad", weight.grad * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changed_gradients_are_read_again(change):
+    """However they were changed."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    window.window.measured()
+
+    change(window.weights["first"])
+
+    assert window.window.measured().global_norm == 10
+
+
+def test_gradients_must_stay_after_their_clipping_was_folded():
+    """The coefficient would be another's."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    measured = window.window.measured()
+    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+    window.weights["first"].grad.mul_(2)
+
+    with pytest.raises(RuntimeError, match="must not change between `clip_grad_norm_` and the"):
+        window.window.measured()
+
+
+def test_a_folded_clip_is_done_by_the_step():
+    """The gradients stay as they are until then."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    measured = window.window.measured()
+
+    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+
+    assert window.gradients == [[24, 32], None]
+    assert window.step() == [[1.5, 2], [0, 0]]
+    assert window.window.last_report.output.global_norm == 5
+
+
+def test_a_folded_clip_can_be_settled_in_place():
+    """Once; the step does not clip again."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    measured = window.window.measured()
+    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+
+    window.window.settle_clip()
+    window.window.settle_clip()
+
+    assert window.gradients == [[12, 16], None]
+    assert window.step() == [[1.5, 2], [0, 0]]
+
+
+def test_unscaling_happens_once():
+    """Neither a second call nor the step divides again."""
+    window = Window()
+    window.backward([3.0, 4.0])
+
+    window.window.unscale()
+    window.window.unscale()
+
+    assert window.gradients == [[3, 4], None]
+    assert window.step() == [[3, 4], [0, 0]]
+
+
+def test_a_backward_after_unscaling_adds_up_scaled_gradients():
+    """What was unscaled is scaled again first."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    window.window.unscale()
+
+    window.backward([1.0, 1.0], [2.0, 2.0])
+
+    assert window.gradients == [[32, 40], [16, 16]]
+    assert window.step() == [[4, 5], [2, 2]]
+
+
+def test_a_backward_after_a_folded_clip_adds_to_clipped_gradients():
+    """As it would with torch's clipping, which is done at once."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    measured = window.window.measured()
+    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+
+    window.backward([1.0, 1.0])
+
+    assert window.step() == [[2.5, 3], [0, 0]]
+
+
+def test_an_overflow_that_is_hidden_later_still_skips():
+    """It was noted before the gradients were changed, and outlives another backward."""
+    window = Window()
+    window.backward([NAN, 4.0])
+    window.window.note_overflow()
+    window.weights["first"].grad.nan_to_num_()
+    window.window.accept_clipped()
+    window.backward([3.0, 4.0])
+
+    assert window.step() == [[0, 0], [0, 0]]
+    assert window.window.last_report.output.overflow
+
+
+def test_an_overflow_does_not_outlive_its_window():
+    """The next update starts without it."""
+    window = Window()
+    window.backward([NAN, 4.0])
+    window.window.note_overflow()
+    window.window.open()
+    window.weights["first"].grad = None
+    window.backward([3.0, 4.0])
+
+    assert window.step() == [[3, 4], [0, 0]]
+
+
+def test_gradients_are_unused_from_backward_to_step():
+    """Also when they stay after the step, and when more are added to them."""
+    window = Window()
+    told = [window.window.has_unused_gradients()]
+    for _ in range(2):
+        window.backward([1.0, 1.0])
+        told.append(window.window.has_unused_gradients())
+        window.step()
+        told.append(window.window.has_unused_gradients())
+
+    assert told == [False, True, False, True, False]
+
+
+def reported_loss(losses, accumulation_steps):
+    """Return the loss that a step reports after these, each with its micro-batch's number."""
+    window = Window(scale=1.0)
+    for loss, micro_batch in losses:
+        window.window.before_backward(torch.tensor(loss), micro_batch)
+        window.weights["first"].grad = torch.ones(2)
+    return window.window.apply(accumulation_steps).output.loss.item()
+
+
+LOSSES = {
+    "one": ([(3.0, 1)], 1, 3.0),
+    "a whole window": ([(1.0, 1), (2.0, 2)], 2, 3.0),
+    "a short window": ([(1.0, 1), (2.0, 2)], 4, 6.0),
+    "several of one micro-batch": ([(1.0, 1), (2.0, 1), (3.0, 2)], 2, 6.0),
+    "several of the only micro-batch": ([(1.0, 1), (2.0, 1)], 1, 3.0),
+}
+
+
+@pytest.mark.parametrize(("losses", "steps", "expected"), LOSSES.values(), ids=LOSSES)
+def test_the_loss_is_the_mean_over_micro_batches(losses, steps, expected):
+    """Each was divided by the number of steps, of which a short window has fewer."""
+    assert reported_loss(losses, steps) == expected
+
+
+def test_losses_whose_gradients_were_zeroed_do_not_count():
+    """A network may zero its gradients by itself: what they came from is given up, too."""
+    window = Window(scale=1.0)
+    window.window.before_backward(torch.tensor(5.0), 1)
+    window.weights["first"].grad = torch.ones(2)
+    window.weights["first"].grad = None
+    window.window.before_backward(torch.tensor(3.0), 2)
+
+    assert window.window.apply(1).output.loss.item() == 3
+
+
+def test_without_a_backward_the_loss_is_unknown():
+    """It is NaN, not 0."""
+    assert reported_loss([], 1) != reported_loss([], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_are_multiplied_in_place_without_a_read(dtype):
+    """Any number of them, none included, in their own dtype."""
+    tensors = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)]
+    factor = torch.full((), 0.5)
+
+    with HostReads() as counted:
+        multiply_in_place(tensors, factor)
+        multiply_in_place([], factor)
+
+    assert counted.reads == []
+    assert [tensor.dtype for tensor in tensors] == [dtype] * 2
+    assert all((tensor == 0.5).all() for tensor in tensors)

@@ -1,0 +1,180 @@
+"""One loss scale and one average, told of the updates of several optimizers."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
+from mfwrap.scale_sense import LossScale
+from mfwrap.shared_state import SharedAverage, SharedLossScale
+
+YES, NO = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no keyword)
+
+
+class Scale:
+    """A shared scale that falls at each overflow, and whether other gradients wait."""
+
+    def __init__(self, *, window: int = 100) -> None:
+        self.others_wait = False
+        loss_scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, window), torch.device("cpu"))
+        self.shared = SharedLossScale(loss_scale, lambda: not self.others_wait)
+
+    def update(self, overflow, *, others_wait: bool) -> float:
+        """Tell of an update; return the scale then."""
+        self.others_wait = others_wait
+        assert self.shared.update(overflow) is overflow
+        return self.shared.value.item()
+
+
+def test_the_scale_waits_until_all_gradients_are_used():
+    """Those that wait were made with the scale as it is."""
+    scale = Scale()
+
+    values = [scale.update(YES, others_wait=True), scale.update(NO, others_wait=False)]
+
+    assert values == [8, 4]
+
+
+@pytest.mark.parametrize("flags", [(YES, YES), (YES, NO), (NO, YES)], ids=str)
+def test_an_overflow_of_any_lowers_it_once(flags):
+    """Not once for each optimizer."""
+    first, second = flags
+    scale = Scale()
+
+    scale.update(first, others_wait=True)
+    scale.update(second, others_wait=False)
+
+    assert scale.shared.value == 4
+
+
+def test_updates_of_several_count_as_one_towards_growth():
+    """The window is one of updates of all."""
+    scale = Scale(window=2)
+
+    for _ in range(2):
+        scale.update(NO, others_wait=True)
+        value = scale.update(NO, others_wait=False)
+
+    assert value == 16
+
+
+def test_what_waited_is_settled_when_it_can_be():
+    """Gradients that were given up need no update to follow."""
+    scale = Scale()
+    scale.update(YES, others_wait=True)
+    scale.shared.settle()
+    waiting = scale.shared.value.item()
+
+    scale.others_wait = False
+    scale.shared.settle()
+    scale.shared.settle()
+
+    assert (waiting, scale.shared.value.item()) == (8, 4)
+
+
+def test_what_has_gathered_can_be_discarded():
+    """It belongs to a run that has been left."""
+    scale = Scale()
+    scale.update(YES, others_wait=True)
+
+    scale.shared.discard()
+    scale.update(NO, others_wait=False)
+
+    assert scale.shared.value == 8
+
+
+def test_a_scale_of_one_is_known_to_be_one():
+    """Nobody has to ask the device."""
+    loss_scale = LossScale(1.0, torch.device("cpu"))
+
+    assert SharedLossScale(loss_scale, lambda: True).is_one
+    assert not Scale().shared.is_one
+
+
+class Average:
+    """The average of one weight, told of by several optimizers, with decay one half."""
+
+    def __init__(self, num_parts: int) -> None:
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.ema = ExponentialMovingAverage([self.weight], decay=0.5)
+        self.shared = SharedAverage(self.ema)
+        self.parts = [self.shared.part() for _ in range(num_parts)]
+
+    def update(self, part: int, applied=YES) -> float:
+        """Add 1 to the weight, tell of it, and return the average."""
+        with torch.no_grad():
+            self.weight.add_(1)
+        self.parts[part].update(applied)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        """The average as it is."""
+        [(_, average)] = self.ema.named_averages()
+        return average.item()
+
+
+def test_the_average_of_one_optimizer_follows_each_update():
+    """It is the average itself."""
+    average = Average(1)
+
+    assert [average.update(0) for _ in range(3)] == [0.5, 1.25, 2.125]
+
+
+def test_the_average_follows_when_all_have_done_their_update():
+    """In any order, once a round."""
+    average = Average(2)
+
+    values = [average.update(part) for part in (0, 1, 1, 0)]
+
+    assert values == [0, 1, 1, 2.5]
+    assert average.ema.state_dict()["counters"]["num_calls"] == 2
+
+
+def test_an_optimizer_that_comes_again_ends_the_round():
+    """One that updates more often than the other does not wait for it."""
+    average = Average(2)
+
+    values = [average.update(part) for part in (0, 0, 0, 1)]
+
+    # The second update ends the first round, and so on; the fourth completes the third.
+    assert values == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [((NO, NO), 0), ((YES, NO), 1), ((NO, YES), 1)], ids=str
+)
+def test_the_average_follows_if_any_was_applied(flags, expected):
+    """It stays where all were skipped."""
+    average = Average(2)
+
+    values = [average.update(part, applied) for part, applied in enumerate(flags)]
+
+    assert values == [0, expected]
+    assert average.ema.state_dict()["counters"]["applied_updates"] == expected
+
+
+def test_a_round_that_has_begun_can_be_discarded():
+    """The next one begins with nobody."""
+    average = Average(2)
+    average.update(0)
+
+    average.shared.discard()
+
+    assert [average.update(1), average.update(0)] == [0, 1.5]
+
+
+def test_an_average_that_nobody_updates_is_known():
+    """No optimizer has a part in it."""
+    assert not Average(0).shared.has_parts
+    assert Average(1).shared.has_parts
+
+
+def test_inside_a_swap_updates_are_refused():
+    """By the average and by each part."""
+    average = Average(1)
+
+    with average.ema.swap():
+        for owner in (average.shared, *average.parts):
+            with pytest.raises(RuntimeError, match="`update` must not be called inside `swap`"):
+                owner.refuse_inside_swap("update")

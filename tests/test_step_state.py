@@ -1,0 +1,120 @@
+"""A step is restored as a whole or not at all."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
+from mfwrap.scale_sense import LossScale
+from mfwrap.step_state import check_keys, restore
+from mfwrap.update_counts import UpdateCounts
+from training_state import assert_same_state
+
+CPU = torch.device("cpu")
+
+
+class Parts:
+    """Loss scale, counts of two optimizers and an average, and a state of each."""
+
+    def __init__(self, *, num_updates: int, weight: float) -> None:
+        self.loss_scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, 2), CPU)
+        self.counts = [UpdateCounts(CPU, None) for _ in range(2)]
+        network = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(network.weight, weight)
+        self.ema = ExponentialMovingAverage(network)
+        for _ in range(num_updates):
+            self.loss_scale.update(torch.tensor(False))  # noqa: FBT003  (torch has no keyword)
+            for each in self.counts:
+                each.count(torch.tensor(True))  # noqa: FBT003
+
+    def states(self) -> list[dict]:
+        """Return the states of loss scale, both counts and the average."""
+        owners = [self.loss_scale, *self.counts, self.ema]
+        return [owner.state_dict() for owner in owners]
+
+    def flat(self) -> dict:
+        """Return all tensors of all states by name."""
+        return dict(_flat("", dict(enumerate(self.states()))))
+
+    def restore(self, states: list[dict]) -> None:
+        """Restore all parts."""
+        scale, first, second, average = states
+        counts = list(zip(self.counts, [first, second], strict=True))
+        restore((self.loss_scale, scale), counts, (self.ema, average))
+
+
+def _flat(name, value):
+    if not isinstance(value, dict):
+        yield name, value.clone()
+        return
+    for key, item in value.items():
+        yield from _flat(f"{name}/{key}", item)
+
+
+def test_all_parts_are_restored():
+    """Each gets its own state."""
+    saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
+
+    parts.restore(saved.states())
+
+    assert_same_state(saved.flat(), parts.flat())
+    assert parts.loss_scale.value == 32
+
+
+def test_a_step_without_average_is_restored_without():
+    """There is nothing to restore then."""
+    saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
+    scale, first, _, _ = saved.states()
+
+    restore((parts.loss_scale, scale), [(parts.counts[0], first)], None)
+
+    assert parts.counts[0].applied_updates == 5
+    assert parts.counts[1].applied_updates == 1
+
+
+@pytest.mark.parametrize("part", range(4), ids=["scale", "first counts", "second counts", "ema"])
+def test_if_one_part_does_not_fit_none_is_restored(part):
+    """Whichever it is, the others are as before."""
+    saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
+    states = saved.states()
+    states[part].popitem()
+    before = parts.flat()
+
+    with pytest.raises(KeyError):
+        parts.restore(states)
+
+    assert_same_state(before, parts.flat())
+
+
+def test_inside_a_swap_nothing_is_restored():
+    """The average refuses, and the scale is as before."""
+    saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
+    before = parts.flat()
+
+    with parts.ema.swap(), pytest.raises(RuntimeError, match="inside `swap`"):
+        parts.restore(saved.states())
+
+    assert_same_state(before, parts.flat())
+
+
+def test_keys_that_are_expected_pass():
+    """In any order."""
+    check_keys({"b": 1, "a": 2}, {"a", "b"}, "loop")
+
+
+@pytest.mark.parametrize("keys", [[], ["a"], ["a", "b", "c"]], ids=str)
+def test_other_keys_are_refused(keys):
+    """The error says whose state it is, and both sets of keys."""
+    message = f"`state_dict` of this loop must have the keys ['a', 'b'], got {keys}"
+
+    with pytest.raises(KeyError, match=re.escape(message)):
+        check_keys(dict.fromkeys(keys), {"a", "b"}, "loop")
+
+
+@pytest.mark.parametrize("state", [None, [], "a", 1], ids=repr)
+def test_what_is_no_mapping_is_refused(state):
+    """It is a TypeError."""
+    with pytest.raises(TypeError, match="`state_dict` must be a mapping, got"):
+        check_keys(state, {"a"}, "loop")

@@ -1,0 +1,195 @@
+"""How many updates were applied and skipped, on the device and, later, on the host."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_reads import HostReads
+from mfwrap import StepOutput, StepReport
+from mfwrap.update_counts import UpdateCounts
+
+CPU = torch.device("cpu")
+NAMES = ("first", "second")
+TRUE, FALSE = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no keyword)
+FINITE = torch.ones(2)
+UPDATES = st.lists(st.booleans(), max_size=12)
+
+
+def report_of(counts, applied):
+    """Return the report of an update that has been counted."""
+    output = StepOutput(
+        loss=torch.ones(()),
+        overflow=~applied,
+        loss_scale=torch.full((), 8.0),
+        learning_rate=torch.ones(()),
+        global_norm=None,
+    )
+    return StepReport(
+        output=output,
+        skipped=~applied,
+        learning_rates=torch.ones(1),
+        local_norm_names=NAMES,
+        **counts.tensors(),
+    )
+
+
+def do(counts, updates, *, local_norm=FINITE):
+    """Count and submit updates, each preceded by a flush as an update does it."""
+    for is_applied in updates:
+        applied = TRUE if is_applied else FALSE
+        counts.flush()
+        counts.count(applied)
+        counts.submit(report_of(counts, applied), local_norm)
+
+
+@given(UPDATES)
+def test_updates_are_counted(updates):
+    """Applied, skipped, and skipped in a row at the end."""
+    counts = UpdateCounts(CPU, None)
+
+    do(counts, updates)
+
+    in_a_row = 0
+    for applied in updates:
+        in_a_row = 0 if applied else in_a_row + 1
+    assert {name: value.item() for name, value in counts.tensors().items()} == {
+        "applied_updates": sum(updates),
+        "skipped_updates": len(updates) - sum(updates),
+        "consecutive_skips": in_a_row,
+    }
+
+
+@given(UPDATES)
+def test_a_schedule_is_told_of_each_applied_update_once(updates):
+    """Not of skipped ones, and of the last one when it is flushed."""
+    told = []
+    counts = UpdateCounts(CPU, None, on_applied=lambda: told.append(1))
+
+    do(counts, updates)
+    counts.flush()
+    counts.flush()
+
+    assert len(told) == sum(updates)
+
+
+def test_the_host_learns_at_the_flush():
+    """Before it, the answer is the one of the update before."""
+    counts = UpdateCounts(CPU, None)
+    do(counts, [True, False])
+    before = counts.last_was_skipped
+
+    counts.flush()
+
+    assert (before, counts.last_was_skipped) == (False, True)
+
+
+def test_counting_reads_nothing_on_the_host():
+    """What the host needs is copied without waiting."""
+    counts = UpdateCounts(CPU, 3)
+
+    with HostReads() as counted:
+        do(counts, [True, False, True])
+
+    assert counted.reads == []
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_limit_of_skips_in_a_row_ends_training(limit):
+    """With step, scale and the groups that are not finite; one fewer, or none, does not."""
+    counts = UpdateCounts(CPU, limit)
+    updates = [False] * (limit - 1) + [True] + [False] * limit
+    do(counts, updates, local_norm=torch.tensor([1.0, torch.nan]))
+
+    message = rf"^{limit} updates in a row .* at step {2 * limit} with loss scale 8; .*\['second'\]"
+    with pytest.raises(RuntimeError, match=message):
+        counts.flush()
+
+
+def test_without_a_limit_training_may_skip_for_ever():
+    """``None`` means never."""
+    counts = UpdateCounts(CPU, None)
+
+    do(counts, [False] * 200)
+    counts.flush()
+
+    assert counts.consecutive_skips == 200
+
+
+def test_where_nobody_asks_nothing_is_copied():
+    """No schedule, no limit, no question: nothing is pending."""
+    counts = UpdateCounts(CPU, None, reported=False)
+
+    do(counts, [True, False])
+
+    assert len(counts._reads) == 0
+    assert counts.skipped_updates == 1
+
+
+def test_a_report_keeps_its_values():
+    """Counters are replaced, not changed in place."""
+    counts = UpdateCounts(CPU, None)
+    do(counts, [True])
+    before = counts.tensors()
+
+    do(counts, [True, False])
+
+    assert [value.item() for value in before.values()] == [1, 0, 0]
+
+
+@given(UPDATES, UPDATES)
+def test_counts_go_on_from_a_saved_state(before, after):
+    """Saved and loaded, they are those of one run."""
+    unbroken, saved, resumed = (UpdateCounts(CPU, None) for _ in range(3))
+    do(unbroken, before + after)
+    do(saved, before)
+
+    resumed.load_state_dict(saved.state_dict())
+
+    last_was_skipped = bool(before) and not before[-1]
+    assert resumed.last_was_skipped is saved.last_was_skipped is last_was_skipped
+    do(resumed, after)
+    assert resumed.state_dict() == unbroken.state_dict()
+
+
+def test_loading_drops_what_is_pending():
+    """It belongs to another run."""
+    told = []
+    counts = UpdateCounts(CPU, None, on_applied=lambda: told.append(1))
+    state = counts.state_dict()
+    do(counts, [True])
+
+    counts.load_state_dict(state)
+    counts.flush()
+
+    assert told == []
+    assert counts.applied_updates == 0
+
+
+BAD = {
+    "missing": (KeyError, "skipped_updates", None),
+    "a number": (TypeError, "must be a tensor of shape .* and dtype int64, got", 3),
+    "floats": (ValueError, "got shape .* and torch.float32", torch.zeros(())),
+    "a vector": (ValueError, r"got shape \(1,\)", torch.zeros(1, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("method", ["check", "load_state_dict"])
+@pytest.mark.parametrize(("error", "message", "value"), BAD.values(), ids=BAD)
+def test_a_state_that_does_not_fit_changes_nothing(error, message, value, method):
+    """Nor does one that is only checked."""
+    counts = UpdateCounts(CPU, None)
+    do(counts, [True, False])
+    before = counts.state_dict()
+    state = copy.deepcopy(UpdateCounts(CPU, None).state_dict())
+    if value is None:
+        del state["skipped_updates"]
+    else:
+        state["skipped_updates"] = value
+
+    with pytest.raises(error, match=message):
+        getattr(counts, method)(state)
+
+    assert counts.state_dict() == before
