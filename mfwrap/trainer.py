@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.accelerate import AttachedStep, attach
@@ -126,14 +127,34 @@ class MFTrainerMixin(_Base):
 
     # A step
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
         """Do forward and backward of a micro-batch; return its loss, 0 if it is not finite."""
-        return self.step_log.filtered(super().training_step(*args, **kwargs))
+        share = self._share_of_update(inputs, num_items_in_batch)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return self.step_log.filtered(loss, share)
+
+    def _share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
+        """Return what part of its update's loss a micro-batch has, as the Trainer weighs it."""
+        counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        # On several ranks counting sends a message.
+        if num_items is None or not counts_items or self.args.world_size > 1:
+            return 1 / self.current_gradient_accumulation_steps
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        share: Tensor | float = 1.0 if items is None else items / num_items
+        return share
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # What was left out since the last log would pull the mean of the training down.
+        self._tr_loss = self.step_log.completed_sum(self._tr_loss)
+        return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with what the step knows beside the training loss."""
         report = self.attached.last_report
-        if "loss" in logs and report is not None:
+        # The Trainer's own entry, not one of its user.
+        if {"loss", "learning_rate"} <= logs.keys() and report is not None:
             self.attached.flush()
             num_steps = self.step_log.num_steps
             logs, missing = self.step_log.completed(logs, report)
@@ -223,6 +244,7 @@ class MFTrainerMixin(_Base):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.attached.flush()
+        self._forget_saved_states()
         self._staged = StagedCheckpoint(self, Path(self._get_output_dir(trial)))
         try:
             with self._staged:
@@ -245,12 +267,18 @@ class MFTrainerMixin(_Base):
         self._position = TrainerPosition.load(Path(checkpoint))
 
     def _load_callback_state(self) -> None:
-        both = self.args.restore_callback_states_from_checkpoint
-        restore_in_place(
-            self.callback_handler.callbacks,
-            self.state.stateful_callbacks or {},
-            control=self.control if both else None,
-        )
+        restore_in_place(self.callback_handler.callbacks, self.state.stateful_callbacks or {})
+        self._forget_saved_states()
+
+    def _forget_saved_states(self) -> None:
+        """Make room for the states of the callbacks that there are, in the form the Trainer fills.
+
+        It appends to a list that is there, and fails on a callback that is not.
+        """
+        exporting = [*self.callback_handler.callbacks, self.control]
+        names = [type(one).__name__ for one in exporting if isinstance(one, ExportableState)]
+        rooms: Any = {name: [] if names.count(name) > 1 else {} for name in names}
+        self.state.stateful_callbacks = rooms
 
 
 class MFTrainer(MFTrainerMixin, Trainer):

@@ -79,23 +79,20 @@ def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:
     return type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
 
 
-def restore_in_place(callbacks: list[Any], saved: Any, *, control: TrainerControl | None) -> None:
+def restore_in_place(callbacks: list[Any], saved: Any) -> None:
     """Give callbacks the states that a checkpoint holds, without replacing them.
 
     Args:
         callbacks: Those that export a state are restored.
         saved: States by the name of the class, several of one class in a list: a mapping.
-        control: Restored, too; ``None`` for not.
     """
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     for name, data in saved.items():
         same_class = [callback for callback in stateful if type(callback).__name__ == name]
         states = data if isinstance(data, list) else [data]
-        # The Trainer appends to such a list at each save.
+        # A stock Trainer appends to such a list at each save.
         for callback, state in zip(same_class, states[-len(same_class) :], strict=False):
             _set_attributes(callback, state)
-        if control is not None and name == type(control).__name__:
-            _set_attributes(control, states[-1])
 
 
 def _set_attributes(target: object, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What the Trainer's log says of the steps since the last one."""
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -32,19 +33,22 @@ class StepLog:
         self.num_steps = 0
         """Updates since the last log."""
         self._num_losses = 0
-        # Since the last log, and in all.
+        # Since the last log: how many losses were left out, and of how many updates.
         self._left_out = self._zero()
+        self._left_share = self._zero().double()
+        # In all.
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
-    def filtered(self, loss: Tensor) -> Tensor:
+    def filtered(self, loss: Tensor, share: Tensor | float) -> Tensor:
         """Return the loss of a micro-batch, or 0 if it is not finite and so left out.
 
         Args:
             loss: Shape ``()``. Not read on the host.
+            share: Of the update that the micro-batch is: shares of an update add up to 1.
         """
         self._num_losses += 1
         bad = ~loss.isfinite()
@@ -52,12 +56,22 @@ class StepLog:
         if not self.filters:
             return loss
         self._left_out = self._left_out + bad
+        self._left_share = self._left_share + bad * share
         return torch.where(bad, 0.0, loss)
 
     def count(self, report: StepReport) -> None:
         """Count an update."""
         self.num_steps += 1
         self._overflows = self._overflows + report.output.overflow
+
+    def completed_sum(self, losses: Tensor) -> Tensor:
+        """Return the sum of losses since the last log as if those left out were like the others.
+
+        Args:
+            losses: Shape ``()``: the sum without them.
+        """
+        kept = self.num_steps - self._left_share
+        return torch.where(kept > 0, losses * (self.num_steps / kept), losses).to(losses.dtype)
 
     def completed(
         self, logs: dict[str, float], report: StepReport
@@ -72,56 +86,56 @@ class StepLog:
             The log with the mean of the losses that were not left out, without a loss if all
             were; and by how much that mean is larger than the Trainer's.
         """
-        left_out, scale, *counts, norms = self._read(report)
-        names = ("applied_updates", "skipped_updates", "overflows", "non_finite_losses")
-        logs = logs | {"loss_scale": scale}
-        logs |= {name: int(count) for name, count in zip(names, counts, strict=True)}
-        logs |= norms
+        output = report.output
+        scalars = {
+            "loss_scale": output.loss_scale,
+            "applied_updates": report.applied_updates,
+            "skipped_updates": report.skipped_updates,
+            "overflows": self._overflows,
+            "non_finite_losses": self._non_finite_losses,
+        }
+        names = report.local_norm_names if isinstance(output, LocalNormStepOutput) else ()
+        local_norms = output.local_norm if isinstance(output, LocalNormStepOutput) else None
+        left_out, left_share, *values = _read(
+            [self._left_out, self._left_share, *scalars.values()], local_norms
+        )
+        keys = [*scalars, *(f"local_norm/{name}" for name in names)]
+        logs = logs | dict(zip(keys, values, strict=True))
+        for name in list(scalars)[1:]:
+            logs[name] = int(logs[name])
         before = logs["loss"]
-        kept = self._num_losses - left_out
-        if kept > 0:
-            logs["loss"] = before * (self._num_losses / kept)
+        if left_out < self._num_losses:
+            logs["loss"] = before * (self.num_steps / (self.num_steps - left_share))
         else:
             del logs["loss"]
         self.num_steps = self._num_losses = 0
-        self._left_out = self._zero()
+        self._left_out, self._left_share = self._zero(), self._zero().double()
         return logs, logs.get("loss", 0.0) - before
 
-    def _read(self, report: StepReport) -> list[Any]:
-        output = report.output
-        values = torch.stack(
-            [
-                self._left_out.double(),
-                output.loss_scale.double(),
-                report.applied_updates.double(),
-                report.skipped_updates.double(),
-                self._overflows.double(),
-                self._non_finite_losses.double(),
-            ]
-        )
-        norms: dict[str, float] = {}
-        if isinstance(output, LocalNormStepOutput):
-            values = torch.cat((values, output.local_norm.double()))
-            read = values.tolist()
-            local = zip(report.local_norm_names, read[6:], strict=True)
-            norms = {f"local_norm/{name}": norm for name, norm in local}
-        else:
-            read = values.tolist()
-        return [*read[:6], norms]
-
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, float]:
         """Return all counts; waits for the device."""
         return {
             "num_steps": self.num_steps,
             "num_losses": self._num_losses,
             "left_out": int(self._left_out),
+            "left_share": float(self._left_share),
             "non_finite_losses": int(self._non_finite_losses),
             "overflows": int(self._overflows),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.num_steps, self._num_losses = state["num_steps"], state["num_losses"]
         self._left_out = self._zero() + state["left_out"]
+        self._left_share = self._zero().double() + state["left_share"]
         self._non_finite_losses = self._zero() + state["non_finite_losses"]
         self._overflows = self._zero() + state["overflows"]
+
+
+def _read(scalars: Sequence[Tensor], vector: Tensor | None) -> list[float]:
+    """Return the values of all, with one wait."""
+    values = torch.stack([scalar.double() for scalar in scalars])
+    if vector is not None:
+        values = torch.cat((values, vector.double()))
+    read: list[float] = values.tolist()
+    return read

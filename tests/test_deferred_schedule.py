@@ -1,0 +1,172 @@
+"""A schedule that learns a step late whether the update was applied."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from transformers.optimization import GreedyLR
+
+from mfwrap.deferred_schedule import (
+    DeferredSchedule,
+    defer_schedule,
+    is_stepped_with_a_metric,
+    undefer_schedule,
+)
+
+SCHEDULES = {
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "StepLR": lambda optimizer: StepLR(optimizer, 2),
+    "warm restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 3),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 1.0, total_steps=12),
+    "one after the other": lambda optimizer: SequentialLR(
+        optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], milestones=[2]
+    ),
+}
+each_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+
+
+class Training:
+    """An optimizer, its schedule, and which updates are skipped.
+
+    Args:
+        make: Makes the schedule.
+        deferred: Whether it waits.
+    """
+
+    def __init__(self, make, *, deferred: bool = True) -> None:
+        self.optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+        self.schedule = make(self.optimizer)
+        self.skipped = False
+        self.num_flushes = 0
+        if deferred:
+            defer_schedule(self.schedule, lambda: self.skipped, self.flush)
+
+    def flush(self) -> None:
+        """Resolve the schedule."""
+        self.num_flushes += 1
+        self.schedule.resolve()
+
+    def update(self, *, skipped: bool = False) -> float:
+        """Do an update as the Trainer does; return the rate that was used."""
+        if isinstance(self.schedule, DeferredSchedule):
+            self.schedule.resolve()
+        self.optimizer.step()
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.skipped = skipped
+        self.schedule.step()
+        return rate
+
+
+@each_schedule
+def test_rates_are_those_of_the_schedule_itself(make):
+    """Late or not, each update uses the rate that is its own."""
+    plain, deferred = Training(make, deferred=False), Training(make)
+
+    for _ in range(8):
+        assert deferred.update() == plain.update()
+
+
+@each_schedule
+def test_a_skipped_update_is_not_counted(make):
+    """The next one has its rate again."""
+    plain, deferred = Training(make, deferred=False), Training(make)
+    expected = [plain.update() for _ in range(4)]
+
+    rates = [deferred.update(skipped=number in {1, 2, 5}) for number in range(7)]
+    assert rates == [expected[number] for number in (0, 1, 1, 1, 2, 3, 3)]
+
+
+@each_schedule
+def test_the_state_is_that_after_the_last_update(make):
+    """It waits for it, and holds nothing that the schedule's own has not."""
+    plain, deferred = Training(make, deferred=False), Training(make)
+    for _ in range(3):
+        plain.update()
+        deferred.update()
+
+    state = deferred.schedule.state_dict()
+
+    assert deferred.num_flushes == 1
+    assert state.keys() == plain.schedule.state_dict().keys()
+    assert state["last_epoch"] == plain.schedule.last_epoch == 3
+    assert state["_last_lr"] == plain.schedule.get_last_lr()
+
+
+@each_schedule
+def test_a_loaded_schedule_goes_on(make):
+    """What had been asked for before is dropped."""
+    first, second, plain = Training(make), Training(make), Training(make, deferred=False)
+    for _ in range(3):
+        first.update()
+        plain.update()
+    second.update()
+    second.schedule.load_state_dict(copy.deepcopy(first.schedule.state_dict()))
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+
+    assert second.schedule.last_epoch == 3
+    assert [second.update() for _ in range(3)] == [plain.update() for _ in range(3)]
+
+
+def test_the_last_rate_is_the_one_that_was_used():
+    """``get_last_lr`` does not wait."""
+    training = Training(SCHEDULES["LambdaLR"])
+    training.update()
+
+    assert training.schedule.get_last_lr() == [0.5]
+    assert training.num_flushes == 0
+    training.flush()
+    assert training.schedule.get_last_lr() == [0.25]
+
+
+def test_arguments_of_a_step_arrive():
+    """``step(epoch)`` of those that take one."""
+    training = Training(SCHEDULES["warm restarts"])
+    training.schedule.step(2)
+    training.schedule.step(epoch=1)
+    training.flush()
+
+    assert training.schedule.last_epoch == 1
+
+
+@each_schedule
+def test_a_deferred_schedule_is_still_of_its_class(make):
+    """Same object, same names, and a subclass of what it was."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    schedule = make(optimizer)
+    kind = type(schedule)
+
+    assert defer_schedule(schedule, lambda: False, lambda: None) is schedule
+    assert isinstance(schedule, kind)
+    assert isinstance(schedule, DeferredSchedule)
+    assert (type(schedule).__name__, type(schedule).__module__) == (kind.__name__, kind.__module__)
+
+
+@each_schedule
+def test_undefer_gives_the_schedule_back(make):
+    """It steps at once again; what had been asked for is dropped."""
+    plain, training = Training(make, deferred=False), Training(make)
+    training.schedule.step()
+    undefer_schedule(training.schedule)
+
+    assert type(training.schedule) is type(plain.schedule)
+    assert training.schedule.state_dict().keys() == plain.schedule.state_dict().keys()
+    assert [training.update() for _ in range(5)] == [plain.update() for _ in range(5)]
+
+
+def test_schedules_of_a_metric_are_told():
+    """They are not to wait."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+
+    assert is_stepped_with_a_metric(ReduceLROnPlateau(optimizer))
+    assert is_stepped_with_a_metric(GreedyLR(optimizer))
+    assert not is_stepped_with_a_metric(StepLR(optimizer, 2))

@@ -1,0 +1,255 @@
+"""Callbacks of MFTrainer get the step, keep their identity, and may raise."""
+
+import json
+import re
+import signal
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from mfwrap import LocalNormStepOutput, StepConfig, StepOutput, StepReport
+from mfwrap.callbacks import MFLossMonitor
+from mfwrap.trainer import MFTrainer
+from trainer_runs import (
+    Counting,
+    Run,
+    assert_same_log,
+    assert_same_weights,
+    new_trainer,
+    spoilt_llama,
+    train,
+    values,
+)
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+class Keywords(TrainerCallback):
+    """Notes the step's keywords of each event."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepOutput, StepReport]] = []
+        self.others: set[str] = set()
+
+
+def _noting(event):
+    def note(self, args, state, control, **keywords):
+        if event == "on_step_end":
+            self.steps.append((keywords["step_output"], keywords["step_report"]))
+        else:
+            self.others |= {event} & ({event} if "step_output" in keywords else set())
+
+    return note
+
+
+for _event in EVENTS:
+    setattr(Keywords, _event, _noting(_event))
+
+
+class Strict(TrainerCallback):
+    """Takes the keywords by name."""
+
+    def __init__(self) -> None:
+        self.overflows: list[torch.Tensor] = []
+
+    def on_step_end(self, *_, step_output, step_report, model, **__):
+        assert isinstance(step_report, StepReport)
+        assert model.training
+        self.overflows.append(step_output.overflow)
+
+
+def test_every_callback_gets_the_step_at_its_end(tmp_path):
+    """Those that are given, those that are added later, and those given as a class."""
+    given, added = Keywords(), Strict()
+    trainer = new_trainer(
+        MFTrainer, tmp_path, callbacks=[given, Strict], model=spoilt_llama([1] * 4 + [float("inf")])
+    )
+    trainer.add_callback(added)
+    train(trainer)
+
+    from_class = next(c for c in trainer.callback_handler.callbacks if type(c) is Strict)
+    for overflows in (from_class.overflows, added.overflows):
+        assert [overflow.item() for overflow in overflows] == [False, True, False, False]
+    assert [report.applied_updates.item() for _, report in given.steps] == [1, 1, 2, 3]
+    assert all(report.output is output for output, report in given.steps)
+    assert given.others == set()
+
+
+def test_what_they_get_is_what_is_logged(tmp_path):
+    """Loss, norm, rate and local norms of each update."""
+    keywords = Keywords()
+    step = StepConfig(local_norm=True, local_norm_groups="layer")
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[keywords], extras={"step": step})
+    run = train(trainer)
+
+    outputs = [output for output, _ in keywords.steps]
+    assert all(isinstance(output, LocalNormStepOutput) for output in outputs)
+    found = {
+        "loss": [output.loss.item() for output in outputs],
+        "grad_norm": [output.global_norm.item() for output in outputs],
+        "learning_rate": [output.learning_rate.item() for output in outputs],
+    }
+    names = keywords.steps[0][1].local_norm_names
+    norms = zip(*(output.local_norm.tolist() for output in outputs), strict=True)
+    found |= {f"local_norm/{name}": list(each) for name, each in zip(names, norms, strict=True)}
+    for name, expected in found.items():
+        assert values(run, name) == pytest.approx(expected, rel=1e-6), name
+
+
+def test_loss_monitor(tmp_path, caplog):
+    """Each update has its record, with overflow and loss scale."""
+    caplog.set_level("INFO")
+    model = spoilt_llama([1] * 4 + [float("nan")])
+    settings = {"fp16": True, "logging_strategy": "no", "model": model}
+    train(new_trainer(MFTrainer, tmp_path, callbacks=[MFLossMonitor()], **settings))
+    lines = [r.getMessage() for r in caplog.records if "Epoch:[" in r.getMessage()]
+
+    pattern = re.compile(r"step:\[ *(\d+)/.*overflow cond: (\w+), loss_scale: ([\d.]+)")
+    assert [pattern.search(line).groups() for line in lines] == [
+        ("1", "False", "65536.0"),
+        ("2", "True", "32768.0"),
+        ("3", "False", "32768.0"),
+        ("4", "False", "32768.0"),
+    ]
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+class Raises(TrainerCallback):
+    """Raises at one event, once."""
+
+    def __init__(self, event: str) -> None:
+        def fail(args, state, control, **_):
+            delattr(self, event)
+            msg = "what a callback raises"
+            raise OSError(msg)
+
+        setattr(self, event, fail)
+
+
+@pytest.mark.parametrize(
+    "event", ["on_train_begin", "on_optimizer_step", "on_step_end", "on_log", "on_train_end"]
+)
+def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
+    """Nothing is left over: arguments and signals are as before, and the trainer trains again."""
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[Raises(event)])
+
+    with pytest.raises(OSError, match="what a callback raises"):
+        trainer.train()
+    assert trainer.args.logging_nan_inf_filter is True
+    assert signal.getsignal(signal.SIGTERM) is before
+    run = train(trainer)
+    assert values(run, "applied_updates") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bf16": True, "max_grad_norm": 0.0}, {"fp16": True, "optim": "adafactor"}],
+    ids=["float32", "bf16", "fp16, Adafactor"],
+)
+def test_training_again_is_what_it_is_in_the_stock_trainer(settings, tmp_path):
+    """The second ``train`` of one trainer goes on with the optimizer; counts begin anew."""
+
+    def twice(kind) -> tuple[Run, Run]:
+        trainer = new_trainer(kind, tmp_path, lr_scheduler_type="cosine", **settings)
+        return train(trainer), train(trainer)
+
+    for stock, ours in zip(twice(Trainer), twice(MFTrainer), strict=True):
+        assert_same_log(stock, ours)
+        assert_same_weights(stock, ours, difference=0.0 if "bf16" in settings else 1e-6)
+        assert values(ours, "applied_updates") == [1, 2, 3, 4]
+
+
+class Patient(EarlyStoppingCallback):
+    """Stops early; notes its counter when training begins."""
+
+    def on_train_begin(self, args, state, control, **keywords):
+        super().on_train_begin(args, state, control, **keywords)
+        self.counter_at_begin = self.early_stopping_patience_counter
+
+
+def evaluated(folder, callbacks, **settings) -> Trainer:
+    """Return a trainer whose loss no evaluation improves by enough, but the first."""
+    often = {"eval_steps": 1, "save_steps": 1, "eval_strategy": "steps", "save_strategy": "steps"}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    return new_trainer(
+        MFTrainer, folder, callbacks=callbacks, data=Counting(80), **often, **best, **settings
+    )
+
+
+def test_patience_goes_on_where_it_was(tmp_path):
+    """A resumed run stops when the run that was not stopped does."""
+    first = evaluated(tmp_path, [Patient(4, 100.0)], max_steps=8)
+    train(first)
+    assert first.state.global_step == 5
+    again = Patient(4, 100.0)
+    second = evaluated(tmp_path, [again], max_steps=8)
+    train(second, resume=tmp_path / "checkpoint-3")
+
+    assert again.counter_at_begin == 2
+    assert second.state.global_step == 5
+
+
+class Counter(TrainerCallback, ExportableState):
+    """Counts updates; `stride` is the user's, and no part of what is saved."""
+
+    def __init__(self, name: str, stride: int) -> None:
+        self.name, self.stride, self.count = name, stride, 0
+
+    def on_step_end(self, *_, **__):
+        self.count += self.stride
+
+    def state(self):
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_callbacks_are_restored_in_place(tmp_path):
+    """Two of one class keep apart; who holds one holds the one that is used, in its order."""
+
+    def counters() -> list[Counter]:
+        return [Counter("ones", 1), Counter("tens", 10)]
+
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    train(new_trainer(MFTrainer, tmp_path, callbacks=counters(), **saved))
+    held = counters()
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=held, **saved, max_steps=6)
+    before = list(trainer.callback_handler.callbacks)
+    train(trainer, resume=tmp_path / "checkpoint-4")
+
+    assert [counter.count for counter in held] == [6, 60]
+    assert trainer.callback_handler.callbacks == before
+    again = counters()
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=again, **saved, max_steps=8)
+    train(trainer, resume=tmp_path / "checkpoint-6")
+    assert [counter.count for counter in again] == [8, 80]
+
+
+def test_a_resumed_run_may_have_other_callbacks(tmp_path):
+    """One that the checkpoint does not know starts anew; one that is gone is not missed."""
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    train(new_trainer(MFTrainer, tmp_path, callbacks=[Counter("ones", 1)], **saved))
+    monitor = MFLossMonitor()
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[monitor], **saved, max_steps=6)
+    run = train(trainer, resume=tmp_path / "checkpoint-4")
+
+    assert run.trainer.state.global_step == 6
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert "MFLossMonitor" in state["stateful_callbacks"]
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_the_order_to_stop_is_not_restored(restores, tmp_path):
+    """A run that was told to stop can be resumed, with the Trainer's option or without."""
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, _args, state, control, **_):
+            control.should_training_stop = state.global_step == 2
+            control.should_save = True
+
+    train(new_trainer(MFTrainer, tmp_path, callbacks=[Stops()]))
+    trainer = new_trainer(MFTrainer, tmp_path, restore_callback_states_from_checkpoint=restores)
+    train(trainer, resume=tmp_path / "checkpoint-2")
+
+    assert trainer.state.global_step == 4

@@ -1,0 +1,287 @@
+"""MFTrainer trains as the stock Trainer does, whatever its arguments."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from transformers import PreTrainedModel, Trainer
+
+from mfwrap.trainer import MFTrainer
+from small_networks import IGNORED
+from trainer_runs import (
+    Counting,
+    EndlessCounting,
+    Run,
+    assert_same_log,
+    assert_same_weights,
+    new_trainer,
+    tiny_llama,
+    train,
+    values,
+)
+
+COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "adamw_torch_fused"}
+
+
+def runs(folder: Path, **settings: Any) -> tuple[Run, list[Run]]:
+    """Return a run of the stock Trainer, and MFTrainer's without and with a loss scale."""
+    stock = train(new_trainer(Trainer, folder / "stock", **settings))
+    scales = (None, 2.0**16)
+    return stock, [
+        train(new_trainer(MFTrainer, folder / "ours", extras={"scale_sense": scale}, **settings))
+        for scale in scales
+    ]
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_float32(max_grad_norm, tmp_path):
+    """Losses, norms and weights to 1e-6, rates exactly; a loss scale leaves no trace."""
+    stock, both = runs(tmp_path, max_steps=12, max_grad_norm=max_grad_norm, **COSINE)
+
+    assert min(values(stock, "grad_norm")) > 0.5
+    assert len(set(values(stock, "learning_rate"))) > 10
+    for ours in both:
+        assert_same_log(stock, ours)
+        assert_same_weights(stock, ours, difference=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e3])
+def test_bf16_that_is_not_clipped(max_grad_norm, tmp_path):
+    """Bit for bit, losses and weights; norms are added up in another order."""
+    stock, both = runs(tmp_path, max_steps=12, bf16=True, max_grad_norm=max_grad_norm, **COSINE)
+
+    for ours in both:
+        assert_same_weights(stock, ours)
+        assert_same_log(stock, ours)
+        assert values(stock, "loss") == values(ours, "loss")
+
+
+def test_bf16_that_is_clipped(tmp_path):
+    """A dozen clipped updates move weights apart by 1e-3 at most: rounded at another place."""
+    stock, both = runs(tmp_path, max_steps=12, bf16=True, max_grad_norm=0.5, **COSINE)
+
+    assert min(values(stock, "grad_norm")) > 0.5
+    for ours in both:
+        assert_same_log(stock, ours, relative=1e-3)
+        assert_same_weights(stock, ours, difference=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["float32", "float32 clipped", "bf16", "bf16 clipped"])
+def test_two_hundred_updates(case, tmp_path):
+    """A difference does not grow with the length of a training."""
+    settings = {
+        "max_steps": 200,
+        "data": Counting(512),
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5 if "clipped" in case else 0.0,
+        "bf16": "bf16" in case,
+        **COSINE,
+    }
+    stock, both = runs(tmp_path, **settings)
+
+    assert values(stock, "loss")[-1] < values(stock, "loss")[0]
+    allowed = {"bf16": 0.0, "bf16 clipped": 1e-3}.get(case, 1e-6)
+    for ours in both:
+        assert_same_log(stock, ours, relative=1e-2 if case == "bf16 clipped" else 1e-6)
+        assert_same_weights(stock, ours, difference=allowed)
+
+
+class PlainNetwork(nn.Module):
+    """A network that takes no number of items, and returns a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        logits = self.head(self.embedding(input_ids).cumsum(1).tanh())
+        logits = logits * attention_mask[..., None]
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": _next_token_loss(logits, labels), "logits": logits}
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    return functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1),
+        labels[:, 1:].flatten(),
+        ignore_index=IGNORED,
+        reduction=reduction,
+    )
+
+
+def plain_network() -> PlainNetwork:
+    """Return one that is always the same."""
+    torch.manual_seed(0)
+    return PlainNetwork()
+
+
+def half_llama() -> PreTrainedModel:
+    """Return a Llama whose weights themselves are bfloat16."""
+    return tiny_llama().bfloat16()
+
+
+def lora_llama() -> nn.Module:
+    """Return a Llama of which adapters are trained."""
+    peft = pytest.importorskip("peft")
+    llama = tiny_llama()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama, config)
+
+
+def own_optimizer(model: nn.Module) -> dict[str, Any]:
+    """Return an optimizer and a schedule that the user has made."""
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    return {"optimizers": (optimizer, StepLR(optimizer, 2))}
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """Return a loss that is divided by the number of items."""
+    return _next_token_loss(outputs["logits"], labels, "sum") / num_items_in_batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training that is compared."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] = tiny_llama
+    data: Any = None
+    extras: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
+    resume_at: int | None = None
+
+    @property
+    def half(self) -> bool:
+        """Whether bfloat16 is used."""
+        return self.arguments.get("bf16", False) or self.model is half_llama
+
+    @property
+    def clipped(self) -> bool:
+        """Whether gradients may be clipped."""
+        return self.arguments.get("max_grad_norm", 1.0) > 0
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+UNEVEN = {"max_steps": -1, "num_train_epochs": 2}
+SAVED = {"save_strategy": "steps", "save_steps": 2}
+CASES = {
+    "linear": Case({"lr_scheduler_type": "linear", "warmup_steps": 2}),
+    "linear, bf16": Case({"bf16": True, "max_grad_norm": 0.0}),
+    "cosine, fp16": Case({"fp16": True, "lr_scheduler_type": "cosine"}),
+    "cosine, bf16, accumulation 1": Case(
+        {"bf16": True, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 1}
+    ),
+    "constant with warm-up, bf16": Case(
+        {"bf16": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
+    ),
+    "cosine with restarts": Case(
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+    ),
+    "inverse_sqrt, fp16": Case({"fp16": True, "lr_scheduler_type": "inverse_sqrt"}),
+    "reduced on a plateau": Case(
+        {
+            **EVALUATED,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+        }
+    ),
+    "greedy": Case(
+        {
+            **EVALUATED,
+            "lr_scheduler_type": "greedy",
+            "lr_scheduler_kwargs": {"patience": 0, "warmup": 1},
+        }
+    ),
+    "foreach AdamW": Case({"optim": "adamw_torch", "weight_decay": 0.1}),
+    "foreach AdamW, bf16, accumulation 1": Case(
+        {"optim": "adamw_torch", "bf16": True, "gradient_accumulation_steps": 1}
+    ),
+    "Adafactor": Case({"optim": "adafactor", "max_grad_norm": 0.1}),
+    "Adafactor, bf16": Case({"optim": "adafactor", "bf16": True, "max_grad_norm": 0.0}),
+    "SGD": Case({"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}),
+    "SGD, fp16, accumulation 1": Case(
+        {"optim": "sgd", "fp16": True, "gradient_accumulation_steps": 1, "learning_rate": 0.1}
+    ),
+    "Adagrad": Case({"optim": "adagrad", "gradient_accumulation_steps": 1}),
+    "RMSprop": Case({"optim": "rmsprop", "learning_rate": 1e-3}),
+    "own optimizer and schedule": Case(extras=own_optimizer),
+    "evaluation": Case({**EVALUATED, "eval_on_start": True}),
+    "best model": Case({**EVALUATED, **SAVED, "eval_steps": 2, "load_best_model_at_end": True}),
+    "resumed": Case({**SAVED, "lr_scheduler_type": "cosine"}, resume_at=2),
+    "resumed, bf16": Case({**SAVED, "bf16": True, "max_grad_norm": 0.0}, resume_at=2),
+    "resumed, fp16, Adafactor": Case({**SAVED, "fp16": True, "optim": "adafactor"}, resume_at=2),
+    "activation checkpointing": Case({"activation_checkpointing": True}),
+    "activation checkpointing, bf16": Case(
+        {"activation_checkpointing": True, "bf16": True, "max_grad_norm": 0.0}
+    ),
+    "label smoothing": Case({"label_smoothing_factor": 0.1}),
+    "LoRA": Case(model=lora_llama),
+    "LoRA, bf16": Case({"bf16": True, "max_grad_norm": 0.0}, model=lora_llama),
+    "compiled, eager": Case(
+        {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
+        model=plain_network,
+    ),
+    "compiled, aot_eager": Case(
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
+        model=plain_network,
+    ),
+    "bfloat16 weights": Case({"max_grad_norm": 0.0}, model=half_llama),
+    "no clipping, accumulation 1": Case({"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}),
+    "plain network": Case(model=plain_network),
+    "plain network, bf16": Case({"bf16": True, "max_grad_norm": 0.0}, model=plain_network),
+    "own loss": Case(model=plain_network, extras=lambda _: {"compute_loss_func": own_loss}),
+    "data without a length": Case(data=EndlessCounting()),
+    "grouped by length": Case({"train_sampling_strategy": "group_by_length"}),
+    "no filter of losses": Case({"logging_nan_inf_filter": False}),
+    "rarely logged": Case({"logging_steps": 4, "logging_first_step": True}),
+    "logged by epoch": Case({**UNEVEN, "logging_strategy": "epoch"}, data=Counting(20)),
+    "uneven last window": Case(UNEVEN, data=Counting(20)),
+    "uneven last window, plain network": Case(UNEVEN, model=plain_network, data=Counting(19)),
+    "noise on embeddings": Case({"neftune_noise_alpha": 5.0}),
+    "found batch size": Case({"auto_find_batch_size": True}),
+}
+
+
+def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
+    """Return the run of a case; the second half of it if it is resumed."""
+
+    def fresh() -> Trainer:
+        model = case.model()
+        extras = case.extras(model)
+        return new_trainer(
+            kind, folder, model=model, data=case.data, extras=extras, **case.arguments
+        )
+
+    run = train(fresh())
+    if case.resume_at is None:
+        return run
+    return train(fresh(), resume=folder / f"checkpoint-{case.resume_at}")
+
+
+# peft asks for a name that transformers will give up.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_arguments(case, tmp_path):
+    """Log and weights are the stock Trainer's: the same bits in bf16 where nothing is clipped."""
+    stock = run_of(Trainer, tmp_path / "stock", case)
+    ours = run_of(MFTrainer, tmp_path / "ours", case)
+
+    difference = 1e-6 if not case.half else 1e-3 if case.clipped else 0.0
+    assert_same_weights(stock, ours, difference=difference)
+    if case.model is half_llama:
+        # The stock Trainer takes norms in the gradients' own type.
+        assert values(ours, "loss") == values(stock, "loss")
+        assert values(ours, "grad_norm") == pytest.approx(values(stock, "grad_norm"), rel=2**-8)
+        return
+    assert_same_log(stock, ours, relative=1e-3 if case.half and case.clipped else 1e-6)

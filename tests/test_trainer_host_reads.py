@@ -1,0 +1,157 @@
+"""How often an update of MFTrainer reads on the host, beside the stock Trainer's."""
+
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from host_reads import HostReads
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
+from mfwrap.callbacks import MFLossMonitor
+from mfwrap.trainer import MFTrainer
+from trainer_runs import Counting, new_trainer, padded, spoilt_llama, tiny_llama
+
+NAN = float("nan")
+STOCK_READS = 12
+"""Of the stock Trainer's update with four micro-batches, as counted with transformers 5.23."""
+
+COUNTED_UPDATES = 4
+NUM_UPDATES = COUNTED_UPDATES + 3
+
+
+class CountsReads(TrainerCallback):
+    """Counts reads from the third update on, everything between updates included."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._modes = HostReads()
+
+    def on_step_end(self, _args, state, *_, **__):
+        if state.global_step == 2:
+            self._modes.__enter__()
+        if state.global_step == 2 + COUNTED_UPDATES:
+            self._modes.__exit__(None, None, None)
+            # On CPU it moves nothing.
+            self.names = [name for name in self._modes.names if name != "to"]
+
+
+def reads_per_update(kind, folder, *, monitor=False, factors=(), **settings) -> float:
+    """Return how often an update reads."""
+    counter = CountsReads()
+    callbacks = [counter, *([MFLossMonitor()] if monitor else [])]
+    arguments: dict[str, Any] = {
+        "max_steps": NUM_UPDATES,
+        "data": Counting(64, length=8),
+        "logging_strategy": "no",
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+    }
+    model = spoilt_llama(factors)
+    trainer = new_trainer(kind, folder, model=model, callbacks=callbacks, **arguments | settings)
+    trainer.train()
+    assert trainer.state.global_step == NUM_UPDATES
+    return len(counter.names) / COUNTED_UPDATES
+
+
+def reads_of_the_model() -> int:
+    """Return how often forward and backward of four micro-batches read."""
+    model, rows = tiny_llama(), Counting(8, length=8)
+    # As the Trainer sets it.
+    model.config.use_cache = False
+    batches = [padded([rows[first], rows[first + 1]]) for first in range(0, 8, 2)]
+    with HostReads() as counted:
+        for batch in batches:
+            model(**batch).loss.backward()
+    return len([name for name in counted.names if name != "to"])
+
+
+def everything() -> dict[str, Any]:
+    """Return settings with everything on."""
+    return {
+        "step": StepConfig(local_norm=True, local_norm_groups="layer"),
+        "ema": lambda model: ExponentialMovingAverage(model, 0.99, warmup=True),
+        "scale_sense": DynamicLossScaleUpdateCell(2.0**16, 2, 2),
+    }
+
+
+def test_the_stock_trainer_reads_a_dozen_times(tmp_path):
+    """Its filter of losses reads each of them twice; the rest is the model's."""
+    reads = reads_per_update(Trainer, tmp_path)
+
+    assert reads == STOCK_READS
+    assert reads == reads_of_the_model() + 8
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_with_everything_on_only_the_model_reads(max_grad_norm, precision, tmp_path):
+    """Dynamic loss scale, local norms, average, clipping and a record of each update."""
+    settings = {"extras": everything(), "max_grad_norm": max_grad_norm, **precision}
+    reads = reads_per_update(MFTrainer, tmp_path, monitor=True, **settings)
+
+    assert reads <= reads_of_the_model()
+    assert reads < STOCK_READS
+
+
+def test_a_skipped_update_reads_nothing_more(tmp_path):
+    """Overflows among the updates that are counted; schedule and records know them later."""
+    factors = [1.0] * 12 + [NAN] + [1.0] * 7 + [NAN]
+    reads = reads_per_update(
+        MFTrainer, tmp_path, monitor=True, factors=factors, extras=everything()
+    )
+
+    assert reads <= reads_of_the_model()
+
+
+def test_an_optimizer_that_cannot_skip_on_the_device_reads_once_more(tmp_path):
+    """One flag an update, beside what the optimizer reads itself."""
+    settings = {"optim": "sgd", "learning_rate": 0.1}
+    reads = reads_per_update(MFTrainer, tmp_path, extras=everything(), **settings)
+
+    assert reads <= reads_of_the_model() + 1
+
+
+def test_nothing_waits_for_the_update_before_the_next_one(tmp_path):
+    """At the end of a step, whether it was skipped is still on its way to the host.
+
+    On CPU, waiting for it is no read that could be counted.
+    """
+
+    class Pending(TrainerCallback):
+        trainer: Trainer
+        num_pending = ()
+
+        def on_step_end(self, *_, **__):
+            (window,) = self.trainer.attached.step.windows.values()
+            self.num_pending += (len(window.update.counts._reads),)
+
+    callback = Pending()
+    settings = {"extras": everything(), "logging_strategy": "no", "lr_scheduler_type": "cosine"}
+    callback.trainer = new_trainer(MFTrainer, tmp_path, callbacks=[callback], **settings)
+    callback.trainer.train()
+
+    assert callback.num_pending == (1, 1, 1, 1)
+
+
+def test_a_log_reads_once_for_all_that_is_added(tmp_path):
+    """Beside the loss and the norm, which the stock Trainer reads as well."""
+    logged = {"logging_strategy": "steps", "logging_steps": 1}
+    reads = reads_per_update(MFTrainer, tmp_path, extras=everything(), **logged)
+    without = reads_per_update(MFTrainer, tmp_path, extras=everything())
+    stock = reads_per_update(Trainer, tmp_path, **logged) - reads_per_update(Trainer, tmp_path)
+
+    assert reads - without <= stock + 1
+
+
+def test_the_counter_sees_reads(tmp_path):
+    """A callback that reads the loss of each update is counted."""
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, *_, step_output, **__):
+            step_output.loss.item()
+
+    counter = CountsReads()
+    settings = {"max_steps": NUM_UPDATES, "logging_strategy": "no"}
+    new_trainer(MFTrainer, tmp_path, callbacks=[Reads(), counter], **settings).train()
+
+    assert counter.names.count("item") == COUNTED_UPDATES

@@ -1,0 +1,255 @@
+"""What the log of MFTrainer says beside what the stock Trainer's does."""
+
+import json
+import math
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+from mfwrap import DynamicLossScaleUpdateCell, StepConfig
+from mfwrap.trainer import MFTrainer
+from trainer_runs import Counting, Run, new_trainer, spoilt_llama, tiny_llama, train, values
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Losses:
+    """Notes sum and number of the targets' losses of each micro-batch, before it is spoilt."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.sums: list[float] = []
+        self.counts: list[int] = []
+        model.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, _inputs: tuple, keywords: dict, output: object) -> None:
+        if not module.training:
+            return
+        logits, labels = output["logits"].detach()[:, :-1], keywords["labels"][:, 1:]
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1).double(), labels.flatten(), reduction="sum"
+        )
+        self.sums.append(loss.item())
+        self.counts.append(labels.ne(-100).sum().item())
+
+    def mean(self, *micro_batches: int) -> float:
+        """Return the mean loss of the targets of some micro-batches."""
+        return sum(self.sums[m] for m in micro_batches) / sum(self.counts[m] for m in micro_batches)
+
+
+def spoilt_run(folder, factors, *, kind=MFTrainer, data=None, **settings) -> tuple[Run, Losses]:
+    """Return a run whose losses are multiplied by `factors`, with what they were."""
+    model = spoilt_llama(factors)
+    losses = Losses(model)
+    data = Counting(64, length=5) if data is None else data
+    return train(new_trainer(kind, folder, model=model, data=data, **settings)), losses
+
+
+def test_each_log_of_a_loss_has_what_the_step_knows(tmp_path):
+    """Numbers that JSON can hold; the log at the end, of the whole training, has them not."""
+    run, _ = spoilt_run(tmp_path, [1] * 4 + [INF], extras={"scale_sense": 2.0**10})
+    added = {"loss_scale": 1024.0, "non_finite_losses": 0}
+    *steps, whole = run.log
+
+    names = ("applied_updates", "skipped_updates", "overflows", "non_finite_losses")
+    counts = [tuple(entry[name] for name in names) for entry in steps]
+    assert counts == [(1, 0, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1)]
+    assert [entry["loss_scale"] for entry in steps] == [1024.0] * 4
+    assert not added.keys() & whole.keys()
+    assert repr(json.loads(json.dumps(steps))) == repr(steps)
+
+
+def test_the_loss_scale_in_the_log_is_that_of_the_next_update(tmp_path):
+    """It falls with an overflow, and grows after a window without."""
+    scale = DynamicLossScaleUpdateCell(2.0**8, 2, 2)
+    run, _ = spoilt_run(tmp_path, [1] * 4 + [INF], extras={"scale_sense": scale}, max_steps=5)
+
+    assert values(run, "loss_scale") == [256.0, 128.0, 128.0, 256.0, 256.0]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_loss_that_is_not_finite_is_left_out_and_counted(bad, tmp_path):
+    """The logged loss is the mean of the others, and that of the training finite."""
+    run, losses = spoilt_run(tmp_path, [1, bad])
+
+    expected = [losses.mean(0, 2, 3)]
+    expected += [losses.mean(*range(first, first + 4)) for first in (4, 8, 12)]
+    assert values(run, "loss") == pytest.approx(expected, rel=1e-6)
+    assert run.result.training_loss == pytest.approx(sum(expected) / 4, rel=1e-6)
+    assert values(run, "non_finite_losses") == [1] * 4
+
+
+def test_the_mean_of_the_others_counts_their_targets(tmp_path):
+    """Micro-batches with more targets weigh more, as in a log without bad losses."""
+    run, losses = spoilt_run(tmp_path, [1, NAN], data=Counting(64))
+
+    assert len(set(losses.counts[:4])) > 1
+    expected = [losses.mean(0, 2, 3), losses.mean(4, 5, 6, 7)]
+    assert values(run, "loss")[:2] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
+    """Also the last one of an epoch, which has fewer micro-batches."""
+
+    class One(nn.Module):
+        """Its loss is 1, its gradient 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+            self.factors = iter([1.0, NAN])
+
+        def forward(self, input_ids, attention_mask, labels):
+            del input_ids, attention_mask, labels
+            return {"loss": (1 + 0 * self.weight) * next(self.factors, 1.0)}
+
+    settings = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}
+    run = train(new_trainer(MFTrainer, tmp_path, model=One(), data=Counting(20), **settings))
+
+    assert values(run, "step")[0] == 3
+    assert values(run, "loss") == pytest.approx([1.0], rel=1e-6)
+    assert run.result.training_loss == pytest.approx(1.0, rel=1e-6)
+
+
+def test_losses_are_left_out_of_the_mean_of_several_updates(tmp_path):
+    """Bad losses of two updates, logged together."""
+    factors = [1, NAN, 1, 1, 1, 1, NAN, NAN]
+    run, losses = spoilt_run(tmp_path, factors, logging_steps=2)
+
+    expected = [losses.mean(0, 2, 3, 4, 5), losses.mean(*range(8, 16))]
+    assert values(run, "loss") == pytest.approx(expected, rel=1e-6)
+    assert values(run, "non_finite_losses") == [3, 3]
+    assert values(run, "overflows") == [2, 2]
+
+
+def test_a_log_without_any_finite_loss_has_no_loss(tmp_path):
+    """It has the rest; logs before and after it are as ever, and the training's is finite."""
+    run, losses = spoilt_run(tmp_path, [1] * 4 + [NAN] * 4)
+
+    assert ["loss" in entry for entry in run.log] == [True, False, True, True, False]
+    assert values(run, "applied_updates") == [1, 1, 2, 3]
+    expected = [losses.mean(*range(first, first + 4)) for first in (0, 8, 12)]
+    assert values(run, "loss") == pytest.approx(expected, rel=1e-6)
+    assert math.isfinite(run.result.training_loss)
+
+
+def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
+    """They belong to no log, but to the mean of the whole."""
+    run, losses = spoilt_run(tmp_path, [1] * 13 + [NAN], logging_steps=3)
+
+    means = [losses.mean(*range(first, first + 4)) for first in (0, 4, 8)]
+    expected = [*means, losses.mean(12, 14, 15)]
+    assert values(run, "loss") == pytest.approx([sum(means) / 3], rel=1e-6)
+    assert run.result.training_loss == pytest.approx(sum(expected) / 4, rel=1e-6)
+
+
+def test_without_the_filter_a_bad_loss_is_logged_as_it_is(tmp_path):
+    """As the stock Trainer does, though the update is skipped, and it is counted."""
+    settings = {"logging_nan_inf_filter": False}
+    run, _ = spoilt_run(tmp_path / "ours", [1] * 4 + [NAN], **settings)
+    stock, _ = spoilt_run(tmp_path / "stock", [1] * 4 + [NAN], kind=Trainer, **settings)
+
+    assert values(run, "loss") == pytest.approx(values(stock, "loss"), nan_ok=True)
+    assert math.isnan(values(run, "loss")[1])
+    assert values(run, "non_finite_losses") == [0, 1, 1, 1]
+    assert all(weight.isfinite().all() for weight in run.weights.values())
+
+
+class LogsLoss(TrainerCallback):
+    """Logs a loss of the user's own after the second micro-batch of each update."""
+
+    trainer: Trainer
+    num_parts = 0
+
+    def on_substep_end(self, *_, **__):
+        self.num_parts += 1
+        if self.num_parts % 3 == 2:
+            self.trainer.log({"loss": 7.0})
+
+
+def test_a_loss_that_the_user_logs_stays_as_it_is(tmp_path):
+    """After a training; nothing of the last update is added to it, and nothing taken away."""
+    run, _ = spoilt_run(tmp_path, [])
+    run.trainer.log({"loss": 2.0})
+
+    assert run.log[-1]["loss"] == 2.0
+
+
+def test_a_loss_that_the_user_logs_meanwhile_changes_no_other(tmp_path):
+    """The Trainer's own logs go on, with bad losses left out."""
+    callback = LogsLoss()
+    model = spoilt_llama([1, NAN])
+    losses = Losses(model)
+    settings = {"data": Counting(64, length=5), "logging_steps": 2, "callbacks": [callback]}
+    callback.trainer = new_trainer(MFTrainer, tmp_path, model=model, **settings)
+    run = train(callback.trainer)
+
+    own = [entry["loss"] for entry in run.log if "grad_norm" in entry]
+    expected = [losses.mean(0, *range(2, 8)), losses.mean(*range(8, 16))]
+    assert own == pytest.approx(expected, rel=1e-6)
+    users = [entry["loss"] for entry in run.log if "loss" in entry and "grad_norm" not in entry]
+    assert users == [7.0] * 4
+
+
+class GradientNorms(TrainerCallback):
+    """Norms of the gradients that the optimizer gets, by parameter."""
+
+    def __init__(self) -> None:
+        self.norms: list[dict[str, float]] = []
+
+    def on_pre_optimizer_step(self, *_, model=None, **__):
+        self.norms.append(
+            {name: p.grad.double().norm().item() for name, p in model.named_parameters()}
+        )
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e3])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_norms_are_of_gradients_before_clipping(precision, max_grad_norm, tmp_path):
+    """Unscaled, of all parameters and of each group, clipped or not."""
+    norms = GradientNorms()
+    step = StepConfig(local_norm=True, local_norm_groups="layer")
+    settings = {"extras": {"scale_sense": 2.0**10, "step": step}, "bf16": precision == "bf16"}
+    run = train(
+        new_trainer(MFTrainer, tmp_path, callbacks=[norms], max_grad_norm=max_grad_norm, **settings)
+    )
+
+    whole = [math.hypot(*each.values()) / 2**10 for each in norms.norms]
+    assert values(run, "grad_norm") == pytest.approx(whole, rel=1e-5)
+    for layer in ("model.layers.0", "model.layers.1", "model.embed_tokens"):
+        expected = [
+            math.hypot(*(norm for name, norm in each.items() if name.startswith(f"{layer}.")))
+            / 2**10
+            for each in norms.norms
+        ]
+        assert values(run, f"local_norm/{layer}") == pytest.approx(expected, rel=1e-5)
+    groups = [name for name in run.log[0] if name.startswith("local_norm/")]
+    squares = sum(run.log[0][name] ** 2 for name in groups)
+    assert math.sqrt(squares) == pytest.approx(whole[0], rel=1e-5)
+
+
+def test_there_are_no_local_norms_unless_they_are_asked_for(tmp_path):
+    """By default the log stays short."""
+    run = train(new_trainer(MFTrainer, tmp_path))
+
+    assert not [name for name in run.log[0] if name.startswith("local_norm")]
+
+
+def test_tensorboard_gets_what_the_log_has(tmp_path, monkeypatch):
+    """As scalars, at the step of the update."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    step = StepConfig(local_norm=True, local_norm_groups=["lm_head"])
+    trainer = new_trainer(
+        MFTrainer, tmp_path, model=tiny_llama(), report_to="tensorboard", extras={"step": step}
+    )
+    run = train(trainer)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+
+    tags = ("loss", "grad_norm", "loss_scale", "applied_updates", "skipped_updates")
+    tags += ("overflows", "non_finite_losses", "local_norm/lm_head")
+    for tag in tags:
+        found = {event.step: event.value for event in events.Scalars(f"train/{tag}")}
+        assert found == pytest.approx({e["step"]: e[tag] for e in run.log[:-1]}, rel=1e-6), tag

@@ -1,0 +1,134 @@
+"""Settings of the step in a Trainer: those of its arguments, or left alone."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    FixedLossScaleUpdateCell,
+    StepConfig,
+)
+from mfwrap.trainer import MFTrainer
+from mfwrap.trainer_settings import loop_settings
+from trainer_runs import new_trainer, tiny_llama, train
+
+
+def arguments() -> TrainingArguments:
+    """Return arguments with accumulation over four micro-batches."""
+    defaults = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
+    return TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **defaults)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        StepConfig(),
+        StepConfig(gradient_accumulation_steps=4),
+        StepConfig(max_grad_norm=0.5),
+        StepConfig(local_norm=True, local_norm_groups="layer", max_consecutive_skips=7),
+        StepConfig(use_clip_grad=True, use_skip_data_by_global_norm=True),
+    ],
+    ids=["defaults", "same accumulation", "same clipping", "norms", "spikes"],
+)
+def test_settings_that_agree_are_kept(config):
+    """But for the accumulation, which the Trainer does."""
+    kept = loop_settings(config, arguments())
+
+    assert kept == dataclasses.replace(config, gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            StepConfig(gradient_accumulation_steps=2),
+            "`gradient_accumulation_steps` must be the 4 of `args`, or left at 1, got 2",
+        ),
+        (
+            StepConfig(max_grad_norm=2.0),
+            r"`max_grad_norm` must be the 0.5 of `args`, or left at 1.0, got 2.0",
+        ),
+        (
+            StepConfig(calculate_per_token_loss=True),
+            "`calculate_per_token_loss` must be False in a Trainer",
+        ),
+    ],
+    ids=["accumulation", "clipping", "per token"],
+)
+def test_settings_that_contradict_the_arguments_are_refused(config, message, tmp_path):
+    """By name, when the trainer is made."""
+    with pytest.raises(ValueError, match=message):
+        loop_settings(config, arguments())
+    with pytest.raises(ValueError, match=message):
+        new_trainer(MFTrainer, tmp_path, extras={"step": config}, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize("step", [{"local_norm": True}, StepConfig, 1], ids=["dict", "class", "1"])
+def test_what_is_no_config_is_refused(step, tmp_path):
+    """Nothing else is taken for one."""
+    with pytest.raises(TypeError, match="`step` must be a StepConfig or None, got"):
+        new_trainer(MFTrainer, tmp_path, extras={"step": step})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("ema", 0.999, TypeError),
+        ("scale_sense", "dynamic", TypeError),
+        ("scale_sense", torch.ones(2), ValueError),
+    ],
+    ids=["a decay", "a word", "two scales"],
+)
+def test_bad_average_and_bad_scale_are_refused(name, value, error, tmp_path):
+    """By name, when the trainer is made."""
+    with pytest.raises(error, match=f"`{name}` must"):
+        new_trainer(MFTrainer, tmp_path, extras={name: value})
+
+
+def test_an_average_of_another_model_is_refused(tmp_path):
+    """When training begins: only then it is known what the optimizer holds."""
+    ema = ExponentialMovingAverage(tiny_llama(), 0.9)
+    trainer = new_trainer(MFTrainer, tmp_path, extras={"ema": ema})
+
+    with pytest.raises(ValueError, match="`ema` must average parameters of a prepared optimizer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1.0),
+        ({"bf16": True}, 1.0),
+        ({"fp16": True}, 2.0**16),
+        ({"extras": {"scale_sense": 2.0**10}}, 2.0**10),
+        ({"fp16": True, "extras": {"scale_sense": 8.0}}, 8.0),
+        ({"extras": {"scale_sense": FixedLossScaleUpdateCell(4.0)}}, 4.0),
+        ({"extras": {"scale_sense": DynamicLossScaleUpdateCell(2.0**4, 2, 9)}}, 2.0**4),
+    ],
+    ids=["float32", "bf16", "fp16", "number", "number in fp16", "fixed", "dynamic"],
+)
+def test_the_first_loss_scale(settings, expected, tmp_path):
+    """65536 in fp16, 1 in any other precision, unless it is given."""
+    trainer = new_trainer(MFTrainer, tmp_path, **settings)
+
+    assert trainer.attached.loss_scale.item() == expected
+
+
+def test_the_average_is_there_when_training_has_begun(tmp_path):
+    """Made by a callable of the prepared model; one that is given is there before."""
+    given = new_trainer(MFTrainer, tmp_path / "given")
+    assert given.ema is None
+    made = new_trainer(
+        MFTrainer, tmp_path, extras={"ema": lambda model: ExponentialMovingAverage(model, 0.5)}
+    )
+    assert made.ema is None
+
+    run = train(made)
+
+    averages = dict(made.ema.named_averages())
+    assert averages.keys() == run.weights.keys()
+    assert any((averages[name] != weight).any() for name, weight in run.weights.items())

@@ -1,0 +1,218 @@
+"""An update of MFTrainer whose gradients are not finite leaves everything as it was."""
+
+import math
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from mfwrap import ExponentialMovingAverage, StepConfig
+from mfwrap.trainer import MFTrainer
+from trainer_runs import Run, assert_same_weights, new_trainer, spoilt_llama, train, values
+from training_state import assert_unchanged, training_state
+
+NAN, INF = float("nan"), float("inf")
+COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6}
+PRECISIONS = {"float32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adafactor", "sgd"]
+
+each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+
+
+class Observer(TrainerCallback):
+    """Notes after each update what it has left, and what the accelerator says of it."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.states: list[dict[str, Any]] = []
+        self.averages: list[dict[str, Any]] = []
+        self.said_at_once: list[bool] = []
+        self.said: list[bool] = []
+        self.reported: list[bool] = []
+
+    def on_train_begin(self, *_, **__):
+        self._note()
+
+    def on_optimizer_step(self, *_, **__):
+        self.said_at_once.append(self.trainer.accelerator.optimizer_step_was_skipped)
+
+    def on_step_end(self, *_, step_report=None, **__):
+        self.said.append(self.trainer.accelerator.optimizer_step_was_skipped)
+        if step_report is not None:
+            self.reported.append(step_report.skipped.item())
+        self._note()
+
+    def _note(self) -> None:
+        trainer = self.trainer
+        state = training_state(trainer.model, trainer.optimizer.optimizer)
+        # Rates are those of the next update, if a schedule has set them already.
+        self.states.append({name: v for name, v in state.items() if "/param_groups/" not in name})
+        ema = getattr(trainer, "ema", None)
+        if ema is not None:
+            self.averages.append({name: each.clone() for name, each in ema.named_averages()})
+
+
+def observed(folder, factors, *, kind=MFTrainer, **settings) -> tuple[Run, Observer]:
+    """Return a run whose losses are multiplied by `factors`, one a micro-batch."""
+    observer = Observer()
+    observer.trainer = new_trainer(
+        kind, folder, model=spoilt_llama(factors), callbacks=[observer], **COSINE | settings
+    )
+    return train(observer.trainer), observer
+
+
+def with_average(model) -> ExponentialMovingAverage:
+    """Return an average that follows quickly."""
+    return ExponentialMovingAverage(model, 0.5)
+
+
+def at(*updates: int, bad: float = NAN) -> list[float]:
+    """Return factors that spoil the second micro-batch of some updates."""
+    factors = [1.0] * 24
+    for update in updates:
+        factors[4 * update + 1] = bad
+    return factors
+
+
+@each_precision
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_path):
+    """NaN or infinite, at any update; those after it are applied, and move them."""
+    settings = {"optim": optimizer, "extras": {"ema": with_average}, **precision}
+    factors = [*at(0)[:4], *at(2, bad=INF)]
+    run, observer = observed(tmp_path, factors, **settings)
+
+    skipped = [True, False, False, True, False, False]
+    assert observer.reported == skipped
+    for update, is_skipped in enumerate(skipped):
+        pairs = [(kept[update], kept[update + 1]) for kept in (observer.states, observer.averages)]
+        if is_skipped:
+            for before, after in pairs:
+                assert_unchanged(before, after)
+        elif values(run, "learning_rate")[update] > 0:
+            for before, after in pairs:
+                assert any((after[name] != value).any() for name, value in before.items())
+    assert all(weight.isfinite().all() for weight in run.weights.values())
+    assert values(run, "skipped_updates") == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *PRECISIONS.values(),
+        {"lr_scheduler_type": "linear"},
+        {"lr_scheduler_type": "constant_with_warmup"},
+        {"lr_scheduler_type": "polynomial"},
+    ],
+    ids=[*PRECISIONS, "linear", "constant with warm-up", "polynomial"],
+)
+def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
+    """The next update has the same rate, exactly; then come the rates of a run without skips."""
+    run, _ = observed(tmp_path / "skips", at(1, 4), **settings)
+    stock, _ = observed(tmp_path / "stock", [], kind=Trainer, **settings)
+
+    rates = values(stock, "learning_rate")
+    assert values(run, "learning_rate") == [rates[i] for i in (0, 1, 1, 2, 3, 3)]
+    assert run.trainer.lr_scheduler.last_epoch == 4
+    assert run.trainer.state.global_step == 6
+
+
+@each_precision
+def test_who_asks_after_an_update_gets_the_truth(precision, tmp_path):
+    """``optimizer_step_was_skipped``, right after the optimizer as at the step's end."""
+    _, observer = observed(tmp_path, at(0, 2, 3), **precision)
+
+    expected = [True, False, True, True, False, False]
+    assert observer.said == expected
+    assert observer.said_at_once == expected
+    assert observer.reported == expected
+
+
+def test_asking_changes_nothing(tmp_path):
+    """A run that is observed is the run that is not."""
+    run, _ = observed(tmp_path / "asked", at(2))
+    alone = train(new_trainer(MFTrainer, tmp_path / "b", model=spoilt_llama(at(2)), **COSINE))
+
+    assert_same_weights(alone, run)
+    assert values(run, "learning_rate") == values(alone, "learning_rate")
+
+
+def test_the_scale_of_fp16_is_dynamic_on_every_device(tmp_path):
+    """It starts at 65536, and an overflow halves it."""
+    run, _ = observed(tmp_path, at(1, 2), fp16=True)
+
+    assert values(run, "loss_scale") == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**14, 2.0**14]
+    assert values(run, "overflows") == [0, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_the_stock_trainer_loses_the_model(precision, tmp_path):
+    """What the step is for: one bad micro-batch, and every weight is NaN from then on."""
+    run, observer = observed(tmp_path / "stock", at(2), kind=Trainer, **precision)
+    ours, _ = observed(tmp_path / "ours", at(2), **precision)
+
+    assert all(weight.isnan().all() for weight in run.weights.values())
+    assert observer.said == [False] * 6
+    assert all(math.isnan(norm) for norm in values(run, "grad_norm")[2:])
+    assert all(weight.isfinite().all() for weight in ours.weights.values())
+    finite = [math.isfinite(norm) for norm in values(ours, "grad_norm")]
+    assert finite == [True, True, False, True, True, True]
+
+
+def test_a_spike_of_the_norm_is_skipped_where_it_is_asked_for(tmp_path):
+    """The loss scale does not fall for it; weights and schedule stay."""
+    step = StepConfig(
+        use_clip_grad=True, use_skip_data_by_global_norm=True, global_norm_spike_threshold=50.0
+    )
+    run, observer = observed(tmp_path, at(3, bad=1e3), extras={"step": step}, fp16=True)
+
+    assert observer.said == [False, False, False, True, False, False]
+    assert_unchanged(observer.states[3], observer.states[4])
+    assert values(run, "loss_scale") == [2.0**16] * 6
+    assert values(run, "overflows") == [0] * 6
+    rates = values(run, "learning_rate")
+    assert rates[4] == rates[3] != rates[5]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
+def test_a_schedule_of_a_metric_is_stepped_at_once(optimizer, tmp_path):
+    """``ReduceLROnPlateau`` goes by evaluations, not by updates."""
+    settings = {
+        "optim": optimizer,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+        "warmup_steps": 0,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+    }
+    run, _ = observed(tmp_path, at(2), **settings)
+
+    assert values(run, "learning_rate") == pytest.approx([1e-2] * 4 + [1e-3] * 2)
+
+
+def test_training_that_only_skips_ends_with_an_error(tmp_path):
+    """After as many in a row as allowed; weights are unharmed, the arguments as they were."""
+    factors = at(1, 2, 3, 4, 5)
+    step = StepConfig(max_consecutive_skips=3, local_norm=True, local_norm_groups="layer")
+    trainer = new_trainer(
+        MFTrainer, tmp_path, model=spoilt_llama(factors), extras={"step": step}, **COSINE
+    )
+
+    message = r"3 updates in a row were skipped, the last one at step 4 .*model\.layers\.0"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+    assert trainer.args.logging_nan_inf_filter is True
+    assert trainer.state.global_step <= 5
+
+
+def test_skips_at_the_end_of_a_training_end_it_with_an_error_too(tmp_path):
+    """Though no update comes after them, and nothing is logged."""
+    step = StepConfig(max_consecutive_skips=2)
+    model = spoilt_llama(at(4, 5))
+    settings = {**COSINE, "logging_strategy": "no"}
+    trainer = new_trainer(MFTrainer, tmp_path, model=model, extras={"step": step}, **settings)
+
+    with pytest.raises(RuntimeError, match="2 updates in a row were skipped"):
+        trainer.train()

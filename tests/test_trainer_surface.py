@@ -1,0 +1,260 @@
+"""What MFTrainer relies on in transformers: a release that changes it fails here, by name."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import (
+    CallbackHandler,
+    ExportableState,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from mfwrap.trainer_checkpoint import StagedCheckpoint
+from mfwrap.trainer_events import StepCallbackHandler, TrainerSteps
+from trainer_runs import new_trainer, train
+
+RELEASE = f"transformers {transformers.__version__}"
+
+OVERRIDDEN = {
+    "create_accelerator_and_postprocess": ("self", ["__init__"]),
+    "create_scheduler": ("self, num_training_steps, optimizer=None", ["_prepare_for_training"]),
+    "training_step": ("self, model, inputs, num_items_in_batch=None", ["_run_epoch"]),
+    "log": (
+        "self, logs, start_time=None",
+        ["_maybe_log_save_evaluate", "_finalize_training", "evaluate"],
+    ),
+    "train": ("self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None", []),
+    "_inner_training_loop": (
+        (
+            "self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, "
+            "ignore_keys_for_eval=None"
+        ),
+        ["train"],
+    ),
+    "_get_output_dir": ("self, trial", ["_save_checkpoint"]),
+    "_save_checkpoint": ("self, model, trial", ["_maybe_log_save_evaluate"]),
+    "_save_scaler": ("self, output_dir", ["_save_checkpoint"]),
+    "_load_scaler": ("self, checkpoint", ["_prepare_for_training"]),
+    "_load_callback_state": ("self", ["_init_training_state"]),
+    "_finalize_training": ("self, trial, num_train_samples, start_time", ["_inner_training_loop"]),
+}
+"""Methods of the Trainer: their parameters, and which of its methods call them."""
+
+CALLED = {
+    "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
+    "_load_rng_state": (Trainer, "self, checkpoint"),
+    "_push_from_checkpoint": (Trainer, "self, checkpoint_folder"),
+    "call_event": (CallbackHandler, "self, event, args, state, control, **kwargs"),
+    "state": (ExportableState, "self"),
+    "save_to_json": (TrainerState, "self, json_path"),
+}
+"""What is called, or taken over, in which class, with its parameters."""
+
+ATTRIBUTES = {
+    "accelerator": ["clip_grad_norm_", "device", "scaler", "wait_for_everyone"],
+    "callback_handler": ["callbacks", "model", "optimizer", "lr_scheduler"],
+    "args": [
+        *("fp16", "gradient_accumulation_steps", "logging_nan_inf_filter", "max_grad_norm"),
+        *("output_dir", "push_to_hub", "restore_callback_states_from_checkpoint", "should_save"),
+        "save_total_limit",
+    ],
+    "state": ["best_model_checkpoint", "epoch", "global_step", "log_history", "stateful_callbacks"],
+}
+
+ORDERS = {
+    "_run_epoch": (
+        *("on_step_begin", "self.training_step(", "logging_nan_inf_filter", "_tr_loss += tr_loss"),
+        *("_clip_grad_norm(", "_get_grad_norm(", "on_pre_optimizer_step", "self.optimizer.step()"),
+        *("on_optimizer_step", "optimizer_step_was_skipped", "self.lr_scheduler.step()"),
+        *("model.zero_grad()", "global_step += 1", "on_step_end", "_maybe_log_save_evaluate("),
+    ),
+    "_inner_training_loop": (
+        *("accelerator.free_memory()", "_init_training_state(", "_prepare_for_training("),
+        *("_tr_loss = torch.tensor(0.0", "_total_loss_scalar = 0.0", "_globalstep_last_logged ="),
+        *("on_train_begin", "on_epoch_begin", "_run_epoch(", "_finalize_training("),
+    ),
+    "_maybe_log_save_evaluate": (
+        *("tr_loss -= tr_loss", 'logs["loss"] = tr_loss_scalar', "_total_loss_scalar +="),
+        *("self.log(logs", "self._evaluate(", "_save_checkpoint(", "on_save"),
+    ),
+    "_prepare_for_training": (
+        *("self.create_optimizer()", "accelerator.prepare(", "create_scheduler("),
+        *("_load_optimizer_and_scheduler(", "_load_scaler("),
+    ),
+    "_save_checkpoint": (
+        *("_get_output_dir(", "save_model(", "best_model_checkpoint =", "save_only_model"),
+        *("_save_optimizer_and_scheduler(", "_save_scaler(", "_save_rng_state(", "save_to_json("),
+        *("push_to_hub", "rotate_checkpoints("),
+    ),
+    "_finalize_training": ("self._tr_loss.item()", "self.log(metrics)", "_load_best_model()"),
+}
+"""What the methods of the Trainer do one after the other, as far as MFTrainer counts on it."""
+
+
+def parameters(function: Callable[..., object]) -> str:
+    """Return a function's parameters without their types."""
+    found = inspect.signature(function).parameters.values()
+    return ", ".join(str(each.replace(annotation=each.empty)) for each in found)
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_an_overridden_method_is_what_it_was(name):
+    """It exists, and takes what it took."""
+    method = vars(Trainer).get(name)
+    assert method is not None, f"{RELEASE} has no Trainer.{name}, which MFTrainerMixin overrides"
+
+    expected, _ = OVERRIDDEN[name]
+    found = parameters(method)
+    assert found == expected, (
+        f"{RELEASE}: Trainer.{name} takes ({found}), no longer ({expected}); adapt "
+        f"MFTrainerMixin.{name}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("caller", "name"), [(caller, name) for name in OVERRIDDEN for caller in OVERRIDDEN[name][1]]
+)
+def test_an_overridden_method_is_still_called(caller, name):
+    """By the Trainer's methods that called it."""
+    method = vars(Trainer).get(caller)
+    assert method is not None, f"{RELEASE} has no Trainer.{caller}, which called Trainer.{name}"
+
+    # The training loop is handed on by its name.
+    called = re.search(rf"self\.{name}\b", inspect.getsource(method))
+    assert called, f"{RELEASE}: Trainer.{caller} calls Trainer.{name} no longer"
+
+
+def test_no_other_method_is_overridden():
+    """One that is new must be in the table, which is what a release is checked by."""
+    shared = {name for name in vars(MFTrainerMixin) if name in vars(Trainer)}
+    own_of_every_class = set(vars(object)) | {"__module__", "__dict__", "__weakref__"}
+
+    assert shared - own_of_every_class == OVERRIDDEN.keys()
+
+
+def test_no_name_of_the_mixin_is_taken_by_chance():
+    """What the mixin adds, the Trainer does not have."""
+    added = {name for name in vars(MFTrainerMixin) if not name.startswith("__")} - set(OVERRIDDEN)
+
+    taken = added & set(dir(Trainer))
+    assert not taken, f"{RELEASE}: the Trainer has {sorted(taken)}, too; rename MFTrainerMixin's"
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_method_that_is_called_is_what_it_was(name):
+    """It exists, and takes what it is given."""
+    kind, expected = CALLED[name]
+    method = vars(kind).get(name)
+
+    assert method is not None, f"{RELEASE} has no {kind.__name__}.{name}"
+    found = parameters(method)
+    assert found == expected, f"{RELEASE}: {kind.__name__}.{name} takes ({found}), not ({expected})"
+
+
+def test_functions_that_are_called_take_what_they_are_given():
+    """By these names."""
+    names = {"output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"}
+
+    missing = names - inspect.signature(rotate_checkpoints).parameters.keys()
+    assert not missing, f"{RELEASE}: rotate_checkpoints takes no {sorted(missing)}"
+    assert parameters(get_last_checkpoint) == "folder", f"{RELEASE}: get_last_checkpoint changed"
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_the_loop_is_what_it_was(name):
+    """Each of these comes after the one before it."""
+    source = inspect.getsource(vars(Trainer)[name])
+    body = source[source.index(":\n") :]
+    position = 0
+    for expected in ORDERS[name]:
+        found = body.find(expected, position)
+        known = "" if body.find(expected) < 0 else "at its place "
+        assert found >= 0, f"{RELEASE}: Trainer.{name} has {known}no {expected!r} any more"
+        position = found
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_attributes_that_are_used_exist(owner, tmp_path):
+    """Of the Trainer, and of what it holds."""
+    trainer = new_trainer(Trainer, tmp_path)
+
+    assert hasattr(trainer, owner), f"{RELEASE}: the Trainer has no {owner}"
+    for name in ATTRIBUTES[owner]:
+        assert hasattr(getattr(trainer, owner), name), f"{RELEASE}: {owner} has no {name}"
+
+
+def test_attributes_of_a_training_exist(tmp_path):
+    """Those that the loop itself makes."""
+    trainer = train(new_trainer(Trainer, tmp_path, max_steps=1)).trainer
+
+    for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "model_init"):
+        assert hasattr(trainer, name), f"{RELEASE}: the Trainer has no {name} after training"
+    assert trainer._tr_loss.shape == (), f"{RELEASE}: _tr_loss is no scalar"
+
+
+def names_used_of_trainers() -> set[str]:
+    """Return private names that the sources of MFTrainer use and do not define themselves."""
+    used: set[str] = set()
+    defined: set[str] = set()
+    for source in (MFTrainerMixin, StagedCheckpoint):
+        tree = ast.parse(Path(inspect.getfile(source)).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Attribute):
+                own = isinstance(node.ctx, ast.Store) and not isinstance(node.value, ast.Attribute)
+                (defined if own else used).add(node.attr)
+    private = {name for name in used if name.startswith("_") and not name.startswith("__")}
+    return private - defined
+
+
+def test_every_private_name_is_checked():
+    """One that is new must be in a table above."""
+    checked = {*OVERRIDDEN, *CALLED, "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
+
+    assert names_used_of_trainers() <= checked
+
+
+def test_events_that_are_waited_for_exist():
+    """Of the callbacks, and of the handler that sends them on."""
+    for event in ("on_train_begin", "on_epoch_begin", "on_optimizer_step", "on_step_end"):
+        assert hasattr(TrainerCallback, event), f"{RELEASE}: callbacks have no {event}"
+        source = textwrap.dedent(inspect.getsource(vars(CallbackHandler)[event]))
+        assert "self.call_event(" in source, f"{RELEASE}: {event} does not go through call_event"
+
+
+def test_our_own_handler_takes_what_the_trainer_s_does():
+    """Its ``call_event`` has the same parameters, and asks for nothing that a trainer has not."""
+    assert parameters(StepCallbackHandler.call_event).startswith(
+        parameters(CallbackHandler.call_event).removesuffix("**kwargs")
+    )
+    asked = {name for name in vars(TrainerSteps) if not name.startswith("_")}
+    assert asked <= set(dir(MFTrainer))
+
+
+def test_the_trainer_s_own_callback_is_the_first(tmp_path):
+    """What stops at SIGTERM has to stand behind it, and so before the user's."""
+    user = TrainerCallback()
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[user])
+    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+    assert names[:2] == ["DefaultFlowCallback", "TerminationCallback"], f"{RELEASE}: {names}"
+    assert trainer.callback_handler.callbacks.index(user) > 1
+
+
+def test_control_has_the_switches_that_are_set():
+    """With these names."""
+    for name in ("should_save", "should_training_stop", "should_evaluate"):
+        assert hasattr(TrainerControl(), name), f"{RELEASE}: TrainerControl has no {name}"
+    default = inspect.signature(TrainingArguments).parameters["optim"]
+    assert "fused" in str(default.default), f"{RELEASE}: the default optimizer is {default.default}"

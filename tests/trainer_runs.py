@@ -1,0 +1,220 @@
+"""Short trainings by the stock Trainer and by MFTrainer, and how two of them are compared."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from small_networks import IGNORED
+
+__all__ = [
+    "Counting",
+    "EndlessCounting",
+    "Run",
+    "assert_same_log",
+    "assert_same_weights",
+    "new_trainer",
+    "padded",
+    "spoilt_llama",
+    "tiny_llama",
+    "train",
+    "values",
+]
+
+VOCABULARY = 32
+
+
+class Counting(Dataset):
+    """Rows of numbers that count on by a stride of their own.
+
+    Args:
+        num_rows: Number of rows.
+        length: Of each row; by default 5 to 12.
+    """
+
+    def __init__(self, num_rows: int, length: int | None = None) -> None:
+        self._num_rows, self._length = num_rows, length
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self._num_rows:
+            raise IndexError(index)
+        length, stride = self._length or 5 + 5 * index % 8, 1 + index % 3
+        row = (index + stride * torch.arange(length)) % VOCABULARY
+        return {"input_ids": row, "labels": row.clone()}
+
+
+class EndlessCounting(IterableDataset):
+    """The same rows over and over, without a length."""
+
+    def __iter__(self):
+        while True:
+            yield from Counting(7)
+
+
+def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return rows as one batch, padded at their ends; padding is no target."""
+    inputs, labels = ([row[name] for row in rows] for name in ("input_ids", "labels"))
+    return {
+        "input_ids": pad_sequence(inputs, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Return a Llama of two layers and hidden size 16 with dropout, always the same."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        attention_dropout=0.1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def spoilt_llama(factors: Sequence[float]) -> LlamaForCausalLM:
+    """Return the tiny Llama with its losses in training multiplied by something.
+
+    Args:
+        factors: For successive micro-batches; after them 1.
+    """
+    model = tiny_llama()
+    left = iter(factors)
+
+    def spoil(module: nn.Module, inputs: Any, output: Any) -> None:
+        if module.training:
+            output["loss"] = output["loss"] * next(left, 1.0)
+
+    model.register_forward_hook(spoil)
+    return model
+
+
+class Run(NamedTuple):
+    """What a training leaves behind."""
+
+    trainer: Trainer
+    result: Any
+    """What ``train`` returned."""
+
+    log: list[dict[str, Any]]
+    """The log's history."""
+
+    weights: dict[str, Tensor]
+    """Copies, by name."""
+
+
+def new_trainer(
+    kind: type[Trainer],
+    folder: Path,
+    *,
+    model: nn.Module | None = None,
+    data: Any = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    extras: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Trainer:
+    """Return a silent trainer on CPU that shares no settings with those before it.
+
+    Args:
+        kind: Its class.
+        folder: Where checkpoints would go.
+        model: Trained; a new tiny Llama by default.
+        data: What it is trained and evaluated on.
+        callbacks: The user's.
+        extras: Further keywords of the trainer.
+        arguments: Of ``TrainingArguments``; by default, each update is logged, nothing is saved.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": 1e-2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    data = Counting(64) if data is None else data
+    trainer = kind(
+        model=tiny_llama() if model is None else model,
+        args=TrainingArguments(output_dir=str(folder), **defaults | arguments),
+        train_dataset=data,
+        eval_dataset=Counting(6),
+        callbacks=list(callbacks),
+        **{"data_collator": padded} | (extras or {}),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(trainer: Trainer, resume: Path | None = None) -> Run:
+    """Train, and note what comes of it."""
+    result = trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return Run(trainer, result, trainer.state.log_history, weights)
+
+
+def values(run: Run, name: str) -> list[Any]:
+    """Return one value of the log, from each entry that has it."""
+    return [entry[name] for entry in run.log if name in entry]
+
+
+_TIMES = ("_runtime", "_per_second")
+
+
+def assert_same_log(stock: Run, ours: Run, *, relative: float = 1e-6) -> None:
+    """Fail if what the stock Trainer logs is not in our log as well; it may hold more.
+
+    Args:
+        stock: Of the stock Trainer.
+        ours: Of the other one.
+        relative: Largest relative difference of a number; learning rates have none.
+    """
+    assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
+    for expected, actual in zip(stock.log, ours.log, strict=True):
+        for name, value in expected.items():
+            if name.endswith(_TIMES):
+                continue
+            exact = name in {"learning_rate", "step", "epoch"}
+            close = math.isclose(actual[name], value, rel_tol=0 if exact else relative)
+            assert close, f"step {expected['step']}: {name} is {actual[name]}, not {value}"
+    names = {"loss", "grad_norm", "learning_rate"}
+    assert any(names <= entry.keys() for entry in stock.log)
+
+
+def assert_same_weights(stock: Run, ours: Run, *, difference: float = 0.0) -> None:
+    """Fail if weights differ by more than `difference`; by default they are the same bits."""
+    assert list(ours.weights) == list(stock.weights)
+    for name, expected in stock.weights.items():
+        actual = ours.weights[name]
+        assert actual.dtype == expected.dtype, name
+        assert expected.isfinite().all(), name
+        apart = (actual - expected).abs().max().item()
+        assert apart <= difference, f"{name} differs by {apart}"
