@@ -112,7 +112,7 @@ class Stock(Contestant):
 class _NormsByHand(TrainerCallback):
     """What one finds in forums: a norm of each gradient, read one by one."""
 
-    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.norms = {
             name: parameter.grad.norm().item()
             for name, parameter in model.named_parameters()
@@ -121,11 +121,11 @@ class _NormsByHand(TrainerCallback):
 
 
 class _AverageByHand(TrainerCallback):
-    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         average = get_ema_multi_avg_fn(DECAY)
         self.average = AveragedModel(model, multi_avg_fn=average)
 
-    def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.average.update_parameters(model)
 
 
@@ -211,7 +211,8 @@ class Lightning(Contestant):
             enable_model_summary=False,
             default_root_dir=setting.folder,
         )
-        loader = DataLoader(setting.dataset(), setting.batch_size, shuffle=True)
+        dataset: Any = setting.dataset()
+        loader: Any = DataLoader(dataset, setting.batch_size, shuffle=True)
         trainer.fit(Module(), loader)
         return clock.median()
 

@@ -148,7 +148,7 @@ class MFTrainerMixin(_Base):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # What was left out since the last log would pull the mean of the training down.
         self._tr_loss = self.step_log.completed_sum(self._tr_loss)
-        return super()._finalize_training(*args, **kwargs)
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with what the step knows beside the training loss."""
