@@ -73,6 +73,8 @@ def _fold(
     coefficient = clip_coefficient(norm, max_norm)
     for window in windows:
         window.fold_clip(norm, overflow, coefficient)
+    # No step clips those that no optimizer holds.
+    multiply_in_place(others, coefficient)
     return norm
 
 

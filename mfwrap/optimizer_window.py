@@ -110,8 +110,8 @@ class OptimizerWindow:
             raise RuntimeError(msg)
         fresh = self.update.measure(may_be_absent=True)
         if self.is_unscaled and self._measured is not None:
-            # Norms were taken while the gradients were scaled; an overflow may be new.
-            fresh = self._measured._replace(overflow=self._measured.overflow | fresh.overflow)
+            fresh = _of_unscaled(fresh)
+            fresh = fresh._replace(overflow=self._measured.overflow | fresh.overflow)
         self._measured = fresh
         self._first = self._first or fresh
         self._seen = self._fingerprint()
@@ -182,14 +182,16 @@ class OptimizerWindow:
             accumulation_steps: What each loss was divided by.
         """
         measured = self.measured()
-        if self._first is not None:
-            norms = {"global_norm": self._first.global_norm, "local_norm": self._first.local_norm}
-            measured = measured._replace(**norms)
         if self._overflow is not None:
             measured = measured._replace(overflow=measured.overflow | self._overflow)
         coefficient = self._coefficient
         if coefficient is None and self._is_clipped:
             coefficient = torch.ones_like(measured.global_norm)
+        elif coefficient is None:
+            coefficient = self.update.configured_coefficient(measured)
+        if self._first is not None:
+            norms = {"global_norm": self._first.global_norm, "local_norm": self._first.local_norm}
+            measured = measured._replace(**norms)
         loss = self._loss(accumulation_steps, measured.global_norm.device)
         self.last_report = self.update.apply(loss, measured, coefficient)
         self.open()
@@ -203,6 +205,17 @@ class OptimizerWindow:
             return total
         # The last window of an epoch may be shorter than what each loss was divided by.
         return total * (accumulation_steps / len(self._micro_batches))
+
+
+def _of_unscaled(measured: Measurement) -> Measurement:
+    """Return a measurement of gradients that were unscaled, as which it was not taken."""
+    if measured.divisor is None:
+        return measured
+    return measured._replace(
+        divisor=None,
+        global_norm=measured.global_norm * measured.divisor,
+        local_norm=measured.local_norm * measured.divisor,
+    )
 
 
 @torch.no_grad()

@@ -220,9 +220,15 @@ class StepUpdate:
             skips = skips | ~measured.has_targets
         return skips
 
+    def configured_coefficient(self, measured: Measurement) -> Tensor | None:
+        """Return what the configuration clips gradients by; ``None`` if it does not clip."""
+        if not self._config.use_clip_grad:
+            return None
+        return clip_coefficient(measured.global_norm, self._config.max_grad_norm)
+
     def _clipped_divisor(self, measured: Measurement, coefficient: Tensor | None) -> Tensor | None:
-        if coefficient is None and self._config.use_clip_grad:
-            coefficient = clip_coefficient(measured.global_norm, self._config.max_grad_norm)
+        if coefficient is None:
+            coefficient = self.configured_coefficient(measured)
         if coefficient is None:
             return measured.divisor
         if measured.divisor is None:

@@ -124,6 +124,19 @@ class ClippedTraining:
                 self.optimizer.zero_grad()
         return returned
 
+    def run_by_hand(self, clip: "Clip") -> Outcome:
+        """Do some updates of two backwards each without ``accumulate``, clipping after both."""
+        returned, skipped = [], []
+        for index, batch in enumerate(labelled_batches(2 * NUM_UPDATES)):
+            self.backward(batch)
+            returned.append(clip(self))
+            if index % 2 == 1:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                skipped.append(self.accelerator.optimizer_step_was_skipped)
+        weights = [weight.detach() for weight in self.network.parameters()]
+        return Outcome(returned, weights, skipped, [])
+
     def run(self, clip: "Clip", *, each_micro_batch: bool = False) -> Outcome:
         """Do some updates; arguments as in `update`."""
         returned, skipped, reports = [], [], []

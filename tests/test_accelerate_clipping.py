@@ -61,6 +61,16 @@ def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro
     assert_agree(clipped_alone(WAYS[way], "fused SGD", setting, **settings), actual)
 
 
+@each_scale
+@each_way
+def test_clipping_between_two_backwards_is_accelerates(way, scale):
+    """Where a loop accumulates by hand, nobody says which micro-batch is an update's last."""
+    expected = ClippedTraining("fused SGD", Setting(), attached=False).run_by_hand(WAYS[way])
+
+    training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True)
+    assert_agree(expected, training.run_by_hand(WAYS[way]))
+
+
 def test_these_ways_of_clipping_differ():
     """The comparisons above compare something: most ways lead to weights of their own."""
     weights = {

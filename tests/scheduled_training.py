@@ -1,0 +1,214 @@
+"""Training with a schedule of every kind, stepped wherever a loop may step it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import get_cosine_schedule_with_warmup
+from transformers.optimization import GreedyLR
+
+from accelerate_loops import OPTIMIZERS, inverse, new_accelerator
+from mfwrap.accelerate import attach
+from small_networks import Classifier, labelled_batches
+from spoilt_training import BadElement
+
+__all__ = ["SCHEDULES", "ScheduledTraining", "plain_state", "run", "truthful"]
+
+NAN = float("nan")
+UPDATES_PER_EPOCH = 4
+NUM_EPOCHS = 3
+NUM_UPDATES = UPDATES_PER_EPOCH * NUM_EPOCHS
+METRICS = [3.0, 2.0, 2.0, 2.0, 2.5, 1.0, 1.5, 1.5, 1.5, 0.5, 0.6, 0.7]
+
+
+class Schedule(NamedTuple):
+    """A schedule, and how a loop steps it."""
+
+    make: Callable[[Optimizer], Any]
+    when: str = "after"
+    """``after`` or ``before`` the optimizer of each micro-batch, or after an ``epoch``."""
+
+    arguments: Callable[[int], tuple] = lambda _: ()
+    """What ``step`` is given, of the number of the update."""
+
+
+def _epoch(update: int) -> tuple[float]:
+    return (update / UPDATES_PER_EPOCH,)
+
+
+def _metric(update: int) -> tuple[float]:
+    return (METRICS[update],)
+
+
+def _sequential(optimizer: Optimizer) -> SequentialLR:
+    parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, NUM_UPDATES)]
+    return SequentialLR(optimizer, parts, milestones=[4])
+
+
+def _chained(optimizer: Optimizer) -> ChainedScheduler:
+    return ChainedScheduler(
+        [ConstantLR(optimizer, 0.1, total_iters=3), ExponentialLR(optimizer, 0.9)]
+    )
+
+
+def _one_cycle(total_steps: int) -> Callable[[Optimizer], OneCycleLR]:
+    return lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+
+
+def _plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+
+
+def _restarts(optimizer: Optimizer) -> CosineAnnealingWarmRestarts:
+    return CosineAnnealingWarmRestarts(optimizer, T_0=2, T_mult=2)
+
+
+def _warmup(optimizer: Optimizer) -> LambdaLR:
+    return get_cosine_schedule_with_warmup(optimizer, 3, NUM_UPDATES)
+
+
+SCHEDULES = {
+    "LambdaLR": Schedule(functools.partial(LambdaLR, lr_lambda=inverse)),
+    "LambdaLR before the optimizer": Schedule(
+        functools.partial(LambdaLR, lr_lambda=inverse), "before"
+    ),
+    "warm-up": Schedule(_warmup),
+    "StepLR per epoch": Schedule(functools.partial(StepLR, step_size=1), "epoch"),
+    "restarts": Schedule(_restarts),
+    "restarts by epoch": Schedule(_restarts, arguments=_epoch),
+    "restarts by epoch, before the optimizer": Schedule(_restarts, "before", _epoch),
+    "restarts per epoch": Schedule(_restarts, "epoch"),
+    "OneCycleLR": Schedule(_one_cycle(NUM_UPDATES + 1)),
+    "OneCycleLR that is too long": Schedule(_one_cycle(2 * NUM_UPDATES)),
+    "OneCycleLR that is too short": Schedule(_one_cycle(9)),
+    "CyclicLR": Schedule(functools.partial(CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3)),
+    "SequentialLR": Schedule(_sequential),
+    "ChainedScheduler": Schedule(_chained),
+    "ReduceLROnPlateau": Schedule(_plateau, arguments=_metric),
+    "ReduceLROnPlateau per epoch": Schedule(_plateau, "epoch", _metric),
+    "GreedyLR": Schedule(
+        functools.partial(GreedyLR, patience=1, factor=0.5, min_lr=1e-4), arguments=_metric
+    ),
+}
+
+
+class Run(NamedTuple):
+    """What a schedule has done."""
+
+    rates: list[float]
+    """That the optimizer used, one an update."""
+
+    betas: list[Any]
+    """Some schedules move them, too; momentum of an optimizer that has no betas."""
+
+    state: dict[str, Any]
+    """Of the schedule, at the end."""
+
+    weights: list[torch.Tensor]
+
+
+class ScheduledTraining:
+    """The loop of accelerate's documentation with one schedule."""
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: str = "fused SGD",
+        precision: str = "no",
+        *,
+        attached: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.accelerator = new_accelerator(precision, scale=2.0**10, **settings)
+        self.step = attach(self.accelerator) if attached else None
+        self.how = SCHEDULES[name]
+        torch.manual_seed(0)
+        network = Classifier()
+        self.bad_element = BadElement(network.layers[0].weight, NAN)
+        inner = OPTIMIZERS[optimizer](network.parameters())
+        accumulation = self.accelerator.gradient_accumulation_steps
+        # The last window of an epoch is shorter than the others.
+        batches = labelled_batches(UPDATES_PER_EPOCH * accumulation - (accumulation > 1))
+        dataset = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
+        schedule = self.how.make(inner)
+        self.network, self.optimizer, self.loader = self.accelerator.prepare(
+            network, inner, DataLoader(dataset, batch_size=8)
+        )
+        # Not `prepare`, which leaves a GreedyLR alone.
+        self.schedule = self.accelerator.prepare_scheduler(schedule)
+        self.rates, self.betas = [], []
+
+    def step_schedule(self) -> None:
+        """Step the schedule where the loop does."""
+        update = min(len(self.rates), NUM_UPDATES - 1)
+        self.schedule.step(*self.how.arguments(update))
+
+    def epoch(self, bad_updates: tuple[int, ...] = (), *, num_updates: int = 2**31) -> None:
+        """Train for an epoch, or for as many updates of it."""
+        for inputs, labels in self.loader:
+            with self.accelerator.accumulate(self.network):
+                self.bad_element.active = len(self.rates) in bad_updates
+                self.accelerator.backward(self.network(inputs, labels))
+                if self.how.when == "before":
+                    self.step_schedule()
+                self.optimizer.step()
+                group = self.optimizer.param_groups[0]
+                rate, betas = group["lr"], group.get("betas", group.get("momentum"))
+                if self.how.when == "after":
+                    self.step_schedule()
+                self.optimizer.zero_grad()
+            if self.accelerator.sync_gradients:
+                self.rates.append(rate)
+                self.betas.append(betas)
+                if len(self.rates) == num_updates:
+                    return
+        if self.how.when == "epoch":
+            self.step_schedule()
+
+
+def run(*arguments: Any, bad_updates: tuple[int, ...] = (), **settings: Any) -> Run:
+    """Train with one schedule for some epochs."""
+    training = ScheduledTraining(*arguments, **settings)
+    for _ in range(NUM_EPOCHS):
+        training.epoch(bad_updates)
+    weights = [weight.detach().clone() for weight in training.network.parameters()]
+    return Run(training.rates, training.betas, plain_state(training.schedule.state_dict()), weights)
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state that can be compared: some schedules keep schedules, or a function."""
+    return {
+        name: [plain_state(each) for each in value] if name == "_schedulers" else value
+        for name, value in state.items()
+        if not callable(value) and name != "optimizer" and "anneal_func" not in name
+    }
+
+
+@functools.cache
+def truthful(name: str, bad_updates: tuple[int, ...], accumulation: int) -> Run:
+    """Return what accelerate alone does where it notices skips."""
+    return run(
+        name,
+        "SGD",
+        "fp16",
+        attached=False,
+        bad_updates=bad_updates,
+        gradient_accumulation_steps=accumulation,
+    )
