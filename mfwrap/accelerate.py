@@ -22,6 +22,7 @@ from mfwrap.accelerate_setup import (
     made_average,
     named_parameters_of,
     scale_of,
+    trained_models,
 )
 from mfwrap.callers import callers_stacklevel
 from mfwrap.config import StepConfig
@@ -208,8 +209,10 @@ class AttachedStep:
                 something else.
         """
         models = self._accelerator._models
-        if self._make_ema is not None and self.ema is None and (models or final):
-            self.ema = made_average(self._make_ema, models)
+        if self._make_ema is not None and self.ema is None:
+            trained = trained_models(models, self._accelerator._optimizers)
+            if trained or final:
+                self.ema = made_average(self._make_ema, trained)
         if self.ema is not None and not self.step.windows:
             self.ema.check_placement()
             self.step.follow(self.ema)
@@ -227,10 +230,12 @@ class AttachedStep:
 
     def clear(self) -> None:
         """Forget what has been prepared."""
-        self.flush()
-        self.step.clear()
-        if self._make_ema is not None:
-            self.ema = None
+        try:
+            self.flush()
+        finally:
+            self.step.clear()
+            if self._make_ema is not None:
+                self.ema = None
 
     def saving(self, save: Callable[[], Any]) -> Any:
         """Save without a gradient scaler where accelerate has none of its own."""
@@ -288,7 +293,7 @@ class AttachedStep:
             read_step_files(self._loaded_folder) if has_step_files(self._loaded_folder) else None
         )
         if state is not None:
-            self.step.check_state_dict(self._with_average(state))
+            self.step.check_state_dict(self._fitting(state, self._loaded_folder))
 
     def load_files(self, folder: Path) -> None:
         """Restore what `save_files` wrote; nothing is changed if anything does not fit.
@@ -303,7 +308,7 @@ class AttachedStep:
         """
         self.build(final=True)
         state = read_step_files(folder) if has_step_files(folder) else self._stock_state(folder)
-        self.step.load_state_dict(self._with_average(state))
+        self.step.load_state_dict(self._fitting(state, folder, warns=True))
         if self.ema is not None and "ema" not in state:
             warnings.warn(
                 f"no average in {folder}: it starts from the weights that are loaded",
@@ -311,8 +316,25 @@ class AttachedStep:
             )
             self.ema.restart()
 
-    def _with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state if self.ema is None else {"ema": self.ema.state_dict()} | state
+    def _fitting(
+        self, state: dict[str, Any], folder: Path, *, warns: bool = False
+    ) -> dict[str, Any]:
+        """Return a state with what this run keeps and the checkpoint does not."""
+        if self.ema is None and "ema" in state:
+            msg = f"`ema` must be given to go on from {folder}, which has an average, got none"
+            raise ValueError(msg)
+        fitting = dict(state)
+        if self.ema is not None:
+            fitting.setdefault("ema", self.ema.state_dict())
+        present = self.step.loss_scale.state_dict()
+        if present["update_cell"].keys() != state["loss_scale"]["update_cell"].keys():
+            fitting["loss_scale"] = present
+            if warns:
+                warnings.warn(
+                    f"the loss scale in {folder} is of another kind: it starts anew",
+                    stacklevel=callers_stacklevel(),
+                )
+        return fitting
 
     def _stock_state(self, folder: Path) -> dict[str, Any]:
         """Return a state to begin with from a checkpoint that was written without the step."""
@@ -331,7 +353,3 @@ class AttachedStep:
             # A scaler that is switched off saves nothing.
             state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
         return state
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    return read_step_files(folder)

@@ -4,7 +4,6 @@ Objects are moved into these classes and back by their ``__class__``, because wh
 accelerator, an optimizer or a schedule keeps holding the same object.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
+from mfwrap.deferred_schedule import ScheduleRequest, advance, is_stepped_with_a_metric
 from mfwrap.loop_step import LoopStep
 
 __all__ = [
@@ -57,6 +57,8 @@ class AttachedAccelerator:
     """Mixed in before an accelerator's own class by `attached_class`."""
 
     attachment: Attachment
+    scaler: Any
+    _optimizers: list[Any]
 
     def prepare(self, *args: Any, **keywords: Any) -> Any:
         """Prepare as accelerate does, and let the step know of it."""
@@ -70,6 +72,10 @@ class AttachedAccelerator:
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = AttachedOptimizer
             prepared.attachment = self.attachment
+            # One that was prepared before comes back as it was, with another scaler, or none.
+            prepared.scaler = self.scaler
+            if not any(each is prepared for each in self._optimizers):
+                self._optimizers.append(prepared)
         elif not isinstance(prepared, AttachedOptimizer):
             msg = f"`optimizer` must be one that accelerate wraps, got {described(prepared)}"
             raise TypeError(msg)
@@ -120,8 +126,11 @@ class AttachedAccelerator:
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget all that has been prepared."""
-        self.attachment.clear()
-        return super().free_memory(*objects)  # type: ignore[misc]
+        try:
+            self.attachment.clear()
+        finally:
+            freed = super().free_memory(*objects)  # type: ignore[misc]
+        return freed
 
     def end_training(self) -> None:
         """End as accelerate does, with nothing of the last update left pending."""
@@ -174,6 +183,13 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             step.give_up(self.optimizer)
 
 
+_WITH_SCALER = (
+    "_accelerate_step_called",
+    "_optimizer_original_step_method",
+    "_optimizer_patched_step_method",
+)
+
+
 def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
     """Make an `AttachedOptimizer` what accelerate would have made with its own scaler."""
     optimizer.__class__ = AcceleratedOptimizer
@@ -181,9 +197,8 @@ def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
     del optimizer.attachment
     if grad_scaler is None:
         # accelerate sets these only where it has a scaler.
-        del optimizer._accelerate_step_called
-        del optimizer._optimizer_original_step_method
-        del optimizer._optimizer_patched_step_method
+        for name in _WITH_SCALER:
+            optimizer.__dict__.pop(name, None)
 
 
 def restore_scheduler(scheduler: Any) -> None:
@@ -202,14 +217,14 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]
     """
 
     attachment: Attachment
-    requests: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    requests: list[ScheduleRequest]
     gradient_state: Any
 
     def step(self, *args: Any, **keywords: Any) -> None:
         """Ask for a step, which is done unless the last update turns out to be skipped."""
         waits = self.step_with_optimizer and self.gradient_state.sync_gradients
-        if waits and "metrics" not in inspect.signature(self.scheduler.step).parameters:
-            self.requests.append((args, keywords))
+        if waits and not is_stepped_with_a_metric(self.scheduler):
+            self.requests.append(ScheduleRequest.now(self.scheduler, args, keywords))
             return
         if waits:
             self.attachment.flush()
@@ -217,13 +232,19 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
     def resolve(self) -> None:
         """Do what was asked for, unless the last update was skipped."""
+        requests, self.requests = self.requests, []
+        if not requests:
+            return
         state = self.gradient_state
         # It was asked for after the last micro-batch; meanwhile the next one may have begun.
         self.gradient_state = _AfterLastMicroBatch()
+        step = super().step
         try:
-            while self.requests:
-                args, keywords = self.requests.pop(0)
-                super().step(*args, **keywords)
+            advance(
+                self.scheduler,
+                requests,
+                lambda request: step(*request.arguments, **request.keywords),
+            )
         finally:
             self.gradient_state = state
 

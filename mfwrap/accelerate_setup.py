@@ -14,7 +14,14 @@ from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.parameters import network_parameters
 from mfwrap.scale_sense import ScaleSense
 
-__all__ = ["EMA", "check_arguments", "made_average", "named_parameters_of", "scale_of"]
+__all__ = [
+    "EMA",
+    "check_arguments",
+    "made_average",
+    "named_parameters_of",
+    "scale_of",
+    "trained_models",
+]
 
 EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
 """An average, or what makes one of a prepared model."""
@@ -38,7 +45,7 @@ def made_average(
     """
     if len(models) != 1:
         msg = (
-            "`ema` must be an average, not a callable, unless exactly one model is prepared, got "
+            "`ema` must be an average, not a callable, unless exactly one model is trained, got "
             f"{len(models)} models"
         )
         raise ValueError(msg)
@@ -47,6 +54,12 @@ def made_average(
         msg = f"`ema` must return an ExponentialMovingAverage, got {described(ema)}"
         raise TypeError(msg)
     return ema
+
+
+def trained_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+    """Return the models of which an optimizer holds a parameter."""
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    return [model for model in models if any(id(p) in held for p in model.parameters())]
 
 
 def named_parameters_of(

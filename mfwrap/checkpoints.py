@@ -20,6 +20,7 @@ __all__ = [
 
 _MANIFEST = "mfwrap_manifest.json"
 _TRAINER_STATE = "trainer_state.json"
+_STEP = "mfwrap_step.json"
 _WEIGHTS = "model.safetensors"
 _FORMAT_VERSION = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -61,23 +62,29 @@ def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:
     fault = _fault(folder) or (None if network is None else foreign_weights(folder, network))
     if fault is None:
         return
-    other = newest_whole_checkpoint(folder.parent, before=folder)
+    other = newest_whole_checkpoint(folder.parent, before=folder, network=network)
     offer = "there is no whole one before it" if other is None else f"the one before it is {other}"
     msg = f"`resume_from_checkpoint` must be a whole checkpoint, got {folder}: {fault}; {offer}"
     raise ValueError(msg)
 
 
-def newest_whole_checkpoint(run_folder: Path, before: Path | None = None) -> Path | None:
+def newest_whole_checkpoint(
+    run_folder: Path, before: Path | None = None, network: nn.Module | None = None
+) -> Path | None:
     """Return the checkpoint of the highest step that is whole.
 
     Args:
         run_folder: Where ``checkpoint-*`` lie.
         before: Only those of fewer steps than this one.
+        network: Only those of it; ``None`` for those of any.
     """
     limit = _step_of(before) if before is not None else None
     steps = {step: path for path in _folders(run_folder) if (step := _step_of(path)) is not None}
     for step in sorted(steps, reverse=True):
-        if (limit is None or step < limit) and _fault(steps[step]) is None:
+        if limit is not None and step >= limit:
+            continue
+        fits = network is None or foreign_weights(steps[step], network) is None
+        if _fault(steps[step]) is None and fits:
             return steps[step]
     return None
 
@@ -100,6 +107,8 @@ def _fault(folder: Path) -> str | None:
         return f"it has no {_TRAINER_STATE}"
     if (folder / _MANIFEST).exists():
         return _unlike_manifest(folder)
+    if (folder / _STEP).exists():
+        return f"{_MANIFEST} is missing"
     # Written by a stock Trainer, which keeps no list: each file has to speak for itself.
     faults = (_damage(path) for path in sorted(folder.rglob("*")) if path.is_file())
     return next((fault for fault in faults if fault), None)
@@ -108,7 +117,10 @@ def _fault(folder: Path) -> str | None:
 def _unlike_manifest(folder: Path) -> str | None:
     if fault := _damage(folder / _MANIFEST):
         return fault
-    files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+    manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or manifest.get("format_version") != _FORMAT_VERSION:
+        return f"{_MANIFEST} is no list of files of format_version {_FORMAT_VERSION}"
     for name, size in files.items():
         path = folder / name
         if not path.is_file():

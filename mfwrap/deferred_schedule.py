@@ -1,18 +1,73 @@
 """A torch schedule that advances only once it is known whether the last update was applied."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["DeferredSchedule", "defer_schedule", "is_stepped_with_a_metric", "undefer_schedule"]
+from torch import Tensor
+
+__all__ = [
+    "DeferredSchedule",
+    "ScheduleRequest",
+    "advance",
+    "defer_schedule",
+    "is_stepped_with_a_metric",
+    "undefer_schedule",
+]
+
+
+class ScheduleRequest(NamedTuple):
+    """A step that a schedule was asked for."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    rates: list[Any]
+    """Of all parameter groups, when it was asked for."""
+
+    @classmethod
+    def now(
+        cls, schedule: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> "ScheduleRequest":
+        """Return a request with the rates as they are."""
+        return cls(arguments, keywords, [group["lr"] for group in _groups(schedule)])
+
+
+def advance(
+    schedule: Any, requests: Sequence[ScheduleRequest], step: Callable[[ScheduleRequest], None]
+) -> None:
+    """Do the steps that were asked for, from the rates of then.
+
+    A rate that somebody has set since stays, as if the steps had been done at once.
+
+    Args:
+        schedule: Whose rates they are.
+        requests: In their order.
+        step: Does one.
+    """
+    groups = _groups(schedule)
+    set_since = {}
+    for index, (group, rate) in enumerate(zip(groups, requests[-1].rates, strict=False)):
+        # A rate that is a tensor is changed in place, and comparing it would wait.
+        if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
+            set_since[index] = group["lr"]
+            group["lr"] = rate
+    for request in requests:
+        step(request)
+    for index, rate in set_since.items():
+        groups[index]["lr"] = rate
+
+
+def _groups(schedule: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = getattr(getattr(schedule, "optimizer", None), "param_groups", [])
+    return groups
 
 
 @dataclass(slots=True)
 class _Deferral:
     was_skipped: Callable[[], bool]
     flush: Callable[[], None]
-    requests: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    requests: list[ScheduleRequest] = field(default_factory=list)
 
 
 class DeferredSchedule:
@@ -22,15 +77,14 @@ class DeferredSchedule:
 
     def step(self, *args: Any, **keywords: Any) -> None:
         """Ask for a step, which is done unless the last update turns out to be skipped."""
-        self.deferral.requests.append((args, keywords))
+        self.deferral.requests.append(ScheduleRequest.now(self, args, keywords))
 
     def resolve(self) -> None:
         """Do what was asked for, unless the last update was skipped; waits for it."""
-        requests = self.deferral.requests
-        while requests:
-            args, keywords = requests.pop(0)
-            if not self.deferral.was_skipped():
-                super().step(*args, **keywords)  # type: ignore[misc]
+        requests, self.deferral.requests = self.deferral.requests, []
+        if requests and not self.deferral.was_skipped():
+            step = super().step  # type: ignore[misc]
+            advance(self, requests, lambda request: step(*request.arguments, **request.keywords))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state after all updates so far; waits for the last one."""

@@ -36,6 +36,7 @@ class OptimizerWindow:
         self.update = update
         self.last_report: StepReport | None = None
         self._loss_scale = loss_scale
+        self._numbers_micro_batches = False
         self._used: _Fingerprint = []
         self.open()
 
@@ -90,6 +91,7 @@ class OptimizerWindow:
             # Zeroed by their network: nothing is left of what these losses gave.
             self._losses, self._micro_batches = [], []
         self._losses.append(loss)
+        self._numbers_micro_batches |= micro_batch != 0
         if self._micro_batches[-1:] != [micro_batch]:
             self._micro_batches.append(micro_batch)
 
@@ -201,7 +203,8 @@ class OptimizerWindow:
         if not self._losses:
             return torch.full((), float("nan"), device=device)
         total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
-        if accumulation_steps == 1:
+        if accumulation_steps == 1 or not self._numbers_micro_batches:
+            # A loop that does not let accelerate count undoes the division by itself.
             return total
         # The last window of an epoch may be shorter than what each loss was divided by.
         return total * (accumulation_steps / len(self._micro_batches))

@@ -1,6 +1,5 @@
 """Stop a training when the process is told to end, after the step that it is in."""
 
-import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -39,7 +38,6 @@ class Termination:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.is_requested:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         self.is_requested = True
+        # The second one must not wait for Python: a long call into torch may be running.
+        signal.signal(number, signal.SIG_DFL)

@@ -1,11 +1,12 @@
 """The Hugging Face Trainer with MindFormers' training step behind it."""
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -15,7 +16,12 @@ from mfwrap.accelerate_setup import EMA
 from mfwrap.arguments import described
 from mfwrap.checkpoints import check_checkpoint
 from mfwrap.config import StepConfig
-from mfwrap.deferred_schedule import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
+from mfwrap.deferred_schedule import (
+    DeferredSchedule,
+    defer_schedule,
+    is_stepped_with_a_metric,
+    undefer_schedule,
+)
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.outputs import StepReport
@@ -53,8 +59,8 @@ class MFTrainerMixin(_Base):
     - Checkpoints are written beside and moved into place, and one that is damaged or of another
       network is refused by name. A resumed run is the run that was not stopped; callbacks' states
       are restored in place.
-    - At SIGTERM the step is finished, a checkpoint saved, and the process exits with status 0; a
-      second SIGTERM ends it at once.
+    - At SIGTERM, on one process, the step is finished, a checkpoint saved, and the process exits
+      with status 0; a second SIGTERM ends it at once.
 
     Args:
         args: As the Trainer's.
@@ -88,6 +94,7 @@ class MFTrainerMixin(_Base):
         self._position: TrainerPosition | None = None
         self._resumed_from: str | None = None
         self._staged: StagedCheckpoint | None = None
+        self._saved_step: int | None = None
         super().__init__(*args, **kwargs)
         handler: Any = self.callback_handler
         handler.__class__ = handler_class(type(handler))
@@ -102,6 +109,12 @@ class MFTrainerMixin(_Base):
         """Create the accelerator, and attach the step to it."""
         super().create_accelerator_and_postprocess()
         config, ema, scale_sense = self._step_arguments
+        if ema is not None and self.args.n_gpu > 1:
+            msg = (
+                "`ema` must be None with DataParallel, got an average on "
+                f"{self.args.n_gpu} devices of one process; start it with torchrun"
+            )
+            raise ValueError(msg)
         if scale_sense is None:
             scale_sense = DynamicLossScaleUpdateCell(65536, 2, 2000) if self.args.fp16 else 1.0
         self.attached: AttachedStep = attach(
@@ -142,7 +155,8 @@ class MFTrainerMixin(_Base):
         if num_items is None or not counts_items or self.args.world_size > 1:
             return 1 / self.current_gradient_accumulation_steps
         items = self._get_num_items_in_batch([inputs], self.args.device)
-        share: Tensor | float = 1.0 if items is None else items / num_items
+        # With DataParallel both are repeated for each device.
+        share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]
         return share
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +204,9 @@ class MFTrainerMixin(_Base):
 
     # A training
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as the Trainer does; a checkpoint to resume from must be whole.
 
         Raises:
@@ -202,9 +218,10 @@ class MFTrainerMixin(_Base):
                 msg = f"`output_dir` must hold a checkpoint, got {self.args.output_dir} with none"
                 raise ValueError(msg)
         if resume_from_checkpoint:
-            network = self.model if self.model_init is None else None
+            # What a trial makes may be another network.
+            network = self.model if trial is None else None
             check_checkpoint(Path(resume_from_checkpoint), network)
-        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+        return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)
 
     def _inner_training_loop(
         self,
@@ -217,24 +234,45 @@ class MFTrainerMixin(_Base):
         filters = self.args.logging_nan_inf_filter
         self.step_log.restart(filters=filters)
         self._position, self._resumed_from = None, resume_from_checkpoint
+        self._saved_step = None
         # The Trainer's own filter reads each loss on the host.
         self.args.logging_nan_inf_filter = False
         try:
-            with self._termination:
+            # Ranks that stop at different steps would wait for each other.
+            alone = self.args.world_size == 1
+            with self._termination if alone else contextlib.nullcontext():
                 result = super()._inner_training_loop(
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
+                if self._termination.is_requested and self._saved_step != self.state.global_step:
+                    self._save_checkpoint(self.model, trial)
             self.attached.flush()
         except BaseException:
             # The schedule's last step is due, whatever else went wrong.
             with contextlib.suppress(RuntimeError):
                 self.attached.flush()
+            self._put_weights_back()
             raise
         finally:
             self.args.logging_nan_inf_filter = filters
+            self._hand_schedules_back()
         if self._termination.is_requested:
             raise SystemExit(0)
         return result
+
+    def _hand_schedules_back(self) -> None:
+        """Let schedules step at once again: after a training they are their owner's."""
+        for schedule in self.attached.step.schedules:
+            if isinstance(schedule, DeferredSchedule):
+                undefer_schedule(schedule)
+        self.attached.step.schedules.clear()
+
+    def _put_weights_back(self) -> None:
+        """Let callbacks that hold other weights in the model end that."""
+        for callback in self.callback_handler.callbacks:
+            put_back = getattr(callback, "put_weights_back", None)
+            if put_back is not None:
+                put_back()
 
     # Checkpoints
 
@@ -252,6 +290,19 @@ class MFTrainerMixin(_Base):
         finally:
             staged, self._staged = self._staged, None
         staged.finish()
+        self._saved_step = self.state.global_step
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        model: Any = self.model
+        if self._staged is None or not isinstance(model, PreTrainedModel):
+            super()._save(*args, **kwargs)
+            return
+        # Under the network's own names: the Trainer loads a checkpoint without converting names.
+        model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            del model.save_pretrained
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.attached.has_grad_scaler:

@@ -73,6 +73,12 @@ class TerminationCallback(TrainerCallback):
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Ask for nothing that an epoch's end asks for: the step has been saved."""
+        del args, state
+        if self._termination.is_requested:
+            control.should_evaluate = control.should_save = False
+
 
 def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:
     """Return the subclass of a callback handler's class that has the step in its events."""

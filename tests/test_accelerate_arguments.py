@@ -235,7 +235,7 @@ def test_a_callable_average_needs_exactly_one_network(num_networks):
         accelerator.prepare(*networks, SGD(parameters, lr=0.1))
         accelerator.backward(outside * 1.0)
 
-    with pytest.raises(ValueError, match=f"exactly one model is prepared, got {num_networks} mod"):
+    with pytest.raises(ValueError, match=f"exactly one model is trained, got {num_networks} mod"):
         begin()
 
 

@@ -139,7 +139,6 @@ def refused(run, folder, error, message):
 
 
 FOREIGN = {
-    "with an average": (RunSettings(), RunSettings(ema=False), "'ema'"),
     "of two optimizers": (
         RunSettings(num_networks=2, ema=False),
         RunSettings(ema=False),
@@ -150,9 +149,11 @@ FOREIGN = {
         RunSettings(num_networks=2, ema=False),
         r"optimizers must have the keys \['0', '1'\], got \['0'\]",
     ),
-    "of a dynamic scale": (RunSettings(), RunSettings(loss_scale="number"), "fixed loss scale"),
-    "of a fixed scale": (RunSettings(loss_scale="fixed"), RunSettings(), "cur_iter"),
-    "of an adaptive scale": (RunSettings(loss_scale="adaptive"), RunSettings(), "scale_window"),
+}
+OTHER_SCALES = {
+    "of a dynamic scale": (RunSettings(), RunSettings(loss_scale="number")),
+    "of a fixed scale": (RunSettings(loss_scale="fixed"), RunSettings()),
+    "of an adaptive scale": (RunSettings(loss_scale="adaptive"), RunSettings()),
 }
 
 
@@ -164,6 +165,30 @@ def test_the_state_of_another_kind_of_run_is_refused(tmp_path, theirs, ours, mes
     run.train(0, 3)
 
     refused(run, tmp_path, KeyError, message)
+
+
+def test_an_average_that_the_run_has_not_is_asked_for(tmp_path):
+    """It would be lost; the error names the argument, and nothing is changed."""
+    saved_by(tmp_path)
+    run = AttachedRun(RunSettings(ema=False))
+    run.train(0, 3)
+
+    refused(run, tmp_path, ValueError, f"`ema` must be given to go on from {tmp_path}")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OTHER_SCALES.values(), ids=OTHER_SCALES)
+def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
+    """Whoever leaves float16 goes on with everything else; one warning says so."""
+    saved = saved_by(tmp_path, theirs)
+    run = AttachedRun(ours)
+    run.train(0, 3)
+    scale = run.step.loss_scale
+
+    with pytest.warns(UserWarning, match="the loss scale in .* is of another kind"):
+        run.accelerator.load_state(tmp_path)
+
+    assert torch.equal(run.step.loss_scale, scale)
+    assert_same_state(saved.trained(), run.trained())
 
 
 def changed_tensor(name, value):

@@ -46,6 +46,7 @@ OVERRIDDEN = {
     "_save_scaler": ("self, output_dir", ["_save_checkpoint"]),
     "_load_scaler": ("self, checkpoint", ["_prepare_for_training"]),
     "_load_callback_state": ("self", ["_init_training_state"]),
+    "_save": ("self, output_dir=None, state_dict=None", ["save_model"]),
     "_finalize_training": ("self, trial, num_train_samples, start_time", ["_inner_training_loop"]),
 }
 """Methods of the Trainer: their parameters, and which of its methods call them."""
