@@ -52,8 +52,8 @@ class MFLossMonitor(TrainerCallback, ExportableState):
     ``on_log``, where the loss is the mean of the steps since the last log; a warning says once
     what is missing. A loop of your own sets ``max_steps`` and ``global_step`` of its state.
 
-    With a Trainer the running mean is part of the checkpoint; the Trainer restores it if
-    ``restore_callback_states_from_checkpoint`` is set, with the default `clock`.
+    With a Trainer the running mean is part of the checkpoint. `MFTrainer` restores it; a stock
+    Trainer does if ``restore_callback_states_from_checkpoint`` is set, with the default `clock`.
 
     Source: MindFormers, ``MFLossMonitor``; settings from `flops_per_step` on are ours.
 

@@ -28,6 +28,7 @@ from mfwrap.callers import callers_stacklevel
 from mfwrap.config import StepConfig
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.loop_step import LoopStep
+from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.parameters import TrainedParameters
 from mfwrap.scale_sense import LossScale, ScaleSense
@@ -352,4 +353,9 @@ class AttachedStep:
             saved = torch.load(scaler, weights_only=True)
             # A scaler that is switched off saves nothing.
             state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
+            counters = state["loss_scale"]["update_cell"]
+            if isinstance(self.step.loss_scale.update_cell, DynamicLossScaleUpdateCell):
+                # torch counts steps since the scale changed from 0, MindSpore from 1.
+                counters["cur_iter"].fill_(saved.get("_growth_tracker", 0) + 1)
+                counters["last_overflow_iter"].zero_()
         return state

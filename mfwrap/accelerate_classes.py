@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.deferred_schedule import ScheduleRequest, advance, is_stepped_with_a_metric
 from mfwrap.loop_step import LoopStep
+from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 
 __all__ = [
     "AttachedAccelerator",
@@ -315,8 +316,13 @@ class StepScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state that a GradScaler of accelerate's settings can load."""
-        state = {} if self._grad_scaler is None else self._grad_scaler.state_dict()
-        return state | {"scale": self.get_scale()}
+        state: dict[str, Any] = {} if self._grad_scaler is None else self._grad_scaler.state_dict()
+        state["scale"] = self.get_scale()
+        cell = self.attachment.step.loss_scale.update_cell
+        if isinstance(cell, DynamicLossScaleUpdateCell):
+            # torch counts steps since the scale changed from 0, MindSpore from 1.
+            state["_growth_tracker"] = int(cell.cur_iter - cell.last_overflow_iter) - 1
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale of a GradScaler's state."""

@@ -235,6 +235,10 @@ class MFTrainerMixin(_Base):
         self.step_log.restart(filters=filters)
         self._position, self._resumed_from = None, resume_from_checkpoint
         self._saved_step = None
+        resumed = Path(resume_from_checkpoint) if resume_from_checkpoint is not None else None
+        if resumed is not None and (position := TrainerPosition.load(resumed)) is not None:
+            # The order of the data comes from the seed that was set when its loader was made.
+            position.restore_epoch()
         # The Trainer's own filter reads each loss on the host.
         self.args.logging_nan_inf_filter = False
         try:

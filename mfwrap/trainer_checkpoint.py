@@ -62,8 +62,11 @@ class StagedCheckpoint:
     def finish(self) -> None:
         """Move what was written into place; then delete what is too old, and push."""
         trainer = self._trainer
-        if trainer.state.best_model_checkpoint == str(self._written):
-            trainer.state.best_model_checkpoint = str(self._final)
+        best_step = trainer.state.best_global_step
+        if best_step:
+            best = self._final.parent / f"checkpoint-{best_step}"
+            if best == self._final or best.is_dir():
+                trainer.state.best_model_checkpoint = str(best)
         trainer.accelerator.wait_for_everyone()
         if trainer.args.should_save:
             trainer.state.save_to_json(str(self._written / "trainer_state.json"))

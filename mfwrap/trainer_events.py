@@ -57,10 +57,13 @@ class StepCallbackHandler:
 
 
 class TerminationCallback(TrainerCallback):
-    """Save and stop after a step, without an evaluation, if the process has been told to end.
+    """Save and stop after a step, if the process has been told to end.
+
+    An evaluation that is due is done before: it draws random numbers, and without it a resumed run
+    would not be the one that was not stopped.
 
     Args:
-        termination: Knows whether it has.
+        termination: Knows whether the process has been told.
     """
 
     def __init__(self, termination: Termination) -> None:
@@ -71,13 +74,17 @@ class TerminationCallback(TrainerCallback):
         del args, state
         if self._termination.is_requested:
             control.should_training_stop = control.should_save = True
-            control.should_evaluate = False
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """Ask for nothing that an epoch's end asks for: the step has been saved."""
-        del args, state
+        """Let an epoch that was broken off ask for nothing; its step has been saved.
+
+        One that has ended is saved once more after its evaluation.
+        """
+        del args
         if self._termination.is_requested:
-            control.should_evaluate = control.should_save = False
+            if not float(state.epoch).is_integer():
+                control.should_evaluate = False
+            control.should_save = control.should_evaluate
 
 
 def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:

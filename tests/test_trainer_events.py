@@ -143,7 +143,7 @@ def test_what_callbacks_want_comes_back():
 
 @pytest.mark.parametrize("is_requested", [False, True])
 def test_at_the_end_of_the_process_a_step_asks_for_a_checkpoint(is_requested):
-    """And for the end of training, without an evaluation; otherwise for nothing."""
+    """And for the end of training, with the evaluation that is due; otherwise for nothing."""
     termination = Termination()
     termination.is_requested = is_requested
     control = TrainerControl(should_evaluate=True)
@@ -151,7 +151,7 @@ def test_at_the_end_of_the_process_a_step_asks_for_a_checkpoint(is_requested):
     TerminationCallback(termination).on_step_end(None, TrainerState(), control)
 
     assert control.should_save == control.should_training_stop == is_requested
-    assert control.should_evaluate != is_requested
+    assert control.should_evaluate
 
 
 class Named(TrainerCallback, ExportableState):

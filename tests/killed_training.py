@@ -1,0 +1,119 @@
+"""A training in a process of its own, which tells what it does and can be killed at any word.
+
+As a script: train in a folder, from the last checkpoint there if there is one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from mfwrap.trainer import MFTrainer
+from resumed_training import RunSettings, end_of, new_trainer, spoil_random_states
+
+__all__ = ["start_process"]
+
+
+def start_process(
+    folder: Path, settings: RunSettings, *, waits: bool = False
+) -> "subprocess.Popen[str]":
+    """Start training in `folder`, from the last checkpoint there; read what it tells line by line.
+
+    Args:
+        folder: Gets checkpoints, and ``end.pt`` at the end.
+        settings: What the run consists of.
+        waits: Let the process read a line from stdin within each micro-batch.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    task = {"settings": asdict(settings), "waits": waits}
+    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _tell(what: str, step: int) -> None:
+    print(f"{what} {step}", flush=True)  # noqa: T201  (whoever started this reads it)
+
+
+class Telling(TrainerCallback):
+    """Tell of each event of a step.
+
+    Args:
+        waits: Read a line after each micro-batch.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+
+    def on_substep_end(self, _args, state, _control, **_: Any) -> None:
+        """Tell that a micro-batch is done."""
+        _tell("micro-batch", state.global_step)
+        if self._waits:
+            sys.stdin.readline()
+
+    def on_optimizer_step(self, _args, state, _control, **_: Any) -> None:
+        """Tell that the optimizer is."""
+        _tell("optimizer", state.global_step)
+
+    def on_step_end(self, _args, state, _control, **_: Any) -> None:
+        """Tell that the step is."""
+        _tell("step", state.global_step)
+
+    def on_save(self, _args, state, _control, **_: Any) -> None:
+        """Tell that a checkpoint is."""
+        _tell("saved", state.global_step)
+
+
+class TellingTrainer(MFTrainer):
+    """Tell of each file of a checkpoint, before it is written."""
+
+    def save_model(self, *args: Any, **keywords: Any) -> None:
+        """Save the model."""
+        _tell("model", self.state.global_step)
+        super().save_model(*args, **keywords)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        _tell("optimizer state", self.state.global_step)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        _tell("step state", self.state.global_step)
+        super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        _tell("random states", self.state.global_step)
+        super()._save_rng_state(output_dir)
+        _tell("the rest", self.state.global_step)
+
+
+def _train_in(folder: Path) -> None:
+    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    settings = RunSettings(**task["settings"])
+    checkpoint = get_last_checkpoint(str(folder))
+    trainer = new_trainer(
+        folder,
+        settings,
+        kind=TellingTrainer,
+        seed=0 if checkpoint is None else 1,
+        callbacks=[Telling(waits=task["waits"])],
+    )
+    if checkpoint is not None:
+        spoil_random_states()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    torch.save(end_of(trainer), folder / "end.pt")
+
+
+if __name__ == "__main__":
+    _train_in(Path(sys.argv[1]))

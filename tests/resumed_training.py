@@ -1,0 +1,244 @@
+"""Trainings that are stopped and resumed, and all that such a training leaves behind."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
+from mfwrap.callbacks import EMACallback, MFLossMonitor
+from mfwrap.trainer import MFTrainer
+from spoilt_gpt2 import Rows, padded, tiny_gpt2
+from training_state import training_state
+
+__all__ = [
+    "NUM_STEPS",
+    "PLAIN",
+    "STEPS_AN_EPOCH",
+    "RunSettings",
+    "StopAfter",
+    "end_of",
+    "files",
+    "logged",
+    "new_trainer",
+    "resume",
+    "spoil_random_states",
+    "trained",
+]
+
+NUM_STEPS, STEPS_AN_EPOCH = 12, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run consists of, in words that a JSON file holds."""
+
+    optim: str = "adamw_torch_fused"
+    spoilt_rows: tuple[int, ...] = (3, 17, 30)
+    """Whose losses are NaN: the update that meets one is skipped."""
+
+    dynamic_scale: bool = True
+    max_grad_norm: float = 0.5
+    ema: bool = True
+    sampling: str = "random"
+    workers: int = 0
+    dropout: float = 0.1
+    save_steps: int = 1
+    logging_steps: int = 1
+    evaluates: bool = False
+    """Every other step, with callbacks that keep a state."""
+
+
+PLAIN = RunSettings(spoilt_rows=(), max_grad_norm=0.0, dynamic_scale=False, ema=False)
+"""Nothing is skipped, clipped, scaled or averaged: what a stock Trainer does, to the bit."""
+
+
+class StopAfter(TrainerCallback):
+    """Save and stop after a step, as a job with a time limit does.
+
+    Args:
+        step: Number of updates.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, _args, state, control, **_: Any) -> None:
+        """Ask for it."""
+        if state.global_step == self._step:
+            control.should_save = control.should_training_stop = True
+
+
+def new_trainer(
+    folder: Path,
+    settings: RunSettings | None = None,
+    *,
+    kind: type[Trainer] = MFTrainer,
+    seed: int = 0,
+    callbacks: Sequence[TrainerCallback] = (),
+    trainer_settings: Mapping[str, Any] | None = None,
+    model: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Return a silent trainer on CPU that shares no settings with those before it.
+
+    Args:
+        folder: Where checkpoints go.
+        settings: What the run consists of.
+        kind: Class of the trainer.
+        seed: Of the weights that it begins with.
+        callbacks: The user's.
+        trainer_settings: Further keywords of the trainer.
+        model: Trained; by default a new one as `settings` say.
+        arguments: Of ``TrainingArguments``, over what `settings` say.
+    """
+    settings = RunSettings() if settings is None else settings
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    evaluations: dict[str, Any] = {}
+    if settings.evaluates:
+        callbacks = [*callbacks, EarlyStoppingCallback(NUM_STEPS), EMACallback(), MFLossMonitor()]
+        evaluations = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "load_best_model_at_end": True,
+            "save_steps": 2,
+        }
+    defaults = {
+        "optim": settings.optim,
+        "max_grad_norm": settings.max_grad_norm,
+        "train_sampling_strategy": settings.sampling,
+        "dataloader_num_workers": settings.workers,
+        "save_steps": settings.save_steps,
+        "logging_steps": settings.logging_steps,
+    }
+    fixed = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "dataloader_pin_memory": False,
+    }
+    keywords: dict[str, Any] = {}
+    if issubclass(kind, MFTrainer):
+        scale = DynamicLossScaleUpdateCell(2.0**10, 2, 2) if settings.dynamic_scale else None
+        keywords = {
+            "ema": (lambda m: ExponentialMovingAverage(m, 0.9, warmup=True))
+            if settings.ema
+            else None,
+            "scale_sense": scale,
+            "step": StepConfig(local_norm=True, local_norm_groups="layer"),
+        }
+    trainer = kind(
+        tiny_gpt2(settings.dropout, seed) if model is None else model,
+        TrainingArguments(**(fixed | defaults | evaluations | arguments)),
+        train_dataset=Rows(settings.spoilt_rows),
+        eval_dataset=Rows(),
+        data_collator=padded,
+        callbacks=list(callbacks),
+        **(keywords | dict(trainer_settings or {})),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trained(folder: Path, settings: RunSettings | None = None, **keywords: Any) -> Any:
+    """Return a trainer that has trained to the end; keywords as `new_trainer`'s."""
+    trainer = new_trainer(folder, settings, **keywords)
+    trainer.train()
+    return trainer
+
+
+def resume(
+    checkpoint: Path, folder: Path, settings: RunSettings | None = None, **keywords: Any
+) -> Any:
+    """Return a trainer that has gone on from a checkpoint to the end.
+
+    It begins with other weights and other random states, so that all must come from the checkpoint.
+    """
+    trainer = new_trainer(folder, settings, seed=1, **keywords)
+    spoil_random_states()
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return trainer
+
+
+def spoil_random_states() -> None:
+    """Give every generator another state than any that a run has had, of the same seed."""
+    torch.rand(12345)
+    random.seed(99)
+    np.random.seed(99)  # noqa: NPY002  (the one that collators use)
+
+
+_TIMES = ("runtime", "per_second")
+
+
+def logged(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the log without times, and without the summary of each call of ``train``."""
+    history = [entry for entry in trainer.state.log_history if "train_loss" not in entry]
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
+        for entry in history
+    ]
+
+
+class _Rest:
+    """What a trainer keeps beside weights, optimizer and schedule."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        numpy_state = np.random.get_state()  # noqa: NPY002
+        rest = {
+            # As text, in which a NaN equals a NaN and every bit of a number shows.
+            "log": json.dumps(logged(self._trainer), sort_keys=True),
+            "progress": [state.global_step, state.epoch, state.total_flos],
+            "best": [state.best_metric, state.best_global_step],
+            "python generator": random.getstate(),
+            "numpy generator": [numpy_state[1].tobytes(), *numpy_state[2:]],
+            "torch generator": torch.random.get_rng_state(),
+            "callbacks": json.dumps(
+                [each.state() for each in self._trainer.callback_handler.callbacks if _saves(each)]
+            ),
+        }
+        if isinstance(self._trainer, MFTrainer):
+            rest["step"] = self._trainer.attached.step.state_dict()
+            rest["step log"] = self._trainer.step_log.state_dict()
+        return rest
+
+
+def _saves(callback: TrainerCallback) -> bool:
+    return callable(getattr(callback, "state", None))
+
+
+def end_of(trainer: Any) -> dict[str, Any]:
+    """Return copies of everything that a run leaves behind, as one flat mapping."""
+    return training_state(
+        trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler, _Rest(trainer)
+    )
+
+
+def files(folder: Path) -> list[str]:
+    """Return the names of all files below a folder."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

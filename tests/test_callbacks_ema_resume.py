@@ -1,0 +1,202 @@
+"""Averages of a run that was stopped and resumed, and of one whose updates are skipped."""
+
+import os
+import shutil
+import signal
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
+
+from mfwrap import ExponentialMovingAverage
+from mfwrap.callbacks import EMACallback
+from mfwrap.trainer import MFTrainer
+from resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
+from spoilt_gpt2 import SpoiltGPT2
+from test_callbacks_ema import EPOCHS, SKIPPING, STEPS, Follower, weights_of
+from test_trainer_resume import StockHalf
+from training_state import assert_same_state
+
+KINDS = {
+    "its average": (MFTrainer, SKIPPING, {"ema": lambda m: ExponentialMovingAverage(m, 0.5)}),
+    "own average": (MFTrainer, SKIPPING, {}),
+    "stock": (Trainer, PLAIN, {}),
+}
+
+
+def run(folder, kind, *, before=(), callbacks=(), **keywords):
+    """Return the trainer of a kind and its callback, before training."""
+    trainer_kind, settings, trainer_settings = KINDS[kind]
+    callback = EMACallback(None if trainer_settings else 0.5)
+    trainer = new_trainer(
+        folder,
+        settings,
+        kind=trainer_kind,
+        callbacks=[*before, callback, *callbacks],
+        trainer_settings=trainer_settings,
+        **(STEPS | keywords),
+    )
+    return trainer, callback
+
+
+def end(trainer, callback):
+    """Return copies of all that there is at the end, the average included."""
+    averages = {name: value.clone() for name, value in callback.ema.named_averages()}
+    # The stock Trainer does not keep the order of a resumed epoch's random numbers.
+    left_out = () if isinstance(trainer, MFTrainer) else ("generator", "log", "callbacks")
+    rest = {k: v for k, v in end_of(trainer).items() if not any(word in k for word in left_out)}
+    return rest | averages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [4, 6, 10])
+def test_resumed(tmp_path, kind, step):
+    """The average goes on, the choice of the best one too, and the end is that of one run."""
+    unbroken, average = run(tmp_path / "unbroken", kind)
+    unbroken.train()
+    stopped, _ = run(tmp_path / "stopped", kind, callbacks=[StopAfter(step)])
+    stopped.train()
+
+    resumed, callback = run(tmp_path / "stopped", kind, seed=1)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed.state.best_metric == unbroken.state.best_metric
+    assert_same_state(end(unbroken, average), end(resumed, callback))
+
+
+class ToldToEnd(TrainerCallback):
+    """Send this process a SIGTERM within a step."""
+
+    def __init__(self, step) -> None:
+        self._step = step
+
+    def on_pre_optimizer_step(self, _args, state, _control, **_) -> None:
+        """Send it."""
+        if state.global_step == self._step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("kind", ["its average", "own average"])
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [(4, STEPS), (3, STEPS), (6, EPOCHS), (4, EPOCHS)],
+    ids=["due", "not due", "end of an epoch", "within an epoch"],
+)
+def test_told_to_end(tmp_path, kind, step, arguments):
+    """Where an evaluation is due, averages are not taken for the raw weights that are saved."""
+    follower = Follower()
+    told, _ = run(tmp_path, kind, before=[ToldToEnd(step), follower], **arguments)
+
+    with pytest.raises(SystemExit):
+        told.train()
+
+    folder = tmp_path / f"checkpoint-{step}"
+    assert_same_state(follower.raw[step], load_file(folder / "model.safetensors"))
+    assert_same_state(
+        follower.averages[step], weights_of(SpoiltGPT2.from_pretrained(folder / "ema"))
+    )
+
+
+@pytest.mark.parametrize("kind", ["own average", "stock"])
+@pytest.mark.parametrize("lacks", ["folder", "file"])
+def test_an_average_is_not_lost_in_silence(tmp_path, kind, lacks):
+    """Resumed into another folder, or from a checkpoint without it, it goes on or it is said."""
+    stopped, average = run(tmp_path / "stopped", kind, callbacks=[StopAfter(6)])
+    stopped.args.load_best_model_at_end = False
+    stopped.train()
+    saved = {name: value.clone() for name, value in average.ema.named_averages()}
+    checkpoint = tmp_path / "stopped" / "checkpoint-6"
+    if lacks == "file":
+        (checkpoint / "mfwrap_ema.safetensors").unlink()
+    folder = tmp_path / ("resumed" if lacks == "folder" else "stopped")
+    resumed, callback = run(folder, kind, seed=1, callbacks=[StopAfter(7)], learning_rate=0.0)
+    begun = {}
+
+    class AtBegin(StopAfter):
+        def on_train_begin(self, *_, **__) -> None:
+            begun.update({name: value.clone() for name, value in callback.ema.named_averages()})
+
+    resumed.add_callback(AtBegin(7))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+
+    goes_on = all(torch.equal(saved[name], begun[name]) for name in saved)
+    said = any("average" in str(each.message) for each in caught)
+    assert goes_on or said
+
+
+@pytest.mark.parametrize("kind", ["own average", "stock"])
+def test_a_truncated_average(tmp_path, kind):
+    """It is refused, and not taken for one that is not there."""
+    stopped, _ = run(tmp_path, kind, callbacks=[StopAfter(6)])
+    stopped.train()
+    path = tmp_path / "checkpoint-6" / "mfwrap_ema.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    resumed, _ = run(tmp_path, kind, seed=1)
+
+    with pytest.raises(ValueError, match=r"checkpoint-6.*mfwrap_ema\.safetensors"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_saved_again(tmp_path, kind):
+    """The exported model is replaced as a whole; parts of an earlier attempt do not matter."""
+    stopped, _ = run(tmp_path, kind, callbacks=[StopAfter(4)])
+    stopped.train()
+    folder = tmp_path / "checkpoint-2"
+    stale = load_file(folder / "ema" / "model.safetensors")
+    for name in ("ema", "ema.partial"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "stale.txt").write_text("stale")
+
+    again, _ = run(tmp_path, kind, callbacks=[StopAfter(4)])
+    again.train()
+
+    assert_same_state(stale, load_file(folder / "ema" / "model.safetensors"))
+    assert not list(folder.rglob("stale.txt"))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_checkpoint_without_an_average(tmp_path):
+    """A run that is resumed with the callback added averages from the loaded weights on."""
+    trained(tmp_path / "stock", PLAIN, kind=Trainer, callbacks=[StopAfter(6)])
+    shutil.copytree(tmp_path / "stock" / "checkpoint-6", tmp_path / "added" / "checkpoint-6")
+    weights = load_file(tmp_path / "added" / "checkpoint-6" / "model.safetensors")
+    callback = EMACallback(0.99999)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no average", UserWarning)
+        resume(
+            tmp_path / "added" / "checkpoint-6",
+            tmp_path / "added",
+            PLAIN,
+            kind=Trainer,
+            callbacks=[callback],
+        )
+
+    for name, average in callback.ema.named_averages():
+        torch.testing.assert_close(average, weights[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_updates_that_the_stock_trainer_skips(tmp_path, optim):
+    """In fp16 its gradient scaler leaves out updates, which the average does not follow."""
+    follower, callback = Follower(), EMACallback(0.5)
+    settings = replace(SKIPPING, optim=optim)
+    trainer = trained(tmp_path, settings, kind=StockHalf, fp16=True, callbacks=[follower, callback])
+
+    unmoved = [
+        step
+        for step in range(2, 13)
+        if all(
+            torch.equal(value, follower.raw[step - 1][name])
+            for name, value in follower.raw[step].items()
+        )
+    ]
+    assert 0 < len(unmoved) < 11
+    assert trainer.accelerator.scaler.get_scale() < 2.0**12
+    assert_same_state(follower.averages[12], dict(callback.ema.named_averages()))

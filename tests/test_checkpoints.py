@@ -1,0 +1,250 @@
+"""Whole checkpoint folders, damaged ones, and those of another network."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from mfwrap.checkpoints import (
+    check_checkpoint,
+    foreign_weights,
+    move_into_place,
+    newest_whole_checkpoint,
+    staging_folder,
+    write_manifest,
+)
+
+MANIFEST = "mfwrap_manifest.json"
+
+
+def checkpoint(folder, *, listed=True, weights=None):
+    """Write a small checkpoint, and return its folder."""
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    save_file(weights or {"weight": torch.ones(2, 3)}, folder / "model.safetensors")
+    torch.save({"step": torch.ones(4)}, folder / "optimizer.pt")
+    (folder / "part").mkdir()
+    (folder / "part" / "notes.txt").write_text("text")
+    if listed:
+        write_manifest(folder)
+    return folder
+
+
+def test_manifest(tmp_path):
+    """It lists each file with its size, those in folders too, and not itself."""
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    # A second one, of a folder that has one already.
+    write_manifest(folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+
+    names = ["model.safetensors", "optimizer.pt", "part/notes.txt", "trainer_state.json"]
+    assert manifest == {
+        "format_version": 1,
+        "files": {name: (folder / name).stat().st_size for name in names},
+    }
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["ours", "stock"])
+def test_whole(tmp_path, listed):
+    """A whole checkpoint passes, with a list of files or without; so does one with more files."""
+    folder = checkpoint(tmp_path / "checkpoint-1", listed=listed)
+    (folder / "later.bin").write_bytes(b"by a callback")
+
+    check_checkpoint(folder)
+    assert newest_whole_checkpoint(tmp_path) == folder
+
+
+@given(data=st.data())
+def test_any_truncation(tmp_path_factory, data):
+    """Whichever file is cut wherever, the checkpoint is refused with the file's name."""
+    folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(paths))
+    content = path.read_bytes()
+    # A list of files that lacks only the end of its last line is as good.
+    most = len(content) - (2 if path.name == MANIFEST else 1)
+    path.write_bytes(content[: data.draw(st.integers(0, most))])
+
+    with pytest.raises(ValueError, match=f"checkpoint-3: .*{path.name}.*; there is no whole one"):
+        check_checkpoint(folder)
+
+
+@given(data=st.data())
+def test_any_truncation_of_a_stock_checkpoint(tmp_path_factory, data):
+    """There each file is looked at itself."""
+    folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3", listed=False)
+    name = data.draw(st.sampled_from(["trainer_state.json", "model.safetensors", "optimizer.pt"]))
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+
+    with pytest.raises(ValueError, match=f"checkpoint-3: {name} is "):
+        check_checkpoint(folder)
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["ours", "stock"])
+@pytest.mark.parametrize("length", [0, 3, 8, 50])
+def test_safetensors_that_are_cut_in_their_header(tmp_path, listed, length):
+    """So few bytes are too few for any of it."""
+    folder = checkpoint(tmp_path / "checkpoint-1", listed=listed)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+
+    with pytest.raises(ValueError, match=r"model\.safetensors "):
+        check_checkpoint(folder)
+
+
+def test_safetensors_that_are_too_long(tmp_path):
+    """Something behind the tensors is no whole file either."""
+    folder = checkpoint(tmp_path / "checkpoint-1", listed=False)
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+
+    with pytest.raises(ValueError, match=r"model\.safetensors "):
+        check_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"files": {}}', "3", '{"format_version": 2}'])
+def test_a_list_of_files_that_is_none(tmp_path, content):
+    """JSON of another kind is refused in words."""
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    (folder / MANIFEST).write_text(content)
+
+    with pytest.raises(ValueError, match=rf"checkpoint-1: {MANIFEST} "):
+        check_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["none", "file"])
+def test_no_folder(tmp_path, kind):
+    """What is not there, or is a file, is no checkpoint."""
+    if kind == "file":
+        (tmp_path / "checkpoint-1").write_text("a file")
+
+    with pytest.raises(ValueError, match="checkpoint-1: there is no such folder"):
+        check_checkpoint(tmp_path / "checkpoint-1")
+
+
+def test_an_empty_folder(tmp_path):
+    """Nor is one without a trainer's state."""
+    (tmp_path / "checkpoint-1").mkdir()
+
+    with pytest.raises(ValueError, match=r"checkpoint-1: it has no trainer_state\.json"):
+        check_checkpoint(tmp_path / "checkpoint-1")
+
+
+def test_the_newest_whole_one(tmp_path):
+    """It is found by its step, past damaged ones and other folders, before the one in question."""
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12", "checkpoint-x"):
+        checkpoint(tmp_path / name)
+    for name in ("checkpoint-11", "checkpoint-12"):
+        (tmp_path / name / "optimizer.pt").unlink()
+    (tmp_path / "checkpoint-13").write_text("a file")
+    checkpoint(tmp_path / "other-checkpoint-99")
+
+    assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    before = tmp_path / "checkpoint-10"
+    assert newest_whole_checkpoint(tmp_path, before=before) == tmp_path / "checkpoint-9"
+    assert newest_whole_checkpoint(tmp_path, before=tmp_path / "checkpoint-9") is None
+    assert newest_whole_checkpoint(tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match=rf"the one before it is {tmp_path / 'checkpoint-10'}$"):
+        check_checkpoint(tmp_path / "checkpoint-12")
+
+
+def test_a_checkpoint_under_another_name(tmp_path):
+    """It need not be called by its step; whatever lies beside it may then be offered."""
+    checkpoint(tmp_path / "checkpoint-4")
+    folder = checkpoint(tmp_path / "kept")
+    check_checkpoint(folder)
+    (folder / "optimizer.pt").unlink()
+
+    with pytest.raises(ValueError, match=rf"kept: optimizer\.pt is .*{tmp_path / 'checkpoint-4'}$"):
+        check_checkpoint(folder)
+
+
+def test_moved_into_place(tmp_path):
+    """The staging folder is gone, and never looked like a checkpoint to the Trainer."""
+    final = tmp_path / "checkpoint-2"
+    written = checkpoint(staging_folder(tmp_path) / "checkpoint-2")
+    assert get_last_checkpoint(str(tmp_path)) is None
+
+    move_into_place(written, final)
+
+    check_checkpoint(final)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_moved_into_the_place_of_another(tmp_path):
+    """What was there is replaced as a whole, also after an attempt that broke off."""
+    final = checkpoint(tmp_path / "checkpoint-2")
+    (final / "stale.txt").write_text("stale")
+    checkpoint(staging_folder(tmp_path) / "replaced")
+    written = checkpoint(staging_folder(tmp_path) / "checkpoint-2")
+
+    move_into_place(written, final)
+
+    check_checkpoint(final)
+    assert not (final / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, a buffer that is saved and one that is not."""
+
+    def __init__(self, width=3) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("unsaved", torch.zeros(width), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("left_out", torch.zeros(1))
+        self._keys_to_ignore_on_save = ["left_out"]
+
+
+def weights_of(network, *left_out):
+    """Return what a Trainer saves of a network: tied weights once."""
+    left_out = {"left_out", "empty", "second.weight", *left_out}
+    return {name: value for name, value in network.state_dict().items() if name not in left_out}
+
+
+def test_weights_of_this_network(tmp_path):
+    """Tied weights need one of their names; what is left out on purpose needs none."""
+    folder = checkpoint(tmp_path / "checkpoint-1", weights=weights_of(Tied()))
+
+    assert foreign_weights(folder, Tied()) is None
+    check_checkpoint(folder, Tied())
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        (weights_of(Tied(), "mean"), "has no mean"),
+        (weights_of(Tied(), "first.weight"), "has no first.weight"),
+        (weights_of(Tied()) | {"third": torch.ones(1)}, "has third, which the network has not"),
+        (
+            weights_of(Tied()) | {"mean": torch.zeros(1, 3)},
+            "has mean of shape [1, 3], the network of [3]",
+        ),
+    ],
+    ids=["buffer", "tied weight", "unknown", "shape"],
+)
+def test_weights_of_another_network(tmp_path, weights, reason):
+    """The first thing that does not fit is named."""
+    folder = checkpoint(tmp_path / "checkpoint-1", weights=weights)
+
+    assert foreign_weights(folder, Tied()) == f"model.safetensors {reason}"
+    with pytest.raises(ValueError, match=r"checkpoint-1: model\.safetensors has "):
+        check_checkpoint(folder, Tied())
+
+
+def test_weights_in_other_files(tmp_path):
+    """Of sharded weights and adapters nothing is said."""
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+    assert foreign_weights(folder, Tied()) is None

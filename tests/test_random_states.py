@@ -1,0 +1,89 @@
+"""The states of all random generators, through JSON and back."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.random_states import random_states, restore_random_states
+
+
+def drawn():
+    """Return numbers of every generator, ordinary and normal ones, the latter in pairs."""
+    legacy = np.random  # the one that collators use
+    return [
+        random.random(),  # noqa: S311  (numbers, no secrets)
+        random.gauss(0, 1),
+        legacy.rand(),
+        legacy.randn(),
+        legacy.randint(0, 2**31),
+        *torch.rand(3).tolist(),
+        torch.randn(()).item(),
+        torch.initial_seed(),
+    ]
+
+
+def advance(num_draws):
+    """Bring all generators somewhere, each in the middle of what it holds ready."""
+    for _ in range(num_draws):
+        random.gauss(0, 1)
+        np.random.randn()  # noqa: NPY002
+        torch.randn(())
+
+
+@given(seed=st.integers(0, 2**32 - 1), num_draws=st.integers(0, 700), others=st.integers(0, 700))
+def test_round_trip(seed, num_draws, others):
+    """What is drawn after restoring is what was drawn after saving, whatever came between."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    advance(num_draws)
+    saved = json.dumps(random_states())
+    expected = [drawn() for _ in range(3)]
+    torch.manual_seed(seed + 1)
+    random.seed(seed + 1)
+    np.random.seed(others)  # noqa: NPY002
+    advance(others)
+
+    restore_random_states(json.loads(saved))
+
+    assert [drawn() for _ in range(3)] == expected
+
+
+def test_reading_changes_nothing():
+    """Numbers that are drawn are the same whether states were asked for or not."""
+    states = random_states()
+    expected = drawn()
+    restore_random_states(states)
+    random_states()
+
+    assert drawn() == expected
+
+
+def test_states_of_devices_that_are_not_there():
+    """States of CUDA devices are passed over on a machine without one."""
+    states = random_states()
+    states.setdefault("cuda", ["AAAA"] if not torch.cuda.is_available() else states["cuda"])
+    expected = drawn()
+
+    restore_random_states(states)
+
+    assert drawn() == expected
+
+
+@pytest.mark.cuda
+def test_round_trip_on_cuda():
+    """Every device has a state of its own."""
+    for device in range(torch.cuda.device_count()):
+        torch.randn(device + 1, device=f"cuda:{device}")
+    saved = json.loads(json.dumps(random_states()))
+    expected = [torch.randn(5, device=f"cuda:{d}") for d in range(torch.cuda.device_count())]
+
+    restore_random_states(saved)
+
+    for device, numbers in enumerate(expected):
+        assert torch.equal(torch.randn(5, device=f"cuda:{device}"), numbers)

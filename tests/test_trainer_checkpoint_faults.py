@@ -1,0 +1,212 @@
+"""Checkpoints that are damaged, or of another network, are refused by name."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from mfwrap.trainer import MFTrainer
+from resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
+from spoilt_gpt2 import Rows, SpoiltGPT2, padded, tiny_gpt2
+from training_state import assert_same_state
+
+OURS = [
+    "mfwrap_manifest.json",
+    "mfwrap_position.json",
+    "mfwrap_step.json",
+    "mfwrap_step.safetensors",
+]
+STOCK = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return the folder of a run with three checkpoints."""
+    folder = tmp_path_factory.mktemp("written")
+    trained(folder, save_steps=2, callbacks=[StopAfter(6)])
+    return folder
+
+
+def refusal(folder, **keywords):
+    """Return what is said of ``checkpoint-4``; the trainer is as before."""
+    trainer = new_trainer(folder, seed=1, **keywords)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a whole") as caught:
+        trainer.train(resume_from_checkpoint=True)
+    assert_same_state(before, trainer.model.state_dict())
+    return str(caught.value)
+
+
+def two_checkpoints(source, folder):
+    """Copy two checkpoints, and return the later one."""
+    for step in (2, 4):
+        shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    return folder / "checkpoint-4"
+
+
+@pytest.mark.parametrize("name", [*OURS, *STOCK])
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["empty", "half"])
+def test_a_truncated_file(written, tmp_path, name, share):
+    """It is refused with its name, and the one before it is offered."""
+    file = two_checkpoints(written, tmp_path) / name
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+
+    said = refusal(tmp_path)
+
+    assert f"got {tmp_path / 'checkpoint-4'}: {name} " in said
+    assert said.endswith(f"; the one before it is {tmp_path / 'checkpoint-2'}")
+
+
+@pytest.mark.parametrize("name", [*OURS, *STOCK])
+def test_a_missing_file(written, tmp_path, name):
+    """It is refused with its name, and the one before it is offered."""
+    (two_checkpoints(written, tmp_path) / name).unlink()
+
+    said = refusal(tmp_path)
+
+    assert f"got {tmp_path / 'checkpoint-4'}: " in said
+    assert name in said
+    assert said.endswith(f"; the one before it is {tmp_path / 'checkpoint-2'}")
+
+
+@pytest.mark.parametrize("name", sorted({*STOCK} - {"training_args.bin"}))
+def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
+    """There each file speaks for itself; what was pickled with arguments is never read."""
+    trained(tmp_path, PLAIN, kind=Trainer, save_steps=2, callbacks=[StopAfter(4)])
+    file = tmp_path / "checkpoint-4" / name
+    file.write_bytes(file.read_bytes()[:-9])
+
+    said = refusal(tmp_path, settings=PLAIN)
+
+    assert f"got {tmp_path / 'checkpoint-4'}: {name} " in said
+    assert said.endswith(f"; the one before it is {tmp_path / 'checkpoint-2'}")
+
+
+def test_no_whole_one_before(written, tmp_path):
+    """Then it is said that there is none; later ones are not offered."""
+    shutil.copytree(written / "checkpoint-6", tmp_path / "checkpoint-6")
+    for step in (2, 4):
+        shutil.copytree(written / "checkpoint-2", tmp_path / f"checkpoint-{step}")
+        (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    trainer = new_trainer(tmp_path)
+
+    with pytest.raises(ValueError, match=r"optimizer.pt is missing; there is no whole one before"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_no_such_folder(written, tmp_path):
+    """A path that is not there is refused as well, with what lies beside it."""
+    two_checkpoints(written, tmp_path)
+    trainer = new_trainer(tmp_path)
+
+    with pytest.raises(ValueError, match=r"checkpoint-5: there is no such folder; .*checkpoint-4$"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def test_nothing_to_resume(tmp_path):
+    """``True`` without a checkpoint in ``output_dir`` is an error."""
+    trainer = new_trainer(tmp_path)
+
+    with pytest.raises(ValueError, match="`output_dir` must hold a checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def gpt2(**sizes):
+    """Return the tests' GPT-2 in another size."""
+    config = tiny_gpt2().config
+    config.update(sizes)
+    return SpoiltGPT2(config)
+
+
+class Renamed(torch.nn.Module):
+    """The same network under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt2()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, factor=None):
+        """Do what it does."""
+        return self.inner(input_ids, attention_mask, labels, factor)
+
+
+BIAS = "transformer.h.{}.attn.c_attn.bias"
+FOREIGN = {
+    "names": (Renamed, f"has {BIAS.format(0)}, which the network has not"),
+    "shapes": (
+        lambda: gpt2(n_embd=8),
+        f"has {BIAS.format(0)} of shape [48], the network of [24]",
+    ),
+    "fewer": (lambda: gpt2(n_layer=1), f"has {BIAS.format(1)}, which the network has not"),
+    "more": (lambda: gpt2(n_layer=3), "has no transformer.h.2.ln_1.weight"),
+    "untied": (lambda: gpt2(tie_word_embeddings=False), "has no lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("difference", FOREIGN)
+def test_another_networks_checkpoint(written, tmp_path, difference):
+    """The stock Trainer would load what fits and go on; here it is refused."""
+    make, reason = FOREIGN[difference]
+    trainer = new_trainer(tmp_path, PLAIN, model=make())
+
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a whole") as caught:
+        trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
+
+    assert f"checkpoint-4: model.safetensors {reason}; " in str(caught.value)
+
+
+def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
+    """The one before it has to be of this network, too."""
+    trainer = new_trainer(tmp_path, PLAIN, model=gpt2(n_layer=1))
+
+    with pytest.raises(ValueError, match=r"; there is no whole one before it$"):
+        trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
+
+
+def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_path):
+    """So it is with ``model_init``."""
+    args = new_trainer(tmp_path, PLAIN).args
+    trainer = MFTrainer(
+        None, args, model_init=lambda: gpt2(n_layer=1), train_dataset=Rows(), data_collator=padded
+    )
+
+    with pytest.raises(ValueError, match=r"checkpoint-4: model\.safetensors has transf"):
+        trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
+
+
+def test_nothing_of_ours_is_unpickled(written, tmp_path, monkeypatch):
+    """What the step keeps is JSON and safetensors; the Trainer's own is read as weights only."""
+    read, load = [], torch.load
+
+    def noted_load(path, *args, weights_only, **keywords):
+        assert weights_only
+        read.append(Path(path).name)
+        return load(path, *args, weights_only=weights_only, **keywords)
+
+    def refuse(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "load", noted_load)
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    resume(written / "checkpoint-4", tmp_path)
+
+    assert set(read) == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    for name in OURS:
+        file = written / "checkpoint-4" / name
+        assert load_file(file) if file.suffix == ".safetensors" else json.loads(file.read_text())

@@ -1,0 +1,213 @@
+"""Checkpoints of a training are written beside and moved into place: whole or not there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from mfwrap.trainer import MFTrainer
+from resumed_training import (
+    PLAIN,
+    RunSettings,
+    StopAfter,
+    end_of,
+    files,
+    new_trainer,
+    resume,
+    trained,
+)
+from training_state import assert_same_state
+
+EVERY_OTHER = RunSettings(save_steps=2)
+WHOLE = [
+    "config.json",
+    "generation_config.json",
+    "mfwrap_manifest.json",
+    "mfwrap_position.json",
+    "mfwrap_step.json",
+    "mfwrap_step.safetensors",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+]
+NUM_PICKLED = 4
+"""Files of a checkpoint that torch writes: arguments, optimizer, schedule, random states."""
+
+
+class Interrupted(Exception):  # noqa: N818  (no error of the program's own)
+    """What a test lets happen in the middle of writing."""
+
+
+def assert_whole(folder):
+    """Fail unless each folder that is named as a checkpoint has the files of a whole one."""
+    for path in folder.glob("checkpoint-*"):
+        assert files(path) == WHOLE, path.name
+        sizes = json.loads((path / "mfwrap_manifest.json").read_text())["files"]
+        assert sizes == {
+            name: (path / name).stat().st_size for name in WHOLE if name != "mfwrap_manifest.json"
+        }
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Return the folder and the end of a run that was left alone."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    return folder, end_of(trained(folder, EVERY_OTHER))
+
+
+class FailingAt:
+    """Stand in for a function and raise at one of its calls.
+
+    Args:
+        function: Called otherwise.
+        call: Number of the call that fails, from 1.
+        first: Do so before it raises.
+    """
+
+    def __init__(self, function, call, first=lambda *_: None) -> None:
+        self._function, self._left, self._first = function, call, first
+
+    def __call__(self, *args, **keywords):
+        """Raise, or do what is asked for."""
+        self._left -= 1
+        if self._left == 0:
+            self._first(*args)
+            raise Interrupted
+        return self._function(*args, **keywords)
+
+
+def write_a_part(_content, path) -> None:
+    """Leave something behind as a full disk does."""
+    Path(path).write_bytes(b"PK")
+
+
+@pytest.mark.parametrize("file", range(NUM_PICKLED))
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, file):
+    """What was broken off bears no name; the last whole one is resumed, past what lies there."""
+    call = (number - 1) * NUM_PICKLED + file + 1
+    trainer = new_trainer(tmp_path, EVERY_OTHER)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", FailingAt(torch.save, call, write_a_part))
+        with pytest.raises(Interrupted):
+            trainer.train()
+
+    assert_whole(tmp_path)
+    last = get_last_checkpoint(str(tmp_path))
+    assert last == (None if number == 1 else str(tmp_path / "checkpoint-4"))
+    again = new_trainer(tmp_path, EVERY_OTHER, seed=0 if last is None else 1)
+    again.train(resume_from_checkpoint=last)
+    assert_same_state(unbroken[1], end_of(again))
+    assert_whole(tmp_path)
+
+
+def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):
+    """The arguments are the user's again, and the same trainer can go on."""
+    trainer = new_trainer(tmp_path, EVERY_OTHER, save_total_limit=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", FailingAt(torch.save, NUM_PICKLED + 2))
+        with pytest.raises(Interrupted):
+            trainer.train()
+
+    assert trainer.args.save_total_limit == 3
+    assert trainer.args.logging_nan_inf_filter
+    trainer.train(resume_from_checkpoint=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-10", "checkpoint-12", "checkpoint-8"]
+
+
+@pytest.mark.xfail(reason="transformers deletes old checkpoints in place")
+def test_an_old_checkpoint_whose_deletion_breaks_off(tmp_path, monkeypatch):
+    """Nor is there a part of a checkpoint under its name while it is deleted."""
+    delete_all = shutil.rmtree
+
+    def delete(path, **keywords) -> None:
+        if not any(p.name == "checkpoint-2" for p in (Path(path), *Path(path).rglob("*"))):
+            delete_all(path, **keywords)
+            return
+        for name in sorted(p for p in Path(path).rglob("*") if p.is_file())[:5]:
+            name.unlink()
+        raise Interrupted
+
+    trainer = new_trainer(tmp_path, EVERY_OTHER, save_total_limit=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete)
+        with pytest.raises(Interrupted):
+            trainer.train()
+
+    assert_whole(tmp_path)
+
+
+def test_a_step_that_is_saved_again(unbroken, tmp_path):
+    """The new checkpoint takes the old one's place; nothing of the old one stays in it."""
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "stale.txt").write_text("from another run")
+
+    trainer = trained(tmp_path, EVERY_OTHER)
+
+    assert_whole(tmp_path)
+    assert_same_state(unbroken[1], end_of(trainer))
+
+
+def test_what_lies_in_the_folder_at_the_end(unbroken):
+    """Checkpoints, and nothing that was needed to write them."""
+    names = sorted(path.name for path in unbroken[0].iterdir())
+
+    assert names == sorted(f"checkpoint-{step}" for step in range(2, 13, 2))
+    assert_whole(unbroken[0])
+
+
+def test_only_the_model_is_saved(tmp_path):
+    """Then there is nothing of the step; the list of files is there, and so is the check."""
+    trained(tmp_path, PLAIN, save_only_model=True, save_steps=4, callbacks=[StopAfter(4)])
+    folder = tmp_path / "checkpoint-4"
+
+    assert files(folder) == [
+        "config.json",
+        "generation_config.json",
+        "mfwrap_manifest.json",
+        "model.safetensors",
+        "trainer_state.json",
+        "training_args.bin",
+    ]
+    with pytest.warns(UserWarning, match="no state of the step"):
+        resumed = resume(folder, tmp_path / "resumed", PLAIN)
+    assert resumed.state.global_step == 12
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-4: config\.json is missing; there is no"):
+        resume(folder, tmp_path / "resumed", PLAIN)
+
+
+class Pushing(MFTrainer):
+    """Note what would be pushed to the hub."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        folder = Path(checkpoint_folder)
+        self.pushed = [*getattr(self, "pushed", []), (folder.name, files(folder))]
+
+
+def test_pushed_checkpoints(tmp_path):
+    """They are pushed from where they belong, once they are whole."""
+    trainer = new_trainer(tmp_path, EVERY_OTHER, kind=Pushing)
+    trainer.args.push_to_hub = True
+
+    trainer.train()
+
+    assert trainer.pushed == [(f"checkpoint-{step}", WHOLE) for step in range(2, 13, 2)]
+    assert trainer.args.push_to_hub
+
+
+def test_the_arguments_that_are_saved(unbroken):
+    """With the model lie the settings that the user gave, not those that writing needs."""
+    path = unbroken[0] / "checkpoint-2" / "training_args.bin"
+    saved = torch.load(path, weights_only=False)
+
+    assert saved.logging_nan_inf_filter
+    assert Path(saved.output_dir) == unbroken[0]

@@ -1,0 +1,104 @@
+"""Which checkpoints are kept, and which is the best: as with the stock Trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from mfwrap.trainer import MFTrainer
+from resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
+from training_state import assert_same_state
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    # So that the first one stays the best.
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
+
+
+def outcome(trainer):
+    """Return what checkpoints there are, and what the last one says of the best."""
+    folder = Path(trainer.args.output_dir)
+    last = Path(get_last_checkpoint(str(folder)))
+    state = json.loads((last / "trainer_state.json").read_text())
+    best = state["best_model_checkpoint"]
+    return {
+        "checkpoints": sorted(path.name for path in folder.glob("checkpoint*")),
+        "best": best and Path(best).relative_to(folder).as_posix(),
+        "best in memory": trainer.state.best_model_checkpoint == best,
+        "best step": state["best_global_step"],
+        "best metric": state["best_metric"],
+    }
+
+
+KEPT = {
+    "all": {},
+    "two": {"save_total_limit": 2},
+    "one": {"save_total_limit": 1},
+    "when best": {"save_strategy": "best"},
+    "lower is better": {"greater_is_better": False, "save_total_limit": 2},
+    "epoch": {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1},
+    "not loaded": {"load_best_model_at_end": False, "save_total_limit": 2},
+    "saved less often": {"load_best_model_at_end": False, "save_steps": 4},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept(tmp_path, name):
+    """The same checkpoints stay, and the same one is the best, as with the stock Trainer."""
+    arguments = BEST | KEPT[name]
+    stock = trained(tmp_path / "stock", PLAIN, kind=Trainer, **arguments)
+    ours = trained(tmp_path / "ours", PLAIN, **arguments)
+
+    assert outcome(ours) == outcome(stock)
+
+
+def test_a_run_whose_folder_was_moved(tmp_path):
+    """The best checkpoint is found where it is now, and kept."""
+    outcomes = []
+    for kind in (Trainer, MFTrainer):
+        folder = tmp_path / kind.__name__
+        arguments = BEST | {"save_total_limit": 2}
+        trained(folder / "before", PLAIN, kind=kind, callbacks=[StopAfter(6)], **arguments)
+        (folder / "before").rename(folder / "after")
+        again = new_trainer(folder / "after", PLAIN, kind=kind, seed=1, **arguments)
+        again.train(resume_from_checkpoint=True)
+        outcomes.append(outcome(again))
+
+    assert outcomes[0]["best"] == "checkpoint-2"
+    assert outcomes[1] == outcomes[0]
+
+
+def test_the_best_model_at_the_end(tmp_path):
+    """The model ends with the weights of the best checkpoint."""
+    trainer = trained(tmp_path, PLAIN, **BEST)
+
+    best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    weights = trainer.model.state_dict()
+    assert_same_state(best, {name: weights[name] for name in best})
+
+
+def test_a_relative_folder(tmp_path, monkeypatch):
+    """Paths are relative to where the run was started, as they were given."""
+    monkeypatch.chdir(tmp_path)
+    trainer = trained(Path("run"), PLAIN, **BEST)
+
+    assert trainer.state.best_model_checkpoint == "run/checkpoint-2"
+
+
+def test_a_callback_that_the_checkpoint_does_not_know(tmp_path):
+    """One that keeps a state can be added when a run is resumed."""
+    trained(tmp_path / "first", PLAIN, callbacks=[StopAfter(4)])
+    added, checkpoint = EarlyStoppingCallback(100), tmp_path / "first" / "checkpoint-4"
+
+    resume(checkpoint, tmp_path / "second", PLAIN, callbacks=[added], **BEST)
+
+    text = (tmp_path / "second" / "checkpoint-12" / "trainer_state.json").read_text()
+    assert json.loads(text)["stateful_callbacks"]["EarlyStoppingCallback"] == added.state()

@@ -1,0 +1,232 @@
+"""A training that is killed, or told to end, goes on as if nothing had happened."""
+
+import functools
+import os
+import random
+import signal
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from killed_training import start_process
+from mfwrap.checkpoints import check_checkpoint
+from resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
+from training_state import assert_same_state
+
+SETTINGS = RunSettings(save_steps=2, logging_steps=5)
+MOST_LINES = 26
+"""As many as are told from a checkpoint to the one after the next."""
+
+
+def lasting(end):
+    """Return an end without random generators: a run that has ended already loads none."""
+    return {name: value for name, value in end.items() if "generator" not in name}
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    """Return the end of a run that nobody disturbed."""
+    return lasting(end_of(trained(tmp_path_factory.mktemp("alone"), SETTINGS)))
+
+
+def signalled(folder, line, number):
+    """Train in a process, from the last checkpoint if there is one, until it has told that much.
+
+    Returns:
+        The status that it ended with after the signal, and all that it told.
+    """
+    with start_process(folder, SETTINGS) as process:
+        told = [process.stdout.readline() for _ in range(line)]
+        process.send_signal(number)
+        told += process.stdout.readlines()
+        return process.wait(), [each.strip() for each in told if each]
+
+
+def end_from_last_checkpoint(folder):
+    """Return the end of a run that goes on here."""
+    last = get_last_checkpoint(str(folder))
+    trainer = new_trainer(folder, SETTINGS, seed=0 if last is None else 1)
+    trainer.train(resume_from_checkpoint=last)
+    return lasting(end_of(trainer))
+
+
+def survive(folder, num_kills, expected):
+    """Kill at random moments and resume, and begin anew at the end, until killed that often."""
+    draw = random.Random(0)  # noqa: S311  (moments, no secrets)
+    num_runs, left = 0, num_kills
+    while left > 0:
+        run = folder / str(num_runs)
+        status, told = signalled(run, draw.randrange(1, MOST_LINES), signal.SIGKILL)
+        for checkpoint in run.glob("checkpoint-*"):
+            check_checkpoint(checkpoint)
+        if status == 0:
+            assert_same_state(expected, lasting(torch.load(run / "end.pt", weights_only=True)))
+            num_runs += 1
+            continue
+        assert status == -signal.SIGKILL, told
+        left -= 1
+    assert_same_state(expected, end_from_last_checkpoint(run))
+
+
+def test_killed_three_times(left_alone, tmp_path):
+    """Wherever a run is killed, it is resumed, and its end is that of a run left alone."""
+    survive(tmp_path, 3, left_alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_twenty_times(left_alone, tmp_path):
+    """So it is however often."""
+    survive(tmp_path, 20, left_alone)
+
+
+def test_told_to_end(left_alone, tmp_path):
+    """At SIGTERM the step is finished and saved, and the process exits as one that succeeded."""
+    status, told = signalled(tmp_path, 2, signal.SIGTERM)
+
+    assert status == 0
+    assert told[-1].startswith("saved ")
+    step = int(told[-1].split()[1])
+    assert 0 < step < NUM_STEPS
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
+    assert not (tmp_path / "end.pt").exists()
+    assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
+
+
+def test_told_to_end_twice(tmp_path):
+    """A second SIGTERM ends the process at once, in the middle of the step."""
+    with start_process(tmp_path, SETTINGS, waits=True) as process:
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        # Only now the step goes on.
+        process.stdin.write("\n")
+        process.stdin.flush()
+        second = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        status = process.wait()
+
+    assert (first, second) == ("micro-batch 0\n", "micro-batch 0\n")
+    assert status == -signal.SIGTERM
+    assert get_last_checkpoint(str(tmp_path)) is None
+
+
+class ToldToEnd(TrainerCallback):
+    """Send this process a SIGTERM at an event, once.
+
+    Args:
+        event: Name of the event.
+        step: Number of updates until then.
+    """
+
+    def __init__(self, event, step) -> None:
+        self.step, self.happened = step, []
+        setattr(self, event, self._send)
+
+    def _send(self, _args, state, control, **_):
+        if state.global_step == self.step:
+            self.step = None
+            os.kill(os.getpid(), signal.SIGTERM)
+        return control
+
+
+class Happened(TrainerCallback):
+    """Note evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.events = []
+
+    def on_evaluate(self, _args, state, _control, **_) -> None:
+        """Note it."""
+        self.events.append(f"evaluated {state.global_step}")
+
+    def on_save(self, _args, state, _control, **_) -> None:
+        """Note it."""
+        self.events.append(f"saved {state.global_step}")
+
+
+EVALUATIONS = {
+    "never": {"save_strategy": "no"},
+    "every third step": {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 6},
+    "each epoch": {"eval_strategy": "epoch", "save_strategy": "epoch"},
+}
+# When evaluated, where the signal comes, in which step, and after which one the run stops.
+MOMENTS = [
+    ("never", "on_substep_end", 0, 1),
+    ("never", "on_pre_optimizer_step", 3, 4),
+    ("never", "on_substep_end", 5, 6),
+    ("never", "on_epoch_begin", 6, 7),
+    ("every third step", "on_substep_end", 3, 4),
+    ("every third step", "on_prediction_step", 3, 4),
+    ("every third step", "on_save", 6, 7),
+    ("each epoch", "on_substep_end", 3, 4),
+    ("each epoch", "on_prediction_step", 6, 7),
+]
+EVALUATION_IS_DUE = [
+    ("every third step", "on_substep_end", 2, 3),
+    ("each epoch", "on_substep_end", 5, 6),
+]
+
+
+@pytest.fixture(scope="module")
+def evaluated_alone(tmp_path_factory):
+    """Return the end of a run that nobody disturbed, by when it is evaluated."""
+
+    @functools.cache
+    def run(when):
+        return end_of(trained(tmp_path_factory.mktemp("alone"), SETTINGS, **EVALUATIONS[when]))
+
+    return run
+
+
+def tell_to_end(folder, when, event, step):
+    """Train until told to end, and return what happened."""
+    happened, handler = Happened(), signal.getsignal(signal.SIGTERM)
+    callbacks = [ToldToEnd(event, step), happened]
+    with pytest.raises(SystemExit) as caught:
+        trained(folder, SETTINGS, callbacks=callbacks, **EVALUATIONS[when])
+    assert caught.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is handler
+    return happened.events
+
+
+@pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS)
+def test_how_it_ends(tmp_path, when, event, step, stopped):
+    """It saves after its step, once, and does nothing else that the step did not ask for."""
+    events = tell_to_end(tmp_path, when, event, step)
+
+    assert events[-1] == f"saved {stopped}"
+    assert events.count(f"saved {stopped}") == 1
+    assert f"evaluated {stopped}" not in events
+
+
+@pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS + EVALUATION_IS_DUE)
+def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
+    """Whenever it was told to end, and whatever was due then, nothing shows in the resumed run."""
+    tell_to_end(tmp_path, when, event, step)
+
+    again = new_trainer(tmp_path, SETTINGS, seed=1, **EVALUATIONS[when])
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stopped}"))
+
+    assert_same_state(evaluated_alone(when), end_of(again))
+
+
+def test_told_to_end_when_it_has(left_alone, tmp_path):
+    """After the last step it ends as it would have, and exits as one that succeeded."""
+    told = ToldToEnd("on_train_end", NUM_STEPS)
+
+    with pytest.raises(SystemExit) as caught:
+        trained(tmp_path, SETTINGS, callbacks=[told])
+
+    assert caught.value.code == 0
+    assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
+
+
+def test_not_told_to_end(tmp_path):
+    """A later training in the same process is not ended by an earlier one's signal."""
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "first", SETTINGS, callbacks=[ToldToEnd("on_substep_end", 0)])
+    trainer = trained(tmp_path / "second", SETTINGS)
+
+    assert trainer.state.global_step == NUM_STEPS
