@@ -249,7 +249,8 @@ class MFTrainerMixin(_Base):
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
                 if self._termination.is_requested and self._saved_step != self.state.global_step:
-                    self._save_checkpoint(self.model, trial)
+                    trained: Any = self.model
+                    self._save_checkpoint(trained, trial)
             self.attached.flush()
         except BaseException:
             # The schedule's last step is due, whatever else went wrong.
@@ -297,10 +298,10 @@ class MFTrainerMixin(_Base):
         self._saved_step = self.state.global_step
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        model: Any = self.model
-        if self._staged is None or not isinstance(model, PreTrainedModel):
+        if self._staged is None or not isinstance(self.model, PreTrainedModel):
             super()._save(*args, **kwargs)
             return
+        model: Any = self.model
         # Under the network's own names: the Trainer loads a checkpoint without converting names.
         model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
         try:
