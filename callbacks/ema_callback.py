@@ -1,28 +1,28 @@
 """Evaluation, choice of the best model and export with averaged weights."""
 
-import contextlib
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import ExponentialMovingAverage, StepReport
+from mfwrap.callbacks.applied_updates import AppliedUpdates
+from mfwrap.callbacks.arguments import check_bool
+from mfwrap.callbacks.average_files import (
+    export_averages,
+    load_exported,
+    load_state,
+    resumed_checkpoint,
+    save_state,
+    saved_checkpoint,
+)
+from mfwrap.callbacks.evaluated_averages import EvaluatedAverages
 
 __all__ = ["EMACallback"]
-
-_FOLDER = "ema"
-_STATE = "mfwrap_ema.safetensors"
 
 
 @final
@@ -30,42 +30,57 @@ class EMACallback(TrainerCallback):
     """Evaluate, choose and export a model by the average of its weights.
 
     In an `MFTrainer` with ``ema=`` it uses that average. Otherwise, and in a stock ``Trainer``, it
-    keeps one of its own, which follows applied updates and is saved with each checkpoint.
+    keeps one of its own, which follows applied updates, begins anew with each training that is not
+    resumed, and is saved with each checkpoint: as a part of it in an `MFTrainer`, beside what is
+    there already in a stock one.
 
-    - Evaluations that the Trainer does while it trains see the averaged weights, and so does its
-      choice of the best model. ``trainer.evaluate()`` does not; put it into ``with ema.swap():``.
-    - ``checkpoint-*/ema`` holds the model with averaged weights, for ``from_pretrained``.
+    - Evaluations that the Trainer does while it trains see the averaged weights, with
+      ``args.eval_on_start`` the first one too, and so does its choice of the best model.
+    - ``trainer.evaluate()`` and ``trainer.predict()`` see the model's weights as they are; put them
+      into ``with callback.ema.swap():``.
+    - ``checkpoint-*/ema`` holds the model with averaged weights, for ``from_pretrained`` (a plain
+      module's: ``model.safetensors`` alone).
     - With ``args.load_best_model_at_end``, the model ends with the averaged weights of the best
-      checkpoint.
+      checkpoint. Otherwise it ends with its raw ones; ``callback.ema.copy_to()`` changes that.
 
-    A callback that asks for an evaluation of its own has to stand before this one.
+    A callback that asks for an evaluation of its own has to stand before this one. With several
+    evaluation datasets callbacks find the averages in the model until it is saved, loaded or
+    trained again. No step waits for the device because of it.
 
     Args:
-        decay: Of an average of its own; 0.999 by default.
-        warmup: As in `ExponentialMovingAverage`.
-        update_every: As in `ExponentialMovingAverage`.
+        decay: Of an average of its own, in [0, 1); 0.999 by default.
+        warmup: Of an average of its own, as in `ExponentialMovingAverage`; ``False`` by default.
+        update_every: Of an average of its own, as in `ExponentialMovingAverage`; 1 by default.
         evaluate: Evaluate with averaged weights.
         export: Write ``checkpoint-*/ema``.
-        load_best: End with the averaged weights of the best checkpoint.
-        num_eval_datasets: Evaluations that one evaluation of the Trainer consists of: the length of
-            ``eval_dataset`` if that is a dict.
+        load_best: End with the averaged weights of the best checkpoint; by default if `evaluate`
+            and `export` are given.
 
     Raises:
-        ValueError: If `load_best` lacks `evaluate` or `export`; at the begin of a training if
-            `decay` is given and the Trainer has an average.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a setting is out of range, or `load_best` lacks `evaluate` or `export`. At
+            the begin of a training, if settings of an average are given and the Trainer has one, if
+            there is another `EMACallback`, or if weights are sharded over ranks.
     """
 
     def __init__(
         self,
         decay: float | None = None,
         *,
-        warmup: bool = False,
-        update_every: int = 1,
+        warmup: bool | None = None,
+        update_every: int | None = None,
         evaluate: bool = True,
         export: bool = True,
         load_best: bool | None = None,
-        num_eval_datasets: int = 1,
     ) -> None:
+        settings = {"decay": decay, "warmup": warmup, "update_every": update_every}
+        self._settings: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
+        # What an average would say of them in the middle of a run, it says now.
+        ExponentialMovingAverage([torch.zeros(())], **self._settings)
+        check_bool("evaluate", evaluate)
+        check_bool("export", export)
+        if load_best is not None:
+            check_bool("load_best", load_best)
         if load_best and not (evaluate and export):
             msg = (
                 "`load_best` must go with `evaluate` and `export`, which choose and keep what is "
@@ -74,17 +89,14 @@ class EMACallback(TrainerCallback):
             raise ValueError(msg)
         self.ema: ExponentialMovingAverage | None = None
         """The average in use; ``None`` before training has begun."""
-        self._decay = decay
-        self._settings: dict[str, Any] = {"warmup": warmup, "update_every": update_every}
         self._evaluates = evaluate
         self._exports = export
         self._loads_best = evaluate and export if load_best is None else load_best
-        self._num_eval_datasets = num_eval_datasets
-        self._num_evaluations = 0
-        self._prepared_step: int | None = None
         self._is_own = False
-        self._scale: float | None = None
-        self._swap = contextlib.ExitStack()
+        self._updates: AppliedUpdates | None = None
+        self._evaluated = EvaluatedAverages()
+        self._resumed_from: Path | None = None
+        self._is_saved = False
 
     def on_train_begin(
         self,
@@ -96,72 +108,92 @@ class EMACallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Find the Trainer's average, or make one."""
-        del control
-        self._swap.close()
-        of_trainer = getattr(getattr(optimizer, "attachment", None), "ema", None)
+        self._evaluated.end()
+        self._stop_watching()
+        self._is_saved = False
+        resumed_from, self._resumed_from = self._resumed_from, None
+        self._refuse_another(state)
+        attachment = getattr(optimizer, "attachment", None)
+        of_trainer = getattr(attachment, "ema", None)
         self._is_own = of_trainer is None
-        if of_trainer is not None and self._decay is not None:
-            msg = f"`decay` must be None where the Trainer has an average, got {self._decay}"
-            raise ValueError(msg)
         if of_trainer is not None:
+            self._refuse_settings()
             self.ema = of_trainer
-            return
-        scaler = getattr(optimizer, "scaler", None)
-        self._scale = None if scaler is None else scaler.get_scale()
-        decay = 0.999 if self._decay is None else self._decay
-        self.ema = ExponentialMovingAverage(model, decay, **self._settings)
-        saved = _checkpoint(args, state) / _STATE
-        if saved.exists():
-            self.ema.load_state_dict(_nested(_read(saved)))
-        elif state.global_step > 0:
-            warnings.warn(
-                f"no average in {saved.parent}: it starts from the weights that are loaded",
-                stacklevel=2,
-            )
+        else:
+            self.ema = self._own_average(model)
+            if state.global_step > 0:
+                self._resume(self.ema, resumed_from or resumed_checkpoint(args, state))
+            if attachment is None:
+                self._updates = AppliedUpdates(optimizer)
+        if self._evaluates and args.eval_on_start:
+            self._evaluated.hold(self.ema, model, state.global_step, control)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Forget evaluations: those that were asked for are over."""
+        """Train the raw weights: evaluations that were asked for are over."""
         del args, state, control
-        self._prepared_step = None
+        self._evaluated.end()
 
     def on_step_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        optimizer: Any = None,
+        model: Any = None,
         step_report: StepReport | None = None,
         **_: Any,
     ) -> None:
         """Follow the update; hold the averages in the model if an evaluation comes."""
         del args
         if self.ema is not None and self._is_own:
-            self.ema.update(self._applied(optimizer, step_report))
-        self._prepare_evaluation(state, control)
+            self.ema.update(self._applied(step_report))
+        self._prepare_evaluation(state, control, model)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: Any,
     ) -> None:
         """Hold the averages in the model if an evaluation comes."""
         del args
-        self._prepare_evaluation(state, control)
+        self._evaluated.end()
+        self._prepare_evaluation(state, control, model)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        **_: Any,
     ) -> None:
-        """Put the raw weights back after the last of the evaluations."""
+        """Put the raw weights back if the evaluation is over."""
         del args, control
-        if self._num_evaluations == 0 and self._prepared_step == state.global_step:
+        if not self._evaluated.evaluated(metrics, state.global_step):
             warnings.warn(
-                "an evaluation saw raw weights; set `num_eval_datasets` of EMACallback to the "
-                "number of datasets",
+                "an evaluation saw raw weights: the model's state was asked for between two "
+                "datasets, which puts them back",
                 stacklevel=2,
             )
-        self._num_evaluations -= 1
-        if self._num_evaluations <= 0:
-            self._swap.close()
+
+    def save_into(self, folder: Path, args: TrainingArguments, model: nn.Module) -> None:
+        """Write the average's state and the averaged model into a checkpoint.
+
+        An `MFTrainer` calls it on every rank while the checkpoint is not yet in place; then
+        `on_save` has nothing left to do.
+        """
+        self._evaluated.end()
+        self._is_saved = True
+        if self.ema is not None and args.should_save:
+            self._write(self.ema, folder, model)
+
+    def resume_from(self, folder: Path) -> None:
+        """Hear which checkpoint the training that begins is resumed from; by an `MFTrainer`."""
+        self._resumed_from = folder
 
     def on_save(
         self,
@@ -171,26 +203,17 @@ class EMACallback(TrainerCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Write the model with averaged weights into the checkpoint."""
+        """Write what `save_into` has not written, beside what a stock Trainer has."""
         del control
-        self._prepared_step = None
-        folder = _checkpoint(args, state)
-        if self.ema is None or not folder.is_dir() or not state.is_world_process_zero:
+        self._evaluated.end()
+        is_saved, self._is_saved = self._is_saved, False
+        if is_saved or self.ema is None or not args.should_save:
             return
-        if self._is_own:
-            save_file(_flat(self.ema.state_dict()), folder / f"{_STATE}.partial")
-            (folder / f"{_STATE}.partial").rename(folder / _STATE)
-        if not self._exports:
-            return
-        # Beside first, so that what bears the name is whole.
-        written, final_place = folder / f"{_FOLDER}.partial", folder / _FOLDER
-        shutil.rmtree(written, ignore_errors=True)
-        with self.ema.swap():
-            # Under the network's own names, under which the best one is loaded again.
-            own_names = isinstance(model, PreTrainedModel)
-            model.save_pretrained(written, **{"save_original_format": False} if own_names else {})
-        shutil.rmtree(final_place, ignore_errors=True)
-        written.rename(final_place)
+        folder = saved_checkpoint(args, state)
+        if folder is None:
+            warnings.warn(f"no checkpoint of step {state.global_step} to save in", stacklevel=2)
+        else:
+            self._write(self.ema, folder, model)
 
     def on_train_end(
         self,
@@ -202,67 +225,69 @@ class EMACallback(TrainerCallback):
     ) -> None:
         """Load the averaged weights of the best checkpoint, if the Trainer has loaded it."""
         del control
-        self._swap.close()
-        self._prepared_step = None
+        self._evaluated.end()
+        self._stop_watching()
         best = state.best_model_checkpoint
-        if not (self._loads_best and args.load_best_model_at_end and best):
-            return
-        folder = Path(best) / _FOLDER
-        if (folder / "model.safetensors").exists():
-            model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-        elif (folder / "adapter_model.safetensors").exists():
-            model.load_adapter(str(folder), model.active_adapters[0], is_trainable=True)
-        else:
-            warnings.warn(
-                f"no averaged weights in one file in {folder}: the model keeps the raw ones",
-                stacklevel=2,
-            )
-
-    def _applied(self, optimizer: Any, report: StepReport | None) -> torch.Tensor | None:
-        if report is not None:
-            return ~report.skipped
-        # accelerate denies a skip of a fused optimizer; its scaler, if there is one, does not.
-        scaler = getattr(optimizer, "scaler", None)
-        before, self._scale = self._scale, None if scaler is None else scaler.get_scale()
-        fell = before is not None and self._scale is not None and self._scale < before
-        skipped = fell or getattr(optimizer, "step_was_skipped", False)
-        return torch.zeros((), dtype=torch.bool) if skipped else None
+        if self._loads_best and args.load_best_model_at_end and best:
+            load_exported(model, Path(best))
 
     def put_weights_back(self) -> None:
         """Put the raw weights back, if an evaluation holds the averages in the model."""
-        self._swap.close()
+        self._evaluated.end()
 
-    def _prepare_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
+    def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            msg = (
+                "`model` must be whole on each rank for EMACallback to save its average, got "
+                "weights that are sharded over ranks"
+            )
+            raise ValueError(msg)
+        return ExponentialMovingAverage(model, **self._settings)
+
+    def _resume(self, ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
+        if checkpoint is None or not load_state(ema, checkpoint):
+            place = "the checkpoint that is resumed was not found" if checkpoint is None else ""
+            warnings.warn(
+                f"no average: {place or f'none in {checkpoint}'}; it starts from the weights that "
+                "are loaded",
+                stacklevel=3,
+            )
+
+    def _refuse_settings(self) -> None:
+        if self._settings:
+            given = ", ".join(f"{name}={value}" for name, value in self._settings.items())
+            names = ", ".join(f"`{name}`" for name in self._settings)
+            msg = f"{names} must be None where the Trainer has an average of its own, got {given}"
+            raise ValueError(msg)
+
+    def _refuse_another(self, state: TrainerState) -> None:
+        # A training has a state of its own, which all its callbacks see and which is saved by its
+        # fields alone.
+        if vars(state).setdefault("ema_callback", self) is not self:
+            msg = (
+                "a Trainer must have one EMACallback at most, got two: each would take the "
+                "averages that the other one holds in the model for the weights"
+            )
+            raise ValueError(msg)
+
+    def _applied(self, report: StepReport | None) -> Tensor | None:
+        if report is not None:
+            return ~report.skipped
+        return None if self._updates is None else self._updates.last()
+
+    def _stop_watching(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
+
+    def _prepare_evaluation(
+        self, state: TrainerState, control: TrainerControl, model: nn.Module
+    ) -> None:
         if self._evaluates and self.ema is not None and control.should_evaluate:
-            self._swap.enter_context(self.ema.swap())
-            self._num_evaluations = self._num_eval_datasets
-            self._prepared_step = state.global_step
+            self._evaluated.hold(self.ema, model, state.global_step, control)
 
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except SafetensorError as error:
-        msg = f"`{path}` must be whole, got a file that cannot be read: {error}"
-        raise ValueError(msg) from error
-    return tensors
-
-
-def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {
-        f"{part}/{name}": tensor.detach().contiguous()
-        for part, tensors in state.items()
-        for name, tensor in tensors.items()
-    }
-
-
-def _nested(flat: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    state: dict[str, dict[str, torch.Tensor]] = {"averages": {}, "buffers": {}, "counters": {}}
-    for path, tensor in flat.items():
-        part, _, name = path.partition("/")
-        state[part][name] = tensor
-    return state
+    def _write(self, ema: ExponentialMovingAverage, folder: Path, model: nn.Module) -> None:
+        if self._is_own:
+            save_state(ema, folder)
+        if self._exports:
+            export_averages(ema, model, folder)

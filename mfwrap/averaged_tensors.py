@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
-from mfwrap.wrappers import plain_name, unwrapped_network
+from mfwrap.wrappers import plain_name, reshard, unwrapped_network
 
 __all__ = ["BufferPlace", "buffer_places", "check_names", "fitting_tensors", "named_weights"]
 
@@ -25,6 +25,7 @@ def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]
     """Return what is averaged by name, each tensor once."""
     weights: dict[str, Any]
     if isinstance(parameters, nn.Module):
+        reshard(parameters)
         network = unwrapped_network(parameters)
         weights = {plain_name(n): p for n, p in network.named_parameters() if p.requires_grad}
     elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):

@@ -1,39 +1,25 @@
 """The exponential moving average of weights, kept without waiting for the device."""
 
 import contextlib
-import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from mfwrap.arguments import check_bool, check_positive_int, described
+from mfwrap.arguments import check_bool, check_positive_int
 from mfwrap.averaged_tensors import (
     buffer_places,
     check_names,
     fitting_tensors,
     named_weights,
 )
+from mfwrap.averaging import average_dtype, copied, follow_buffers, grouped, write
 from mfwrap.devices import on_device
-from mfwrap.wrappers import plain_name, unwrapped_network
+from mfwrap.ema_arguments import check_applied, check_placement, checked_decay
+from mfwrap.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
 
 __all__ = ["ExponentialMovingAverage"]
-
-
-class _Group(NamedTuple):
-    """Averages of one dtype on one device, and the weights they follow."""
-
-    weights: list[Tensor]
-    averages: list[Tensor]
-    converted: bool
-    """Whether the weights are of another dtype or on another device than their averages."""
-
-    smoothing_factor: Tensor
-    """``1 - decay``, shape ``()``, of the averages' dtype and on their device."""
-
-    zero: Tensor
-    nine: Tensor
 
 
 @final
@@ -51,8 +37,9 @@ class ExponentialMovingAverage:
     buffers (running statistics) are copied at each averaging call, not averaged. Of an iterable,
     every tensor is averaged, under the names ``"0"``, ``"1"``, ...
 
-    The parameters are remembered themselves, so what changes them in place is followed; move or
-    convert a module before.
+    The parameters are remembered themselves, so what changes them in place is followed; move,
+    convert or shard a module before. After ``fully_shard`` the averages are distributed tensors as
+    the weights are, and no shard is ever gathered: every rank averages, swaps and saves its own.
 
     Args:
         parameters: What to average: a module, or floating-point tensors.
@@ -99,21 +86,23 @@ class ExponentialMovingAverage:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        decay = _checked_decay(decay)
-        _check_placement(device, dtype)
+        decay = checked_decay(decay)
+        check_placement(device, dtype)
         self._warmup = check_bool("warmup", warmup)
         self._update_every = check_positive_int("update_every", update_every)
         self._from_module = isinstance(parameters, nn.Module)
         self._weights = named_weights(parameters)
         self._buffer_places = buffer_places(parameters)
+        self._sharded_parts = sharded_parts(parameters) if isinstance(parameters, nn.Module) else []
         self._averages = {
-            name: _copy(weight, device, dtype or _average_dtype(weight))
+            name: copied(weight, device, dtype or average_dtype(weight))
             for name, weight in self._weights.items()
         }
         self._buffers = {
-            name: _copy(place.tensor(), device, None) for name, place in self._buffer_places.items()
+            name: copied(place.tensor(), device, None)
+            for name, place in self._buffer_places.items()
         }
-        self._groups = _grouped(self._weights, self._averages, decay)
+        self._groups = grouped(self._weights, self._averages, decay)
         training_device = next(iter(self._weights.values())).device
         self._applied_updates = torch.zeros((), dtype=torch.int64, device=training_device)
         self._num_calls = 0
@@ -135,12 +124,13 @@ class ExponentialMovingAverage:
             ValueError: If `applied` has another shape.
             RuntimeError: If called inside `swap`.
         """
-        _check_applied(applied)
+        check_applied(applied)
         self.refuse_inside_swap("update")
         if (self._num_calls + 1) % self._update_every == 0:
+            num_updates = self._applied_updates if self._warmup else None
             for group in self._groups:
-                _average(group, self._smoothing_factor(group, applied))
-            self._follow_buffers(applied)
+                group.follow(group.share(num_updates, applied))
+            follow_buffers(self._buffers.values(), self._current_buffers(), applied)
         self._num_calls += 1
         if applied is None:
             self._applied_updates.add_(1)
@@ -159,6 +149,7 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("swap")
+        self._reshard()
         with torch.no_grad():
             raw_weights = [weight.clone() for weight in self._weights.values()]
             raw_buffers = [buffer.clone() for buffer in self._current_buffers()]
@@ -167,14 +158,16 @@ class ExponentialMovingAverage:
             self._fill(self._weights.values(), self._current_buffers())
             yield
         finally:
-            _write(self._weights.values(), raw_weights)
-            _write(self._current_buffers(), raw_buffers)
+            write(self._weights.values(), raw_weights)
+            write(self._current_buffers(), raw_buffers)
+            self._reshard()
             self._swapped = False
 
     def copy_to(self, parameters: nn.Module | Iterable[Tensor] | None = None) -> None:
         """Write the averages into parameters in place; nothing is written if one does not fit.
 
-        From module to module they go by name, and buffers with them; otherwise by position.
+        From module to module they go by name, and buffers with them; otherwise by position. Sharded
+        averages are gathered, by all ranks, only for what is distributed in another way.
 
         Args:
             parameters: Where to write, of any floating-point dtype, on any device; by default
@@ -188,8 +181,10 @@ class ExponentialMovingAverage:
         """
         if parameters is None:
             self.refuse_inside_swap("copy_to")
+            self._reshard()
             self._fill(self._weights.values(), self._current_buffers())
         elif self._from_module and isinstance(parameters, nn.Module):
+            reshard(parameters)
             network = unwrapped_network(parameters)
             named_parameters = network.named_parameters(remove_duplicate=False)
             named_buffers = network.named_buffers(remove_duplicate=False)
@@ -201,6 +196,7 @@ class ExponentialMovingAverage:
             )
         else:
             if isinstance(parameters, nn.Module):
+                reshard(parameters)
                 parameters = parameters.parameters()
             targets = named_weights(parameters)
             if len(targets) != len(self._averages):
@@ -217,15 +213,7 @@ class ExponentialMovingAverage:
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if weights were moved or converted after construction."""
         for group in self._groups:
-            for weight, average in zip(group.weights, group.averages, strict=True):
-                differ = (weight.device, weight.dtype) != (average.device, average.dtype)
-                if differ != group.converted:
-                    msg = (
-                        f"`ema` must be built where its weights are, on {weight.device} in "
-                        f"{weight.dtype}, got averages on {average.device} in {average.dtype}; "
-                        "build it after the network has been moved"
-                    )
-                    raise RuntimeError(msg)
+            group.check_placement()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -235,8 +223,8 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("restart")
-        _write(self._averages.values(), self._weights.values())
-        _write(self._buffers.values(), self._current_buffers())
+        write(self._averages.values(), self._weights.values())
+        write(self._buffers.values(), self._current_buffers())
         self._applied_updates.zero_()
         self._num_calls = 0
 
@@ -276,9 +264,9 @@ class ExponentialMovingAverage:
         self.refuse_inside_swap("load_state_dict")
         fitting = self.check_state_dict(state)
         applied_updates, num_calls = fitting["counters"]
-        _write(self._averages.values(), fitting["averages"])
-        _write(self._buffers.values(), fitting["buffers"])
-        _write([self._applied_updates], [applied_updates])
+        write(self._averages.values(), fitting["averages"])
+        write(self._buffers.values(), fitting["buffers"])
+        write([self._applied_updates], [applied_updates])
         self._num_calls = int(num_calls)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> dict[str, list[Tensor]]:
@@ -299,33 +287,19 @@ class ExponentialMovingAverage:
             raise ValueError(msg)
         return fitting
 
-    def _smoothing_factor(self, group: _Group, applied: Tensor | None) -> Tensor:
-        """Return the share of the weights in the new averages: 0 if the update was skipped."""
-        factor = group.smoothing_factor
-        if self._warmup:
-            # 1 - (1 + n) / (10 + n), written so that nothing cancels.
-            num_updates = on_device(self._applied_updates, factor.device)
-            factor = torch.maximum(group.nine / (num_updates + 10), factor)
-        if applied is None:
-            return factor
-        return torch.where(on_device(applied, factor.device), factor, group.zero)
-
-    def _follow_buffers(self, applied: Tensor | None) -> None:
-        if applied is None:
-            _write(self._buffers.values(), self._current_buffers())
-            return
-        for copy, buffer in zip(self._buffers.values(), self._current_buffers(), strict=True):
-            condition = on_device(applied, copy.device)
-            torch.where(condition, on_device(buffer, copy.device), copy, out=copy)
+    def _reshard(self) -> None:
+        # Whole parameters that a forward has left behind would hide what is written into shards.
+        for part in self._sharded_parts:
+            part.reshard()
 
     def _current_buffers(self) -> list[Tensor]:
         return [place.tensor() for place in self._buffer_places.values()]
 
     def _fill(self, weights: Collection[Tensor], buffers: Collection[Tensor] = ()) -> None:
         """Write the averages into weights, and the copies into buffers if there are any."""
-        _write(weights, self._averages.values())
+        write(weights, self._averages.values())
         if buffers:
-            _write(buffers, self._buffers.values())
+            write(buffers, self._buffers.values())
 
     def refuse_inside_swap(self, method: str) -> None:
         """Raise ``RuntimeError`` if the averages are in the parameters.
@@ -336,88 +310,3 @@ class ExponentialMovingAverage:
         if self._swapped:
             msg = f"`{method}` must not be called inside `swap`; leave its block first"
             raise RuntimeError(msg)
-
-
-def _average(group: _Group, smoothing_factor: Tensor) -> None:
-    """Move the averages towards the weights; the factor is not read on the host."""
-    if not group.converted:
-        # One factor for each tensor: a single one would be taken for a number, and read.
-        factors = [smoothing_factor] * len(group.averages)
-        torch._foreach_lerp_(group.averages, group.weights, factors)
-        return
-    for average, weight in zip(group.averages, group.weights, strict=True):
-        average.lerp_(torch.empty_like(average).copy_(weight), smoothing_factor)
-
-
-@torch.no_grad()
-def _write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    written = list(targets)
-    if written:
-        torch._foreach_copy_(written, list(values))
-
-
-def _copy(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    return tensor.detach().to(device=device, dtype=dtype, copy=True)
-
-
-def _average_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype
-
-
-def _grouped(
-    weights: Mapping[str, Tensor], averages: Mapping[str, Tensor], decay: float
-) -> list[_Group]:
-    """Group by device and dtype, once, so that no call has to."""
-    members: dict[object, list[str]] = {}
-    for name, weight in weights.items():
-        average = averages[name]
-        key = (weight.device, weight.dtype, average.device, average.dtype)
-        members.setdefault(key, []).append(name)
-    groups = []
-    for names in members.values():
-        weight, average = weights[names[0]], averages[names[0]]
-        groups.append(
-            _Group(
-                weights=[weights[name] for name in names],
-                averages=[averages[name] for name in names],
-                converted=(weight.device, weight.dtype) != (average.device, average.dtype),
-                # Subtracted in Python: in float32, 1 - 0.9999 is 1.00017e-4.
-                smoothing_factor=average.new_full((), 1 - decay),
-                zero=average.new_full((), 0.0),
-                nine=average.new_full((), 9.0),
-            )
-        )
-    return groups
-
-
-def _checked_decay(decay: float) -> float:
-    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
-        msg = f"`decay` must be a number, got {described(decay)}"
-        raise TypeError(msg)
-    if not 0 <= decay < 1:
-        msg = f"`decay` must be in [0, 1), got {decay}"
-        raise ValueError(msg)
-    return float(decay)
-
-
-def _check_placement(device: object, dtype: object) -> None:
-    if not (device is None or isinstance(device, (str, torch.device))):
-        msg = f"`device` must be a device, its name or None, got {described(device)}"
-        raise TypeError(msg)
-    if not (dtype is None or isinstance(dtype, torch.dtype)):
-        msg = f"`dtype` must be a torch.dtype or None, got {described(dtype)}"
-        raise TypeError(msg)
-    if dtype is not None and not dtype.is_floating_point:
-        msg = f"`dtype` must be a floating-point dtype, got {dtype}"
-        raise ValueError(msg)
-
-
-def _check_applied(applied: object) -> None:
-    if applied is None:
-        return
-    if not isinstance(applied, Tensor) or applied.dtype != torch.bool:
-        msg = f"`applied` must be a bool tensor or None, got {described(applied)}"
-        raise TypeError(msg)
-    if applied.dim() != 0:
-        msg = f"`applied` must have shape (), got {tuple(applied.shape)}"
-        raise ValueError(msg)

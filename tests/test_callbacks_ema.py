@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import distribute_module
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import Trainer, TrainerCallback
 
@@ -271,26 +272,66 @@ def test_loading_needs_evaluation_and_export():
             EMACallback(load_best=True, **switches)
 
 
-def test_two_decays(tmp_path):
-    """A decay beside the Trainer's average is refused before anything is trained."""
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"decay": 0.9}, "`decay`"),
+        ({"warmup": True}, "`warmup`"),
+        ({"warmup": False}, "`warmup`"),
+        ({"update_every": 2}, "`update_every`"),
+        ({"decay": 0.9, "update_every": 1}, "`decay`, `update_every`"),
+    ],
+)
+def test_settings_beside_an_average(tmp_path, settings, names):
+    """They are refused before anything is trained: the Trainer's average has its own."""
     trainer_kind, _, extras = KINDS["its average"]
-    callbacks = [EMACallback(0.9)]
+    trainer = new_trainer(
+        tmp_path, PLAIN, kind=trainer_kind, callbacks=[EMACallback(**settings)], **extras
+    )
+    before = weights_of(trainer.model)
 
-    with pytest.raises(ValueError, match="`decay` must be None where the Trainer has an average"):
-        trained(tmp_path, PLAIN, kind=trainer_kind, callbacks=callbacks, **extras)
+    with pytest.raises(ValueError, match=f"{names} must be None where the Trainer has an average"):
+        trainer.train()
+
+    assert_same_state(before, weights_of(trainer.model))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"decay": 1.0}, "`decay` must be in"),
-        ({"update_every": 0}, "`update_every` must be"),
+        ({"decay": 1.0}, ValueError, "`decay` must be in"),
+        ({"decay": -0.1}, ValueError, "`decay` must be in"),
+        ({"decay": "0.9"}, TypeError, "`decay` must be a number"),
+        ({"warmup": 10}, TypeError, "`warmup` must be a bool"),
+        ({"update_every": 0}, ValueError, "`update_every` must be"),
+        ({"update_every": 1.5}, TypeError, "`update_every` must be"),
+        ({"evaluate": 1}, TypeError, "`evaluate` must be a bool"),
+        ({"export": None}, TypeError, "`export` must be a bool"),
+        ({"load_best": "yes"}, TypeError, "`load_best` must be a bool"),
     ],
 )
-def test_bad_settings_of_an_average(tmp_path, arguments, message):
-    """They are refused before anything is trained."""
-    with pytest.raises(ValueError, match=message):
-        trained(tmp_path, PLAIN, callbacks=[EMACallback(**arguments)])
+def test_bad_arguments(arguments, error, message):
+    """They are refused at once."""
+    with pytest.raises(error, match=message):
+        EMACallback(**arguments)
+
+
+def test_sharded_weights(tmp_path):
+    """They are refused before anything is trained, and not at the first checkpoint."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        network = torch.nn.Linear(2, 2)
+        distribute_module(network, mesh)
+        trainer = new_trainer(tmp_path, PLAIN, kind=Trainer)
+        with pytest.raises(ValueError, match=r"`model` must be whole on each rank .* sharded"):
+            EMACallback().on_train_begin(
+                trainer.args, trainer.state, trainer.control, model=network
+            )
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_before_training():

@@ -1,0 +1,151 @@
+"""An average of weights in the folder of a checkpoint: its state, and the model it makes."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from mfwrap import ExponentialMovingAverage
+
+__all__ = [
+    "export_averages",
+    "load_exported",
+    "load_state",
+    "resumed_checkpoint",
+    "save_state",
+    "saved_checkpoint",
+]
+
+_EXPORT = "ema"
+_STATE = "mfwrap_ema.safetensors"
+_TRAINER_STATE = "trainer_state.json"
+_PARTS = ("averages", "buffers", "counters")
+
+
+def saved_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """Return the checkpoint that a Trainer has just saved; ``None`` if there is none.
+
+    In a hyperparameter search it lies in a folder of the trial, whose name callbacks are not told:
+    it is the newest one there with this state.
+    """
+    if state.is_hyper_param_search:
+        return next(_of_trials(args, state), None)
+    folder = Path(args.output_dir or ".") / _name(state)
+    return folder if folder.is_dir() else None
+
+
+def resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """Return the checkpoint that a Trainer has taken its state from; ``None`` if it is not found.
+
+    Callbacks are not told that either. Looked at are ``args.resume_from_checkpoint``, the run's
+    folder and the trials' ones. A checkpoint of the same step with another log is of another run.
+    """
+    told = args.resume_from_checkpoint
+    given = [Path(told)] if told else []
+    near = [*given, Path(args.output_dir or ".") / _name(state)]
+    found = (folder for folder in near if _is_of(folder, state))
+    return next(found, None) or next(_of_trials(args, state), None)
+
+
+def save_state(ema: ExponentialMovingAverage, folder: Path) -> None:
+    """Write the state of an average; what bears the name is whole."""
+    partial = folder / f"{_STATE}.partial"
+    flat = {
+        f"{part}/{name}": tensor.detach().contiguous()
+        for part, tensors in ema.state_dict().items()
+        for name, tensor in tensors.items()
+    }
+    save_file(flat, partial)
+    partial.replace(folder / _STATE)
+
+
+def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
+    """Load the state of an average; nothing is changed if it does not fit.
+
+    Returns:
+        Whether the checkpoint holds one.
+
+    Raises:
+        KeyError: If a name is missing or unknown.
+        ValueError: If the file cannot be read, or a shape does not fit.
+    """
+    path = folder / _STATE
+    if not path.exists():
+        return False
+    try:
+        flat = load_file(path)
+    except SafetensorError as error:
+        msg = f"`{path}` must be whole, got a file that cannot be read: {error}"
+        raise ValueError(msg) from error
+    state: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _PARTS}
+    for full_name, tensor in flat.items():
+        part, _, name = full_name.partition("/")
+        state.setdefault(part, {})[name] = tensor
+    ema.load_state_dict(state)
+    return True
+
+
+def export_averages(ema: ExponentialMovingAverage, model: nn.Module, folder: Path) -> None:
+    """Write the model with averaged weights into ``folder/ema``, replaced as a whole."""
+    # Beside first, so that what bears the name is whole.
+    written, final = folder / f"{_EXPORT}.partial", folder / _EXPORT
+    shutil.rmtree(written, ignore_errors=True)
+    saves_itself: Any = model
+    with ema.swap():
+        if isinstance(model, PreTrainedModel):
+            # Under the network's own names, under which the best one is loaded again.
+            saves_itself.save_pretrained(written, save_original_format=False)
+        elif hasattr(model, "save_pretrained"):
+            saves_itself.save_pretrained(written)
+        else:
+            written.mkdir()
+            save_model(model, str(written / "model.safetensors"))
+    shutil.rmtree(final, ignore_errors=True)
+    written.rename(final)
+
+
+def load_exported(model: nn.Module, checkpoint: Path) -> None:
+    """Load the averaged weights that a checkpoint holds, or warn that it holds none."""
+    folder = checkpoint / _EXPORT
+    # Large models are written in several files.
+    files = sorted(folder.glob("model*.safetensors"))
+    adapted: Any = model
+    if (folder / "adapter_model.safetensors").exists():
+        adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
+    elif files:
+        for file in files:
+            model.load_state_dict(load_file(file), strict=False)
+    else:
+        warnings.warn(
+            f"no averaged weights in {folder}: the model keeps the raw ones", stacklevel=3
+        )
+
+
+def _name(state: TrainerState) -> str:
+    return f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _of_trials(args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
+    """Yield checkpoints of this state in folders of trials, the newest first."""
+    states = Path(args.output_dir or ".").glob(f"*/{_name(state)}/{_TRAINER_STATE}")
+    newest_first = sorted(states, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return (path.parent for path in newest_first if _is_of(path.parent, state))
+
+
+def _is_of(folder: Path, state: TrainerState) -> bool:
+    path = folder / _TRAINER_STATE
+    return path.is_file() and _progress(TrainerState.load_from_json(str(path))) == _progress(state)
+
+
+def _progress(state: TrainerState) -> str:
+    # As text, in which a NaN equals a NaN.
+    return json.dumps([state.global_step, state.log_history], sort_keys=True)

@@ -1,0 +1,327 @@
+"""What an evaluation sees, of one dataset or several, at the start, by hand, and cut short."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
+
+from mfwrap.callbacks import EMACallback
+from mfwrap.trainer import MFTrainer
+from resumed_training import NUM_STEPS, PLAIN, StopAfter, logged, new_trainer, spoil_random_states
+from spoilt_gpt2 import Rows
+from test_callbacks_ema import (
+    DECAY,
+    EPOCHS,
+    KINDS,
+    STEPS,
+    WEIGHT,
+    Follower,
+    evaluated_by_hand,
+    weights_of,
+)
+from training_state import assert_same_state
+
+TWO = {"one": Rows(), "two": Rows((0,))}
+"""The loss of the second one is NaN; its evaluation sees what the first one's does."""
+
+SHORT = STEPS | {"max_steps": 6}
+SHORT_EPOCHS = EPOCHS | {"max_steps": -1}
+BEST = {"save_strategy": "best"}
+
+
+class Seen(TrainerCallback):
+    """Keep copies of the weights at every evaluation, in their order."""
+
+    def __init__(self) -> None:
+        self.evaluated = []
+
+    def on_evaluate(self, _args, state, _control, model=None, **_) -> None:
+        """Keep them."""
+        self.evaluated.append((state.global_step, weights_of(model)))
+
+
+class At(TrainerCallback):
+    """Do something at the events of one step.
+
+    Args:
+        step: Number of updates.
+        actions: What is done, by the name of the event; it gets the control and the model.
+    """
+
+    def __init__(self, step, **actions: Callable) -> None:
+        self._step = step
+        for event, action in actions.items():
+            setattr(self, event, self._only_at_step(action))
+
+    def _only_at_step(self, action):
+        def act(_args, state, control, model=None, **_):
+            if state.global_step == self._step:
+                action(control, model)
+
+        return act
+
+
+def trainer_of(folder, kind, *, after=(), before=(), data=None, **keywords):
+    """Return a trainer of a kind before training, what follows it, what sees it, the callback."""
+    trainer_kind, callback_arguments, extras = KINDS[kind]
+    follower, seen, callback = Follower(), Seen(), EMACallback(**callback_arguments)
+    best = {"metric_for_best_model": "eval_one_loss"} if data else {}
+    trainer = new_trainer(
+        folder,
+        PLAIN,
+        kind=trainer_kind,
+        callbacks=[follower, seen, *before, callback, *after],
+        **extras,
+        **(SHORT | keywords | best),
+    )
+    if data:
+        trainer.eval_dataset = data
+    return trainer, follower, seen, callback
+
+
+def assert_seen(seen, follower, num_datasets):
+    """Fail unless each dataset was evaluated with the averages of its step."""
+    steps = [step for step, _ in seen.evaluated]
+    assert len(steps) == num_datasets * len(set(steps)) > 0
+    for step, weights in seen.evaluated:
+        assert_same_state(follower.averages[step], weights)
+
+
+def losses_without_callback(folder, kind, *, after=(), data=None, **keywords):
+    """Return the losses of a run with the same evaluations, which draw random numbers."""
+    trainer, _, _, callback = trainer_of(folder, kind, after=after, data=data, **keywords)
+    trainer.remove_callback(callback)
+    trainer.train()
+    return losses(trainer)
+
+
+def losses(trainer):
+    """Return the logged losses of training."""
+    return [entry["loss"] for entry in logged(trainer) if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+@pytest.mark.parametrize("arguments", [{}, BEST, SHORT_EPOCHS], ids=["steps", "best", "epochs"])
+def test_several_datasets(tmp_path, kind, arguments):
+    """All are evaluated with averages; raw weights are saved, averaged ones loaded."""
+    trainer, follower, seen, _ = trainer_of(tmp_path, kind, data=TWO, **arguments)
+    trainer.train()
+
+    assert_seen(seen, follower, num_datasets=2)
+    assert follower.saved
+    for step in follower.saved:
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        assert_same_state(follower.raw[step], load_file(checkpoint / "model.safetensors"))
+    best = trainer.state.best_global_step
+    assert_same_state(follower.averages[best], weights_of(trainer.model))
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
+    """Its losses are those of a run without the callback, also where nothing is saved."""
+    arguments = {"data": TWO, "save_strategy": "no", "load_best_model_at_end": False}
+    trainer, _, _, _ = trainer_of(tmp_path, kind, **arguments)
+    trainer.train()
+
+    assert losses(trainer) == losses_without_callback(tmp_path / "without", kind, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
+    """What was held does not come back over it."""
+    # The first evaluation is the best one, so nothing is saved after the last one.
+    trainer, follower, _, _ = trainer_of(tmp_path, kind, data=TWO, **(SHORT_EPOCHS | BEST))
+    trainer.args.greater_is_better = True
+    trainer.train()
+
+    assert list(follower.saved) == [6]
+    assert trainer.state.global_step == NUM_STEPS
+    assert_same_state(follower.averages[6], weights_of(trainer.model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("data", [None, TWO], ids=["one dataset", "two datasets"])
+def test_at_the_start(tmp_path, kind, data):
+    """After a resume the evaluation at the start sees the averages; raw weights are trained."""
+    stopped, follower, _, _ = trainer_of(tmp_path, kind, after=[StopAfter(4)], data=data)
+    stopped.args.load_best_model_at_end = False
+    stopped.train()
+    again, resumed, seen, _ = trainer_of(
+        tmp_path, kind, data=data, eval_on_start=True, max_steps=5, learning_rate=0.0
+    )
+    spoil_random_states()
+    again.args.load_best_model_at_end = False
+    again.train(resume_from_checkpoint=True)
+
+    at_start = [weights for step, weights in seen.evaluated if step == 4]
+    assert len(at_start) == (2 if data else 1)
+    for weights in at_start:
+        assert_same_state(follower.averages[4], weights)
+    assert not torch.equal(follower.averages[4][WEIGHT], follower.raw[4][WEIGHT])
+    assert_same_state(dict(resumed._before), resumed.raw[5])
+
+
+def test_at_the_start_without_averages(tmp_path):
+    """With ``evaluate=False`` it sees the raw weights."""
+    callback, seen = EMACallback(DECAY, evaluate=False), Seen()
+    trainer = new_trainer(
+        tmp_path, PLAIN, kind=Trainer, callbacks=[seen, callback], max_steps=1, eval_on_start=True
+    )
+    begun = weights_of(trainer.model)
+    trainer.train()
+
+    assert_same_state(begun, seen.evaluated[0][1])
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_an_evaluation_that_is_called_off(tmp_path, kind):
+    """A callback behind may take it back: raw weights are saved, and trained on."""
+
+    def call_off(control, _model):
+        control.should_evaluate = False
+
+    arguments = {"after": [At(4, on_step_end=call_off)], "load_best_model_at_end": False}
+    trainer, follower, seen, _ = trainer_of(tmp_path, kind, **arguments)
+    trainer.train()
+
+    assert [step for step, _ in seen.evaluated] == [2, 6]
+    assert_same_state(follower.raw[4], load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
+    assert losses(trainer) == losses_without_callback(tmp_path / "without", kind, **arguments)
+
+
+def interrupt(_control, _model):
+    """Do what a user does who has had enough."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_an_evaluation_that_is_interrupted(tmp_path, kind):
+    """The same trainer, resumed from the checkpoint before, begins with what it holds."""
+    begun = []
+
+    def begin(_control, model):
+        begun.append(weights_of(model))
+        begun.append({name: each.clone() for name, each in callback.ema.named_averages()})
+        raise KeyboardInterrupt
+
+    after = [At(4, on_prediction_step=interrupt), At(2, on_train_begin=begin)]
+    trainer, follower, _, callback = trainer_of(tmp_path, kind, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    expected = [follower.raw[2], follower.averages[2]]
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=True)
+
+    assert_same_state(expected[0], begun[0])
+    assert_same_state(expected[1], begun[1])
+
+
+@pytest.mark.parametrize("kind", ["own average", "stock"])
+def test_raw_weights_after_an_interruption(tmp_path, kind):
+    """An `MFTrainer` puts them back; after a stock one it takes one call."""
+    trainer, follower, _, callback = trainer_of(
+        tmp_path, kind, after=[At(4, on_prediction_step=interrupt)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+    if kind == "stock":
+        assert_same_state(follower.averages[4], weights_of(trainer.model))
+        callback.put_weights_back()
+    assert_same_state(follower.raw[4], weights_of(trainer.model))
+
+
+def test_a_state_that_is_asked_for_between_two_datasets(tmp_path):
+    """It is the raw one, as for a checkpoint; that the next dataset sees them is said."""
+    asked = []
+
+    class Asking(TrainerCallback):
+        def on_evaluate(self, _args, _state, _control, metrics=None, model=None, **_) -> None:
+            if "eval_one_loss" in metrics:
+                asked.append(model.state_dict()[WEIGHT].clone())
+
+    trainer, follower, _, _ = trainer_of(
+        tmp_path, "stock", after=[Asking()], data=TWO, max_steps=2, load_best_model_at_end=False
+    )
+    with pytest.warns(UserWarning, match="an evaluation saw raw weights"):
+        trainer.train()
+
+    assert torch.equal(asked[0], follower.raw[2][WEIGHT])
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_an_evaluation_by_hand_in_the_middle(tmp_path, kind):
+    """A callback's own call sees the weights as they are, and leaves them so."""
+    by_hand = []
+
+    def evaluate(_control, _model):
+        by_hand.append(trainer.evaluate()["eval_loss"])
+
+    trainer, follower, _, _ = trainer_of(
+        tmp_path, kind, after=[At(3, on_step_end=evaluate)], load_best_model_at_end=False
+    )
+    trainer.train()
+
+    assert by_hand == [evaluated_by_hand(tmp_path / "hand", follower.raw[3])]
+    assert_same_state(follower.raw[6], weights_of(trainer.model))
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_evaluation_and_prediction_after_training(tmp_path, kind):
+    """They see the model: after ``load_best_model_at_end`` the best averages, bit by bit."""
+    trainer, follower, _, callback = trainer_of(tmp_path, kind)
+    trainer.train()
+    best = follower.averages[trainer.state.best_global_step]
+
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    assert trainer.predict(Rows()).metrics["test_loss"] == trainer.state.best_metric
+    with callback.ema.swap():
+        averaged = trainer.predict(Rows()).metrics["test_loss"]
+    assert averaged == evaluated_by_hand(tmp_path / "hand", follower.averages[6])
+    assert_same_state(best, weights_of(trainer.model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_trainings(tmp_path, kind):
+    """The second begins a new average, from the weights that the first one has left."""
+    trainer, follower, seen, callback = trainer_of(tmp_path, kind)
+    trainer.train()
+    first = dict(callback.ema.named_averages())[WEIGHT].clone()
+    seen.evaluated.clear()
+    trainer.train()
+
+    assert_seen(seen, follower, num_datasets=1)
+    assert_same_state(follower.averages[6], dict(callback.ema.named_averages()))
+    assert not torch.equal(first, follower.averages[6][WEIGHT])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_callbacks(tmp_path, kind):
+    """They are refused before anything is trained: each would average the other's averages."""
+    trainer_kind, arguments, extras = KINDS[kind]
+    callbacks = [EMACallback(**arguments), EMACallback(**arguments, evaluate=False)]
+    trainer = new_trainer(tmp_path, PLAIN, kind=trainer_kind, callbacks=callbacks, **extras)
+    begun = weights_of(trainer.model)
+
+    with pytest.raises(ValueError, match="a Trainer must have one EMACallback at most, got two"):
+        trainer.train()
+
+    assert_same_state(begun, weights_of(trainer.model))
+    trainer.remove_callback(callbacks[1])
+    trainer.args.max_steps = 1
+    trainer.train()
+
+
+def test_one_callback_after_another(tmp_path):
+    """In another Trainer of the same model, after one that has failed, another one is welcome."""
+    failed, _, _, _ = trainer_of(tmp_path, "stock", after=[At(1, on_step_end=interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        failed.train()
+    callback = EMACallback(DECAY)
+    arguments = {"kind": MFTrainer, "callbacks": [callback], "model": failed.model}
+    new_trainer(tmp_path, PLAIN, max_steps=1, **arguments).train()
+
+    assert callback.ema.follows(failed.model.parameters())
