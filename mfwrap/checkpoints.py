@@ -1,8 +1,7 @@
-"""Checkpoint folders that are whole or not there, and how to tell."""
+"""How to tell a checkpoint that is whole, and of which network it is."""
 
 import json
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,9 +11,7 @@ from torch import nn
 __all__ = [
     "check_checkpoint",
     "foreign_weights",
-    "move_into_place",
     "newest_whole_checkpoint",
-    "staging_folder",
     "write_manifest",
 ]
 
@@ -26,11 +23,6 @@ _FORMAT_VERSION = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def staging_folder(run_folder: Path) -> Path:
-    """Return the folder beside checkpoints in which one is written."""
-    return run_folder / "checkpoint.partial"
-
-
 def write_manifest(folder: Path) -> None:
     """List the files of a checkpoint with their sizes, so that a truncated one can be told."""
     sizes = {
@@ -40,17 +32,6 @@ def write_manifest(folder: Path) -> None:
     }
     content = {"format_version": _FORMAT_VERSION, "files": sizes}
     (folder / _MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def move_into_place(written: Path, final: Path) -> None:
-    """Put a checkpoint that is written where it belongs, in place of what is there."""
-    if final.exists():
-        replaced = staging_folder(final.parent) / "replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
-        replaced.parent.mkdir(exist_ok=True)
-        final.rename(replaced)
-    written.rename(final)
-    shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
 
 
 def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:

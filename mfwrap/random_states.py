@@ -2,23 +2,60 @@
 
 import base64
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["random_states", "restore_random_states"]
+__all__ = ["HostStates", "random_states", "restore_random_states"]
+
+
+class HostStates(NamedTuple):
+    """The states of the generators on the host; reading them takes some microseconds."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    cpu: Tensor
+
+    @classmethod
+    def now(cls) -> "HostStates":
+        """Read the states of Python's, NumPy's and torch's global generators."""
+        numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002  (the one that collators use)
+        return cls(random.getstate(), numpy, torch.random.get_rng_state())
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        torch.random.set_rng_state(self.cpu)
+
+    def encoded(self) -> dict[str, Any]:
+        """Return the states as JSON can hold them."""
+        version, words, gauss = self.python
+        kind, keys, position, has_gauss, cached = self.numpy
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, _encoded(np.asarray(keys).tobytes()), position, has_gauss, cached],
+            "cpu": _encoded(self.cpu.numpy().tobytes()),
+        }
+
+    @classmethod
+    def decoded(cls, states: dict[str, Any]) -> "HostStates":
+        """Return what `encoded` was called of."""
+        version, words, gauss = states["python"]
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        words_of_numpy = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
+        return cls(
+            (version, tuple(words), gauss),
+            (kind, words_of_numpy, position, has_gauss, cached),
+            _state(states["cpu"]),
+        )
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and torch's global generators."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (the one that collators use)
-    states = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, _encoded(np.asarray(keys).tobytes()), position, has_gauss, cached],
-        "cpu": _encoded(torch.random.get_rng_state().numpy().tobytes()),
-    }
+    states = HostStates.now().encoded()
     if torch.cuda.is_available():
         cuda = torch.cuda.random.get_rng_state_all()
         states["cuda"] = [_encoded(state.numpy().tobytes()) for state in cuda]
@@ -27,12 +64,7 @@ def random_states() -> dict[str, Any]:
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Set the generators to what `random_states` returned."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    words_of_numpy = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
-    np.random.set_state((kind, words_of_numpy, position, has_gauss, cached))  # noqa: NPY002
-    torch.random.set_rng_state(_state(states["cpu"]))
+    HostStates.decoded(states).restore()
     if torch.cuda.is_available() and "cuda" in states:
         for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
             torch.cuda.random.set_rng_state(_state(state), device)
@@ -42,5 +74,5 @@ def _encoded(state: bytes) -> str:
     return base64.b64encode(state).decode("ascii")
 
 
-def _state(encoded: str) -> torch.Tensor:
+def _state(encoded: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["has_step_files", "read_step_files", "write_step_files"]
+__all__ = ["has_step_files", "read_step_files", "read_step_parts", "write_step_files"]
 
 _TENSORS = "mfwrap_step.safetensors"
 _RECORD = "mfwrap_step.json"
@@ -34,12 +34,12 @@ def has_step_files(folder: Path) -> bool:
     return (folder / _RECORD).exists() or (folder / _TENSORS).exists()
 
 
-def read_step_files(folder: Path) -> dict[str, Any]:
-    """Return the state that `write_step_files` wrote, on the CPU. Nothing is unpickled.
+def read_step_parts(folder: Path) -> list[str]:
+    """Return the names of the parts of the state that `write_step_files` wrote, and no tensor.
 
     Raises:
-        FileNotFoundError: If one of the two files is missing.
-        ValueError: If a file is damaged, or of a format that is not known here.
+        FileNotFoundError: If the record is missing.
+        ValueError: If it is damaged, or of a format that is not known here.
     """
     record = _read(folder / _RECORD, lambda path: json.loads(path.read_text(encoding="utf-8")))
     version = record.get("format_version") if isinstance(record, dict) else None
@@ -50,6 +50,17 @@ def read_step_files(folder: Path) -> dict[str, Any]:
     if not isinstance(parts, list):
         msg = f"`{_RECORD}` must name the parts of the state, got {parts!r}"
         raise ValueError(msg)  # noqa: TRY004  (a file's content is a value)
+    return parts
+
+
+def read_step_files(folder: Path) -> dict[str, Any]:
+    """Return the state that `write_step_files` wrote, on the CPU. Nothing is unpickled.
+
+    Raises:
+        FileNotFoundError: If one of the two files is missing.
+        ValueError: If a file is damaged, or of a format that is not known here.
+    """
+    parts = read_step_parts(folder)
     state: dict[str, Any] = {"loss_scale": {"update_cell": {}}, "updates": {}}
     if "ema" in parts:
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}

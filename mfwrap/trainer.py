@@ -3,19 +3,18 @@
 import contextlib
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import Trainer, TrainingArguments
 
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.accelerate_classes import inner_optimizer
 from mfwrap.accelerate_setup import EMA
 from mfwrap.arguments import described
-from mfwrap.checkpoints import check_checkpoint
+from mfwrap.callback_files import announce_checkpoint
 from mfwrap.config import StepConfig
+from mfwrap.data_position import DataPosition
 from mfwrap.deferred_schedule import (
     DeferredSchedule,
     defer_schedule,
@@ -23,25 +22,21 @@ from mfwrap.deferred_schedule import (
     undefer_schedule,
 )
 from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.local_norm import CommunicationHook
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.outputs import StepReport
+from mfwrap.rank_termination import RankTermination
 from mfwrap.scale_sense import ScaleSense
-from mfwrap.termination import Termination
 from mfwrap.trainer_checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer_events import TerminationCallback, handler_class, restore_in_place
+from mfwrap.trainer_events import TerminationCallback, handler_class
 from mfwrap.trainer_log import StepLog
+from mfwrap.trainer_saving import CheckpointMixin
 from mfwrap.trainer_settings import loop_settings
 
 __all__ = ["MFTrainer", "MFTrainerMixin"]
 
-if TYPE_CHECKING:
-    # What the mixin is mixed in before has the Trainer's methods.
-    from transformers import Trainer as _Base
-else:
-    _Base = object
 
-
-class MFTrainerMixin(_Base):
+class MFTrainerMixin(CheckpointMixin):
     """Give a Trainer, or any subclass of it, MindFormers' training step.
 
     Mixed in before the class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The arguments keep their
@@ -59,8 +54,9 @@ class MFTrainerMixin(_Base):
     - Checkpoints are written beside and moved into place, and one that is damaged or of another
       network is refused by name. A resumed run is the run that was not stopped; callbacks' states
       are restored in place.
-    - At SIGTERM, on one process, the step is finished, a checkpoint saved, and the process exits
-      with status 0; a second SIGTERM ends it at once.
+    - At SIGTERM the step is finished, a checkpoint saved, and the process exits with status 0; of
+      several ranks one signal at any of them stops all after the same step. A second SIGTERM ends
+      a process at once.
 
     Args:
         args: As the Trainer's.
@@ -71,6 +67,8 @@ class MFTrainerMixin(_Base):
         scale_sense: The loss scale: a number, a tensor or an update cell. By default
             ``DynamicLossScaleUpdateCell(65536, 2, 2000)`` with ``args.fp16``, on every device, and
             1 otherwise.
+        communication_hook: ``(state, hook)``, which DistributedDataParallel reduces gradients with
+            once their local norms are taken; ``None`` for the usual all-reduce.
         kwargs: As the Trainer's.
 
     Raises:
@@ -84,14 +82,18 @@ class MFTrainerMixin(_Base):
         step: StepConfig | None = None,
         ema: EMA | None = None,
         scale_sense: ScaleSense | None = None,
+        communication_hook: CommunicationHook | None = None,
         **kwargs: Any,
     ) -> None:
         if step is not None and not isinstance(step, StepConfig):
             msg = f"`step` must be a StepConfig or None, got {described(step)}"
             raise TypeError(msg)
         self._step_arguments = (StepConfig() if step is None else step, ema, scale_sense)
-        self._termination = Termination()
+        self._communication_hook = communication_hook
+        self._keeps_average = ema is not None
+        self._termination = RankTermination()
         self._position: TrainerPosition | None = None
+        self._data_position = DataPosition()
         self._resumed_from: str | None = None
         self._staged: StagedCheckpoint | None = None
         self._saved_step: int | None = None
@@ -118,7 +120,11 @@ class MFTrainerMixin(_Base):
         if scale_sense is None:
             scale_sense = DynamicLossScaleUpdateCell(65536, 2, 2000) if self.args.fp16 else 1.0
         self.attached: AttachedStep = attach(
-            self.accelerator, loop_settings(config, self.args), ema, scale_sense=scale_sense
+            self.accelerator,
+            loop_settings(config, self.args),
+            ema,
+            scale_sense=scale_sense,
+            communication_hook=self._communication_hook,
         )
         self.step_log = StepLog(self.accelerator.device)
 
@@ -152,7 +158,8 @@ class MFTrainerMixin(_Base):
         """Return what part of its update's loss a micro-batch has, as the Trainer weighs it."""
         counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         # On several ranks counting sends a message.
-        if num_items is None or not counts_items or self.args.world_size > 1:
+        counts_here = self.step_log.filters and counts_items and self.args.world_size == 1
+        if num_items is None or not counts_here:
             return 1 / self.current_gradient_accumulation_steps
         items = self._get_num_items_in_batch([inputs], self.args.device)
         # With DataParallel both are repeated for each device.
@@ -162,7 +169,7 @@ class MFTrainerMixin(_Base):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # What was left out since the last log would pull the mean of the training down.
         self._tr_loss = self.step_log.completed_sum(self._tr_loss)
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with what the step knows beside the training loss."""
@@ -186,6 +193,8 @@ class MFTrainerMixin(_Base):
 
     def before_event(self, event: str) -> None:
         """Take over where a checkpoint has left off, and count steps."""
+        if event == "on_train_begin" and self._resumed_from is not None:
+            announce_checkpoint(self.callback_handler.callbacks, Path(self._resumed_from))
         if event == "on_train_begin" and self._position is not None:
             self._position.restore_log(self)
         elif event == "on_epoch_begin":
@@ -196,32 +205,22 @@ class MFTrainerMixin(_Base):
     def _begin_epoch(self) -> None:
         """Note the random generators, which an epoch's order comes from; resumed ones first."""
         checkpoint, self._resumed_from = self._resumed_from, None
+        self._data_position.watch(self.callback_handler.train_dataloader)
         if checkpoint is not None and float(self.state.epoch).is_integer():
             self._load_rng_state(checkpoint)
         elif checkpoint is not None and self._position is not None:
             self._position.restore_epoch()
+            if not self.args.ignore_data_skip:
+                restore = functools.partial(super()._load_rng_state, checkpoint)
+                self._data_position.resume(self._position.data, restore)
         self._position = TrainerPosition.now()
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # The Trainer asks once the first batches are made, which draws from what it sets.
+        if not self._data_position.goes_on:
+            super()._load_rng_state(checkpoint)
+
     # A training
-
-    def train(
-        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Train as the Trainer does; a checkpoint to resume from must be whole.
-
-        Raises:
-            ValueError: If it is not; the newest whole one before it is named.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                msg = f"`output_dir` must hold a checkpoint, got {self.args.output_dir} with none"
-                raise ValueError(msg)
-        if resume_from_checkpoint:
-            # What a trial makes may be another network.
-            network = self.model if trial is None else None
-            check_checkpoint(Path(resume_from_checkpoint), network)
-        return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)
 
     def _inner_training_loop(
         self,
@@ -235,20 +234,22 @@ class MFTrainerMixin(_Base):
         self.step_log.restart(filters=filters)
         self._position, self._resumed_from = None, resume_from_checkpoint
         self._saved_step = None
-        resumed = Path(resume_from_checkpoint) if resume_from_checkpoint is not None else None
-        if resumed is not None and (position := TrainerPosition.load(resumed)) is not None:
+        if resume_from_checkpoint is not None:
+            self._position = TrainerPosition.load(
+                Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
+            )
+        if self._position is not None:
             # The order of the data comes from the seed that was set when its loader was made.
-            position.restore_epoch()
+            self._position.restore_epoch()
         # The Trainer's own filter reads each loss on the host.
         self.args.logging_nan_inf_filter = False
         try:
-            # Ranks that stop at different steps would wait for each other.
-            alone = self.args.world_size == 1
-            with self._termination if alone else contextlib.nullcontext():
+            with self._termination:
                 result = super()._inner_training_loop(
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
-                if self._termination.is_requested and self._saved_step != self.state.global_step:
+                is_told_to_end = self._termination.conclude(self.accelerator.device)
+                if is_told_to_end and self._saved_step != self.state.global_step:
                     trained: Any = self.model
                     self._save_checkpoint(trained, trial)
             self.attached.flush()
@@ -260,8 +261,9 @@ class MFTrainerMixin(_Base):
             raise
         finally:
             self.args.logging_nan_inf_filter = filters
+            self._data_position.release()
             self._hand_schedules_back()
-        if self._termination.is_requested:
+        if is_told_to_end:
             raise SystemExit(0)
         return result
 
@@ -278,63 +280,6 @@ class MFTrainerMixin(_Base):
             put_back = getattr(callback, "put_weights_back", None)
             if put_back is not None:
                 put_back()
-
-    # Checkpoints
-
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)
-        return folder if self._staged is None else str(self._staged.folder)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.attached.flush()
-        self._forget_saved_states()
-        self._staged = StagedCheckpoint(self, Path(self._get_output_dir(trial)))
-        try:
-            with self._staged:
-                super()._save_checkpoint(model, trial)
-        finally:
-            staged, self._staged = self._staged, None
-        staged.finish()
-        self._saved_step = self.state.global_step
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        if self._staged is None or not isinstance(self.model, PreTrainedModel):
-            super()._save(*args, **kwargs)
-            return
-        model: Any = self.model
-        # Under the network's own names: the Trainer loads a checkpoint without converting names.
-        model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
-        try:
-            super()._save(*args, **kwargs)
-        finally:
-            del model.save_pretrained
-
-    def _save_scaler(self, output_dir: str) -> None:
-        if self.attached.has_grad_scaler:
-            super()._save_scaler(output_dir)
-        self.attached.save_files(Path(output_dir))
-        if self._position is not None and self.args.should_save:
-            self._position.save(Path(output_dir), self)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        self.attached.load_files(Path(checkpoint))
-        self._position = TrainerPosition.load(Path(checkpoint))
-
-    def _load_callback_state(self) -> None:
-        restore_in_place(self.callback_handler.callbacks, self.state.stateful_callbacks or {})
-        self._forget_saved_states()
-
-    def _forget_saved_states(self) -> None:
-        """Make room for the states of the callbacks that there are, in the form the Trainer fills.
-
-        It appends to a list that is there, and fails on a callback that is not.
-        """
-        exporting = [*self.callback_handler.callbacks, self.control]
-        names = [type(one).__name__ for one in exporting if isinstance(one, ExportableState)]
-        rooms: Any = {name: [] if names.count(name) > 1 else {} for name in names}
-        self.state.stateful_callbacks = rooms
 
 
 class MFTrainer(MFTrainerMixin, Trainer):

@@ -11,7 +11,7 @@ from transformers.trainer_callback import (
 )
 
 from mfwrap.outputs import StepReport
-from mfwrap.termination import Termination
+from mfwrap.rank_termination import RankTermination
 
 __all__ = [
     "StepCallbackHandler",
@@ -57,22 +57,22 @@ class StepCallbackHandler:
 
 
 class TerminationCallback(TrainerCallback):
-    """Save and stop after a step, if the process has been told to end.
+    """Save and stop after a step, if the process of any rank has been told to end.
 
     An evaluation that is due is done before: it draws random numbers, and without it a resumed run
     would not be the one that was not stopped.
 
     Args:
-        termination: Knows whether the process has been told.
+        termination: Knows which step is the last one.
     """
 
-    def __init__(self, termination: Termination) -> None:
+    def __init__(self, termination: RankTermination) -> None:
         self._termination = termination
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Ask for the checkpoint and for the end."""
-        del args, state
-        if self._termination.is_requested:
+        del args
+        if self._termination.stops_after(state.global_step):
             control.should_training_stop = control.should_save = True
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
@@ -81,7 +81,7 @@ class TerminationCallback(TrainerCallback):
         One that has ended is saved once more after its evaluation.
         """
         del args
-        if self._termination.is_requested:
+        if self._termination.is_stopping:
             if not float(state.epoch).is_integer():
                 control.should_evaluate = False
             control.should_save = control.should_evaluate

@@ -8,14 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints import (
     check_checkpoint,
     foreign_weights,
-    move_into_place,
     newest_whole_checkpoint,
-    staging_folder,
     write_manifest,
 )
 
@@ -163,32 +160,6 @@ def test_a_checkpoint_under_another_name(tmp_path):
 
     with pytest.raises(ValueError, match=rf"kept: optimizer\.pt is .*{tmp_path / 'checkpoint-4'}$"):
         check_checkpoint(folder)
-
-
-def test_moved_into_place(tmp_path):
-    """The staging folder is gone, and never looked like a checkpoint to the Trainer."""
-    final = tmp_path / "checkpoint-2"
-    written = checkpoint(staging_folder(tmp_path) / "checkpoint-2")
-    assert get_last_checkpoint(str(tmp_path)) is None
-
-    move_into_place(written, final)
-
-    check_checkpoint(final)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-
-
-def test_moved_into_the_place_of_another(tmp_path):
-    """What was there is replaced as a whole, also after an attempt that broke off."""
-    final = checkpoint(tmp_path / "checkpoint-2")
-    (final / "stale.txt").write_text("stale")
-    checkpoint(staging_folder(tmp_path) / "replaced")
-    written = checkpoint(staging_folder(tmp_path) / "checkpoint-2")
-
-    move_into_place(written, final)
-
-    check_checkpoint(final)
-    assert not (final / "stale.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 class Tied(nn.Module):

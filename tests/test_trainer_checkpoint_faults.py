@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
+from mfwrap import ExponentialMovingAverage
 from mfwrap.trainer import MFTrainer
 from resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
 from spoilt_gpt2 import Rows, SpoiltGPT2, padded, tiny_gpt2
@@ -187,6 +188,56 @@ def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_pat
 
     with pytest.raises(ValueError, match=r"checkpoint-4: model\.safetensors has transf"):
         trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
+
+
+class OneGroup(MFTrainer):
+    """Decay all weights alike."""
+
+    def create_optimizer(self, model=None):
+        """Make an optimizer with all parameters in one group."""
+        if self.optimizer is None:
+            parameters = (self.model if model is None else model).parameters()
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        return self.optimizer
+
+
+CHANGED = {
+    "no average": ({"trainer_settings": {"ema": None}}, "`ema` must be given to go on from {}"),
+    "one group": (
+        {"kind": OneGroup},
+        r"groups of \[10, 18\] parameters to go on from {}/optimizer.pt, got \[28\]$",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_other_settings(written, tmp_path, change):
+    """They are refused before anything of the checkpoint is loaded, and can be put right."""
+    keywords, reason = CHANGED[change]
+    checkpoint = written / "checkpoint-4"
+    trainer = new_trainer(tmp_path, seed=1, **keywords)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    with pytest.raises(ValueError, match=reason.format(checkpoint)):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+    assert_same_state(before, trainer.model.state_dict())
+    assert trainer.optimizer is None or not trainer.optimizer.state
+    resume(checkpoint, tmp_path / "resumed")
+
+
+def test_an_average_that_is_new(tmp_path):
+    """It starts from the weights that are loaded, and that is said."""
+    alone = trained(tmp_path / "alone", PLAIN, save_steps=2)
+    checkpoint = tmp_path / "alone" / "checkpoint-12"
+    ema = {"ema": lambda model: ExponentialMovingAverage(model, 0.9)}
+
+    with pytest.warns(UserWarning, match=f"no average in {checkpoint}: it starts from the weights"):
+        again = resume(checkpoint, tmp_path / "again", PLAIN, trainer_settings=ema)
+
+    averages = dict(again.ema.named_averages())
+    weights = {name: value for name, value in alone.model.named_parameters() if name in averages}
+    assert_same_state(weights, averages)
 
 
 def test_nothing_of_ours_is_unpickled(written, tmp_path, monkeypatch):

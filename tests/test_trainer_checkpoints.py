@@ -1,6 +1,7 @@
 """Checkpoints of a training are written beside and moved into place: whole or not there."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -122,26 +123,99 @@ def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):
     assert names == ["checkpoint-10", "checkpoint-12", "checkpoint-8"]
 
 
-@pytest.mark.xfail(reason="transformers deletes old checkpoints in place")
-def test_an_old_checkpoint_whose_deletion_breaks_off(tmp_path, monkeypatch):
+BEST_IS_FIRST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
+"""The loss falls, so the first checkpoint stays the best one."""
+
+
+@pytest.mark.parametrize(
+    ("deleted", "arguments"),
+    [("checkpoint-2", {}), ("checkpoint-12", BEST_IS_FIRST)],
+    ids=["too old", "not the best, at the end"],
+)
+def test_a_deletion_that_breaks_off(unbroken, tmp_path, monkeypatch, deleted, arguments):
     """Nor is there a part of a checkpoint under its name while it is deleted."""
     delete_all = shutil.rmtree
 
     def delete(path, **keywords) -> None:
-        if not any(p.name == "checkpoint-2" for p in (Path(path), *Path(path).rglob("*"))):
+        within = [p for p in Path(path).rglob("*") if p.is_file()]
+        if not any(deleted in p.parts for p in within):
             delete_all(path, **keywords)
             return
-        for name in sorted(p for p in Path(path).rglob("*") if p.is_file())[:5]:
+        for name in within[:5]:
             name.unlink()
         raise Interrupted
 
-    trainer = new_trainer(tmp_path, EVERY_OTHER, save_total_limit=1)
+    trainer = new_trainer(tmp_path, EVERY_OTHER, save_total_limit=1, **arguments)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", delete)
         with pytest.raises(Interrupted):
             trainer.train()
 
     assert_whole(tmp_path)
+    assert not (tmp_path / deleted).exists()
+    assert trainer.args.save_total_limit == 1
+    if not arguments:
+        again = new_trainer(tmp_path, EVERY_OTHER, seed=1, save_total_limit=1)
+        again.train(resume_from_checkpoint=True)
+        assert_same_state(unbroken[1], end_of(again))
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
+def test_a_replacement_that_breaks_off(unbroken, tmp_path, monkeypatch):
+    """A step that is saved again is found again if it breaks off between old and new."""
+    trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(4)])
+    rename = os.rename
+    trainer = new_trainer(tmp_path, EVERY_OTHER, seed=1)
+
+    def rename_away(source, target) -> None:
+        rename(source, target)
+        if Path(source) == tmp_path / "checkpoint-4":
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename_away)
+        with pytest.raises(Interrupted):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not (tmp_path / "checkpoint-4").exists()
+
+    again = new_trainer(tmp_path, EVERY_OTHER, seed=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same_state(unbroken[1], end_of(again))
+    assert_whole(tmp_path)
+
+
+def test_what_is_on_the_disk_when_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
+    """All of it, so that it is whole when the power is cut; the list of files comes last."""
+    happened = []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(opened) -> None:
+        happened.append(Path(f"/proc/self/fd/{opened}").readlink())
+        sync(opened)
+
+    def noted_rename(source, target) -> None:
+        happened.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    trained(tmp_path, PLAIN, save_steps=2, callbacks=[StopAfter(2)])
+
+    written = tmp_path / "checkpoint.partial" / "checkpoint-2"
+    before, after = (happened[: happened.index("renamed")], happened[happened.index("renamed") :])
+    first_listed = before.index(written / "mfwrap_manifest.json")
+    names = files(tmp_path / "checkpoint-2")
+    assert {written / name for name in names} | {written} == set(before)
+    assert {written / name for name in names} - set(before[:first_listed]) == {
+        written / "mfwrap_manifest.json"
+    }
+    assert before[-1] == written
+    assert after == ["renamed", tmp_path]
 
 
 def test_a_step_that_is_saved_again(unbroken, tmp_path):

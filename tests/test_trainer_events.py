@@ -1,5 +1,7 @@
 """The Trainer's events with the step in them, and callbacks that are restored in place."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from mfwrap import StepOutput, StepReport
-from mfwrap.termination import Termination
+from mfwrap.rank_termination import RankTermination
 from mfwrap.trainer_events import (
     StepCallbackHandler,
     TerminationCallback,
@@ -144,11 +146,12 @@ def test_what_callbacks_want_comes_back():
 @pytest.mark.parametrize("is_requested", [False, True])
 def test_at_the_end_of_the_process_a_step_asks_for_a_checkpoint(is_requested):
     """And for the end of training, with the evaluation that is due; otherwise for nothing."""
-    termination = Termination()
-    termination.is_requested = is_requested
     control = TrainerControl(should_evaluate=True)
 
-    TerminationCallback(termination).on_step_end(None, TrainerState(), control)
+    with RankTermination() as termination:
+        if is_requested:
+            os.kill(os.getpid(), signal.SIGTERM)
+        TerminationCallback(termination).on_step_end(None, TrainerState(), control)
 
     assert control.should_save == control.should_training_stop == is_requested
     assert control.should_evaluate

@@ -212,6 +212,30 @@ def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
     assert_same_state(evaluated_alone(when), end_of(again))
 
 
+def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
+    """The last one stays beside it, though the limit would leave the best one alone at the end."""
+    best_is_first = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    alone = end_of(trained(tmp_path / "alone", SETTINGS, **best_is_first))
+    told = ToldToEnd("on_substep_end", 4)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "told", SETTINGS, callbacks=[told], **best_is_first)
+    names = sorted(path.name for path in (tmp_path / "told").iterdir())
+
+    again = new_trainer(tmp_path / "told", SETTINGS, seed=1, **best_is_first)
+    again.train(resume_from_checkpoint=True)
+
+    assert names == ["checkpoint-2", "checkpoint-5"]
+    assert_same_state(alone, end_of(again))
+    assert [path.name for path in (tmp_path / "told").iterdir()] == ["checkpoint-2"]
+
+
 def test_told_to_end_when_it_has(left_alone, tmp_path):
     """After the last step it ends as it would have, and exits as one that succeeded."""
     told = ToldToEnd("on_train_end", NUM_STEPS)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import (
@@ -16,11 +17,12 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from mfwrap.trainer_checkpoint import StagedCheckpoint
 from mfwrap.trainer_events import StepCallbackHandler, TrainerSteps
+from mfwrap.trainer_saving import CheckpointMixin
 from trainer_runs import new_trainer, train
 
 RELEASE = f"transformers {transformers.__version__}"
@@ -46,16 +48,18 @@ OVERRIDDEN = {
     "_save_scaler": ("self, output_dir", ["_save_checkpoint"]),
     "_load_scaler": ("self, checkpoint", ["_prepare_for_training"]),
     "_load_callback_state": ("self", ["_init_training_state"]),
+    "_load_rng_state": ("self, checkpoint", ["_run_epoch"]),
     "_save": ("self, output_dir=None, state_dict=None", ["save_model"]),
     "_finalize_training": ("self, trial, num_train_samples, start_time", ["_inner_training_loop"]),
+    "_load_from_checkpoint": ("self, resume_from_checkpoint, model=None", ["train"]),
 }
 """Methods of the Trainer: their parameters, and which of its methods call them."""
 
 CALLED = {
     "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
-    "_load_rng_state": (Trainer, "self, checkpoint"),
     "_push_from_checkpoint": (Trainer, "self, checkpoint_folder"),
     "call_event": (CallbackHandler, "self, event, args, state, control, **kwargs"),
+    "create_optimizer": (Trainer, "self, model=None"),
     "state": (ExportableState, "self"),
     "save_to_json": (TrainerState, "self, json_path"),
 }
@@ -66,14 +70,21 @@ ATTRIBUTES = {
     "callback_handler": ["callbacks", "model", "optimizer", "lr_scheduler"],
     "args": [
         *("fp16", "gradient_accumulation_steps", "logging_nan_inf_filter", "max_grad_norm"),
-        *("output_dir", "push_to_hub", "restore_callback_states_from_checkpoint", "should_save"),
-        "save_total_limit",
+        *("local_process_index", "output_dir", "process_index", "push_to_hub"),
+        *("restore_callback_states_from_checkpoint", "save_on_each_node", "save_total_limit"),
+        *("should_save", "world_size"),
     ],
     "state": ["best_model_checkpoint", "epoch", "global_step", "log_history", "stateful_callbacks"],
 }
 
 ORDERS = {
     "_run_epoch": (
+        *(
+            "skip_first_batches(",
+            "iter(train_dataloader)",
+            "get_batch_samples(",
+            "_load_rng_state(",
+        ),
         *("on_step_begin", "self.training_step(", "logging_nan_inf_filter", "_tr_loss += tr_loss"),
         *("_clip_grad_norm(", "_get_grad_norm(", "on_pre_optimizer_step", "self.optimizer.step()"),
         *("on_optimizer_step", "optimizer_step_was_skipped", "self.lr_scheduler.step()"),
@@ -97,7 +108,11 @@ ORDERS = {
         *("_save_optimizer_and_scheduler(", "_save_scaler(", "_save_rng_state(", "save_to_json("),
         *("push_to_hub", "rotate_checkpoints("),
     ),
-    "_finalize_training": ("self._tr_loss.item()", "self.log(metrics)", "_load_best_model()"),
+    "_finalize_training": (
+        *("self._tr_loss.item()", "self.log(metrics)", "_load_best_model()"),
+        *("save_total_limit == 1", "samefile(", "shutil.rmtree(checkpoint", "on_train_end"),
+    ),
+    "train": ("call_model_init(", "self._load_from_checkpoint(", "find_executable_batch_size("),
 }
 """What the methods of the Trainer do one after the other, as far as MFTrainer counts on it."""
 
@@ -137,15 +152,17 @@ def test_an_overridden_method_is_still_called(caller, name):
 
 def test_no_other_method_is_overridden():
     """One that is new must be in the table, which is what a release is checked by."""
-    shared = {name for name in vars(MFTrainerMixin) if name in vars(Trainer)}
-    own_of_every_class = set(vars(object)) | {"__module__", "__dict__", "__weakref__"}
+    ours = vars(MFTrainerMixin).keys() | vars(CheckpointMixin).keys()
+    shared = {name for name in ours if name in vars(Trainer)}
+    own_of_every_class = {*vars(object), "__module__", "__dict__", "__weakref__", "__annotations__"}
 
     assert shared - own_of_every_class == OVERRIDDEN.keys()
 
 
 def test_no_name_of_the_mixin_is_taken_by_chance():
     """What the mixin adds, the Trainer does not have."""
-    added = {name for name in vars(MFTrainerMixin) if not name.startswith("__")} - set(OVERRIDDEN)
+    ours = vars(MFTrainerMixin).keys() | vars(CheckpointMixin).keys()
+    added = {name for name in ours if not name.startswith("__")} - set(OVERRIDDEN)
 
     taken = added & set(dir(Trainer))
     assert not taken, f"{RELEASE}: the Trainer has {sorted(taken)}, too; rename MFTrainerMixin's"
@@ -169,6 +186,15 @@ def test_functions_that_are_called_take_what_they_are_given():
     missing = names - inspect.signature(rotate_checkpoints).parameters.keys()
     assert not missing, f"{RELEASE}: rotate_checkpoints takes no {sorted(missing)}"
     assert parameters(get_last_checkpoint) == "folder", f"{RELEASE}: get_last_checkpoint changed"
+    names = {"output_dir", "best_model_checkpoint"}
+    missing = names - inspect.signature(sort_checkpoints).parameters.keys()
+    assert not missing, f"{RELEASE}: sort_checkpoints takes no {sorted(missing)}"
+
+
+def test_the_store_of_all_ranks_is_found():
+    """It has no public name."""
+    store = torch.distributed.distributed_c10d._get_default_store
+    assert parameters(store) == "", f"torch {torch.__version__}: the default store is elsewhere"
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -207,7 +233,7 @@ def names_used_of_trainers() -> set[str]:
     """Return private names that the sources of MFTrainer use and do not define themselves."""
     used: set[str] = set()
     defined: set[str] = set()
-    for source in (MFTrainerMixin, StagedCheckpoint):
+    for source in (MFTrainerMixin, CheckpointMixin, StagedCheckpoint):
         tree = ast.parse(Path(inspect.getfile(source)).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):

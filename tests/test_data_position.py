@@ -1,0 +1,151 @@
+"""Batches that are made ahead draw the numbers that they drew, and those after them theirs."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    WeightedRandomSampler,
+)
+
+from mfwrap.data_position import DataPosition
+from mfwrap.random_states import random_states, restore_random_states
+
+
+class Numbers(Dataset):
+    """Indices beside numbers that are drawn for them."""
+
+    def __init__(self, num_rows):
+        self._num_rows = num_rows
+
+    def __len__(self):
+        return self._num_rows
+
+    def __getitem__(self, index):
+        drawn = torch.rand(()) + np.random.rand()  # noqa: NPY002  (what augmentations use)
+        return index, drawn
+
+
+class Stream(IterableDataset):
+    """Numbers without an index."""
+
+    def __iter__(self):
+        yield from torch.arange(6.0)
+
+
+def prepared(dataset, **arguments):
+    """Return a data loader as a Trainer has it."""
+    return Accelerator(cpu=True).prepare_data_loader(DataLoader(dataset, **arguments))
+
+
+def random_loader(num_rows):
+    """Return a loader in random order."""
+    return prepared(Numbers(num_rows), batch_size=2, shuffle=True)
+
+
+def weighted_loader(num_rows):
+    """Return a loader whose sampler draws all indices at once."""
+    sampler = WeightedRandomSampler([1.0] * num_rows, num_rows)
+    return prepared(Numbers(num_rows), batch_size=2, sampler=sampler)
+
+
+LOADERS = [random_loader, weighted_loader]
+
+
+def seen(batches):
+    """Return rows that can be compared, each with a number that is drawn while it is used."""
+    return [(batch[0].tolist(), batch[1].tolist(), torch.rand(()).item()) for batch in batches]
+
+
+@pytest.mark.parametrize("new_loader", LOADERS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
+    """Indices, drawn rows and what is drawn while training are those of the unbroken epoch."""
+    num_rows = data.draw(st.integers(3, 12))
+    num_done = data.draw(st.integers(1, (num_rows + 1) // 2 - 1))
+    torch.manual_seed(num_rows)
+    begin = random_states()
+    loader, position = new_loader(num_rows), DataPosition()
+    position.watch(loader)
+    batches = iter(loader)
+    seen(next(batches) for _ in range(num_done))
+    saved, at_checkpoint = json.dumps(position.state_dict()), random_states()
+    expected = seen(batches)
+
+    torch.manual_seed(99)
+    resumed = new_loader(num_rows)
+    position = DataPosition()
+    position.watch(resumed)
+    restore_random_states(begin)
+    position.resume(json.loads(saved), functools.partial(restore_random_states, at_checkpoint))
+
+    assert seen(skip_first_batches(resumed, num_done)) == expected
+    assert position.goes_on
+
+
+def test_watching_changes_nothing():
+    """The order and the numbers are those of a loader that no one watches."""
+    begin = random_states()
+    expected = seen(random_loader(7))
+    restore_random_states(begin)
+    loader, position = random_loader(7), DataPosition()
+    position.watch(loader)
+
+    assert seen(loader) == expected
+
+
+def test_a_sampler_is_given_back():
+    """Class and attributes are what they were, and a second loader takes the place of the first."""
+    first, second, position = random_loader(4), random_loader(4), DataPosition()
+    kind, attributes = type(first.batch_sampler), dict(vars(first.batch_sampler))
+    position.watch(first)
+    assert isinstance(first.batch_sampler, kind)
+    position.watch(second)
+
+    assert type(first.batch_sampler) is kind
+    assert vars(first.batch_sampler) == attributes
+    position.release()
+    position.release()
+    assert type(second.batch_sampler) is kind
+
+
+@pytest.mark.parametrize(
+    "new_loader",
+    [
+        lambda: prepared(Numbers(4), batch_size=2, num_workers=1),
+        lambda: prepared(Stream(), batch_size=2),
+        lambda: DataLoader(Numbers(4), batch_sampler=[[0, 1], [2, 3]]),
+        lambda: [torch.ones(2), torch.zeros(2)],
+    ],
+    ids=["workers", "stream", "a list as sampler", "no loader"],
+)
+def test_what_cannot_be_watched_is_left_alone(new_loader):
+    """It is iterated over as before, and nothing is said of it."""
+    loader = new_loader()
+    position = DataPosition()
+
+    position.watch(loader)
+    num_batches = sum(1 for _ in loader)
+
+    assert num_batches > 1
+    assert position.state_dict() is None
+
+
+def test_without_a_saved_batch_nothing_is_restored():
+    """As with a checkpoint that a stock Trainer has written."""
+    loader, position = random_loader(4), DataPosition()
+    position.watch(loader)
+    position.resume(None, functools.partial(pytest.fail, "restored"))
+
+    list(loader)
+
+    assert not position.goes_on

@@ -1,0 +1,186 @@
+"""Several ranks: their checkpoints, how they are resumed, and how they end together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from mfwrap.checkpoints import check_checkpoint
+from resumed_training import files, resume
+from trainer_ranks import (
+    ENDINGS,
+    NUM_RANKS,
+    NUM_STEPS,
+    RESUMED,
+    SETTINGS,
+    free_port,
+    run_rank,
+    told_twice,
+)
+from training_state import assert_same_state
+
+pytestmark = pytest.mark.slow
+
+RANKS = range(NUM_RANKS)
+OF_ALL = {
+    "config.json",
+    "generation_config.json",
+    "mfwrap_manifest.json",
+    "mfwrap_step.json",
+    "mfwrap_step.safetensors",
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+}
+OF_EACH = [{f"mfwrap_position_{rank}.json", f"rng_state_{rank}.pth"} for rank in RANKS]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder in which the ranks have trained, and what each of them has left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(run_rank, args=(str(folder), free_port()), nprocs=NUM_RANKS)
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in RANKS]
+
+
+def test_files_of_a_checkpoint(run):
+    """Each rank has its own beside those of all, all are in the list, and nothing is left over."""
+    folder = run[0] / "alone"
+
+    assert {path.name for path in folder.iterdir()} == {
+        f"checkpoint-{step}" for step in range(1, NUM_STEPS + 1)
+    }
+    for checkpoint in folder.iterdir():
+        assert set(files(checkpoint)) == OF_ALL.union(*OF_EACH)
+        listed = json.loads((checkpoint / "mfwrap_manifest.json").read_text())["files"]
+        assert set(listed) == set(files(checkpoint)) - {"mfwrap_manifest.json"}
+        check_checkpoint(checkpoint)
+
+
+def test_ranks_stand_at_different_places(run):
+    """Random states and losses differ, so that one rank's would not do for all."""
+    folder = run[0] / "alone" / "checkpoint-5"
+    first, last = (json.loads((folder / f"mfwrap_position_{r}.json").read_text()) for r in RANKS)
+
+    assert first["loss_since_last_log"] != last["loss_since_last_log"]
+    assert first["epoch_random_states"]["cpu"] != last["epoch_random_states"]["cpu"]
+
+
+def since(step, end):
+    """Return the end of a run with the log since a step alone.
+
+    The Trainer keeps rank 0's log in a checkpoint, with its local norms. A run that has ended
+    already loads no random generators.
+    """
+    log = [entry for entry in json.loads(end["/_Rest/log"]) if entry["step"] > step]
+    end = {name: value for name, value in end.items() if step < NUM_STEPS or "genera" not in name}
+    return end | {"/_Rest/log": json.dumps(log)}
+
+
+@pytest.mark.parametrize("step", RESUMED)
+@pytest.mark.parametrize("rank", RANKS)
+def test_resumed(run, rank, step):
+    """On each rank a resumed run is bitwise the one that was not stopped."""
+    results = run[1][rank]
+
+    assert_same_state(since(step, results["alone"]), since(step, results["resumed"][step]))
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_told_to_end(run, name):
+    """Whichever ranks are told, all stop after the same step, save, and exit with success."""
+    first, last = (results["told"][name] for results in run[1])
+
+    assert first["step"] == last["step"]
+    assert first["step"] in ENDINGS[name].stopped
+    assert [first["status"], last["status"]] == [0, 0]
+    assert first["handler is back"]
+    assert last["handler is back"]
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("rank", RANKS)
+def test_told_to_end_and_resumed(run, rank, name):
+    """Nothing of it shows in the resumed run."""
+    expected, told = run[1][rank]["alone"], run[1][rank]["told"][name]
+
+    assert_same_state(since(told["step"], expected), since(told["step"], told["end"]))
+
+
+def test_refused_on_all_ranks(run):
+    """Nobody waits for a rank that was refused."""
+    for results in run[1]:
+        [said] = results["refused"]
+        assert said.startswith("`ema` must be given to go on from ")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_nodes_with_disks_of_their_own(run, rank):
+    """Files of each node get into place there, and nothing else stays."""
+    found = run[1][rank]["nodes"]["False"]
+    expected = OF_EACH[rank] | (OF_ALL if rank == 0 else set())
+
+    assert set(found) == {f"checkpoint-{step}/{name}" for step in (1, 2) for name in expected}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_saved_on_each_node(run, rank):
+    """Then each node has a whole checkpoint, with its own ranks' files."""
+    found = run[1][rank]["nodes"]["True"]
+
+    assert set(found) == {
+        f"checkpoint-{step}/{name}" for step in (1, 2) for name in OF_ALL | OF_EACH[rank]
+    }
+    check_checkpoint(run[0] / f"node {rank}, True" / "checkpoint-2")
+
+
+def test_resumed_by_another_number_of_ranks(run, tmp_path):
+    """One process goes on with what two have saved, and says what is not exact."""
+    with pytest.warns(UserWarning, match="written by 2 ranks and goes on with 1: which data"):
+        trainer = resume(run[0] / "alone" / "checkpoint-2", tmp_path, SETTINGS)
+
+    assert trainer.state.global_step > 2
+    checkpoint = tmp_path / "checkpoint-3"
+    assert "mfwrap_position.json" in files(checkpoint)
+    check_checkpoint(checkpoint)
+
+
+def test_told_to_end_twice(tmp_path):
+    """A second signal ends a rank at once, whatever the others do."""
+    ranks = multiprocessing.spawn(
+        told_twice, args=(str(tmp_path), free_port()), nprocs=NUM_RANKS, join=False
+    )
+    first, last = ranks.processes
+    last.join()
+    first.kill()
+    first.join()
+
+    assert last.exitcode == -signal.SIGTERM
+    assert files(tmp_path) == []
+
+
+def test_told_to_end_by_torchrun(tmp_path):
+    """What it sends on to its workers lets them save and exit."""
+    script = Path(__file__).parent / "trainer_ranks.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(NUM_RANKS), str(script), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(script.parent), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(launcher, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "step 1\n"
+        process.send_signal(signal.SIGTERM)
+        told = process.stdout.readlines()
+        process.wait()
+
+    saved = [line for line in told if line.startswith("saved ")]
+    assert len(saved) == NUM_RANKS
+    [checkpoint] = tmp_path.glob("checkpoint*")
+    assert saved == [f"saved {checkpoint.name}\n"] * NUM_RANKS
+    check_checkpoint(checkpoint)
