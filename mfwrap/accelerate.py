@@ -7,7 +7,9 @@ from typing import Any, final
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from mfwrap.accelerate_classes import (
     StepScaler,
@@ -16,6 +18,7 @@ from mfwrap.accelerate_classes import (
     restore_optimizer,
     restore_scheduler,
 )
+from mfwrap.accelerate_ddp import attached_handler_class
 from mfwrap.accelerate_setup import (
     EMA,
     check_arguments,
@@ -27,12 +30,17 @@ from mfwrap.accelerate_setup import (
 from mfwrap.callers import callers_stacklevel
 from mfwrap.config import StepConfig
 from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.fsdp_local_norm import sharded_local_squares_of
+from mfwrap.fsdp_parts import ShardedParts
+from mfwrap.local_norm import CommunicationHook, local_squares_of
 from mfwrap.loop_step import LoopStep
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.parameters import TrainedParameters
+from mfwrap.ranks import agreement_of
 from mfwrap.scale_sense import LossScale, ScaleSense
 from mfwrap.step_files import has_step_files, read_step_files, write_step_files
+from mfwrap.wrappers import distributed_parts
 
 __all__ = ["AttachedStep", "attach"]
 
@@ -43,6 +51,7 @@ def attach(
     ema: EMA | None = None,
     *,
     scale_sense: ScaleSense | None = None,
+    communication_hook: CommunicationHook | None = None,
 ) -> "AttachedStep":
     """Put MindFormers' training step behind an accelerate loop.
 
@@ -69,6 +78,10 @@ def attach(
             callable that makes one of it and is called at the end of ``prepare``.
         scale_sense: The loss scale: a number, a tensor or an update cell. By default the scale of
             the accelerator's gradient scaler (float16 on CUDA), and 1 if it has none.
+        communication_hook: ``(state, hook)``, which is registered with what ``prepare`` puts in
+            DistributedDataParallel and reduces the gradients once their local norms are taken;
+            ``None`` for the one of the accelerator's ``DistributedDataParallelKwargs``, or else the
+            usual all-reduce.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -94,8 +107,8 @@ def attach(
         (tensor(False), tensor([2, 1]))
     """
     config = StepConfig() if config is None else config
-    check_arguments(accelerator, config, ema)
-    return AttachedStep(accelerator, config, ema, scale_sense)
+    check_arguments(accelerator, config, ema, communication_hook)
+    return AttachedStep(accelerator, config, ema, scale_sense, communication_hook)
 
 
 @final
@@ -111,6 +124,7 @@ class AttachedStep:
         config: StepConfig,
         ema: EMA | None,
         scale_sense: ScaleSense | None,
+        communication_hook: CommunicationHook | None,
     ) -> None:
         self.config = config
         self.ema = ema if isinstance(ema, ExponentialMovingAverage) else None
@@ -119,6 +133,10 @@ class AttachedStep:
         self._accelerator = accelerator
         self._kind = type(accelerator)
         self._grad_scaler = accelerator.scaler
+        self._communication_hook = communication_hook
+        self._distributed_parts: list[DistributedDataParallel] = []
+        self._ddp_handler = accelerator.ddp_handler
+        self._handler_kind = type(self._ddp_handler)
         if scale_sense is None:
             scale_sense = scale_of(accelerator)
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device), accelerator)
@@ -135,6 +153,10 @@ class AttachedStep:
         accelerator.scaler = self._scaler
         accelerator.attachment = self
         accelerator.__class__ = attached_class(self._kind)
+        if self._ddp_handler is not None and (config.local_norm or communication_hook is not None):
+            self._ddp_handler.__class__ = attached_handler_class(
+                self._handler_kind, communication_hook
+            )
 
     @property
     def last_report(self) -> StepReport | None:
@@ -178,7 +200,8 @@ class AttachedStep:
 
         Schedules are brought up to date first. Gradients that wait for a step are clipped and,
         unless the accelerator has a gradient scaler of its own, unscaled. That scaler comes back
-        as it was.
+        as it was. A communication hook cannot be taken out of a model: the one before which local
+        norms were taken stays, and they are no longer taken.
         """
         accelerator = self._accelerator
         if accelerator.__dict__.get("attachment") is not self:
@@ -190,6 +213,7 @@ class AttachedStep:
                 hook.remove()
             for window in self.step.windows.values():
                 window.hand_back(scaled=self.has_grad_scaler)
+                window.update.local_squares = None
             self.step.schedules.clear()
             for optimizer in accelerator._optimizers:
                 restore_optimizer(optimizer, self._grad_scaler)
@@ -197,7 +221,14 @@ class AttachedStep:
                 restore_scheduler(scheduler)
             accelerator.scaler = self._grad_scaler
             accelerator.__class__ = self._kind
+            if self._ddp_handler is not None:
+                self._ddp_handler.__class__ = self._handler_kind
             del accelerator.attachment
+
+    def see_model(self, prepared: nn.Module) -> None:
+        """Learn of a model in what accelerate has put around it."""
+        known = self._distributed_parts
+        known += [part for part in distributed_parts(prepared) if part not in known]
 
     def build(self, *, final: bool = False) -> None:
         """Add the optimizers that have been prepared, with the names of their parameters.
@@ -225,9 +256,28 @@ class AttachedStep:
             named, are_complete = named_parameters_of(optimizer, models)
             if final or are_complete:
                 parameters = TrainedParameters(named, optimizer, self.config.local_norm_groups)
-                self.step.add(optimizer, parameters, named.values())
+                self._add(optimizer, parameters)
         if final:
             self.step.check_average()
+
+    def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
+        parts = self._distributed_parts
+        self.step.add(
+            optimizer,
+            parameters,
+            local_squares=sharded_local_squares_of(
+                ShardedParts(*self._accelerator._models),
+                parameters.tensors,
+                local_squares_of(
+                    parts,
+                    parameters.tensors,
+                    self._communication_hook,
+                    are_asked_for=self.config.local_norm,
+                ),
+                are_asked_for=self.config.local_norm,
+            ),
+            agreement=agreement_of(parts, parameters.tensors),
+        )
 
     def clear(self) -> None:
         """Forget what has been prepared."""
@@ -235,6 +285,7 @@ class AttachedStep:
             self.flush()
         finally:
             self.step.clear()
+            self._distributed_parts.clear()
             if self._make_ema is not None:
                 self.ema = None
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
@@ -38,6 +38,9 @@ class Attachment(Protocol):
     answers_late: bool
     """Whether ``step_was_skipped`` says False instead of waiting."""
 
+    def see_model(self, prepared: nn.Module) -> None:
+        """Learn of a model in what accelerate has put around it."""
+
     def build(self, *, final: bool = False) -> None:
         """Add what has been prepared to the step; `final` if nothing more will come."""
 
@@ -65,6 +68,12 @@ class AttachedAccelerator:
         """Prepare as accelerate does, and let the step know of it."""
         prepared = super().prepare(*args, **keywords)  # type: ignore[misc]
         self.attachment.build()
+        return prepared
+
+    def prepare_model(self, *args: Any, **keywords: Any) -> Any:
+        """Prepare a model as accelerate does, whose own list has it without what is around it."""
+        prepared = super().prepare_model(*args, **keywords)  # type: ignore[misc]
+        self.attachment.see_model(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:  # noqa: FBT001  (accelerate's signature)

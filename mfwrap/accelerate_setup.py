@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
+from mfwrap.accelerate_ddp import refuse_second_hook
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.local_norm import checked_communication_hook
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.parameters import network_parameters
 from mfwrap.scale_sense import ScaleSense
@@ -29,7 +31,7 @@ EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
 _REFUSED = {
     DistributedType.DEEPSPEED: "DeepSpeed, which updates within its own backward",
     DistributedType.MEGATRON_LM: "Megatron-LM, which has a step of its own",
-    DistributedType.FSDP: "FSDP, whose sharded gradients are not supported yet",
+    DistributedType.FSDP: "accelerate's FSDP; use `fully_shard` and `MFTrainOneStepCell`",
     DistributedType.XLA: "XLA, whose devices are not supported",
 }
 
@@ -88,7 +90,9 @@ def named_parameters_of(
     return named, not outside
 
 
-def check_arguments(accelerator: object, config: object, ema: object) -> None:
+def check_arguments(
+    accelerator: object, config: object, ema: object, communication_hook: object
+) -> None:
     """Raise what `attach` says it raises."""
     if not isinstance(accelerator, Accelerator):
         msg = f"`accelerator` must be an accelerate.Accelerator, got {described(accelerator)}"
@@ -109,6 +113,12 @@ def check_arguments(accelerator: object, config: object, ema: object) -> None:
         msg = "`attach` must be called before `accelerator.prepare`, got one that has prepared"
         raise RuntimeError(msg)
     _check_settings(accelerator, config)
+    handler = accelerator.ddp_handler
+    of_handler = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
+    refuse_second_hook(
+        None if of_handler == DDPCommunicationHookType.NO else of_handler,
+        checked_communication_hook(communication_hook),
+    )
 
 
 def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
@@ -129,12 +139,6 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
         msg = (
             "`accelerator` must train alone or under DistributedDataParallel, got "
             f"{_REFUSED[accelerator.distributed_type]}"
-        )
-        raise ValueError(msg)
-    if config.local_norm and accelerator.num_processes > 1:
-        msg = (
-            "`local_norm` must be False on several ranks, where gradients are seen only after "
-            f"their reduction, got local_norm=True on {accelerator.num_processes} ranks"
         )
         raise ValueError(msg)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.devices import on_device
+from mfwrap.fsdp_parts import ShardedParts
 from mfwrap.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
 from mfwrap.micro_batches import NetworkCall
 from mfwrap.wrappers import distributed_parts, unwrapped_network
@@ -33,7 +34,7 @@ class GradientAccumulation:
     """Run forward and backward of every micro-batch; reduce gradients on the last one only.
 
     Args:
-        network: The network that is called, in DistributedDataParallel or not.
+        network: The network that is called, in DistributedDataParallel, sharded, or neither.
         per_token: Divide the sum of numerators by the sum of denominators instead of averaging
             the losses of the micro-batches.
         accelerator: Its autocast, ``no_sync`` and gradient state are used; ``None`` for none.
@@ -45,6 +46,8 @@ class GradientAccumulation:
         self._network = network
         self._accelerator = accelerator
         self._distributed_parts = distributed_parts(network)
+        self.sharded_parts = ShardedParts(network)
+        """Where ``fully_shard`` reduces gradients."""
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
         )
@@ -68,6 +71,9 @@ class GradientAccumulation:
                         part = self._forward(call)
                     self._backward(part, loss_scale, len(calls))
                 parts.append(_detached(part, loss_scale.device))
+        except BaseException:
+            self.sharded_parts.discard_half_a_step()
+            raise
         finally:
             if self._accelerator is not None:
                 # accelerate's scheduler stands still while gradients are not reduced.
@@ -88,28 +94,37 @@ class GradientAccumulation:
         if not denominators:
             return Accumulated(total / len(parts), None)
         local = torch.stack(denominators).sum()
-        return Accumulated(total / local, Normalizer(self._reduced(local), local))
+        return Accumulated(total / local, self._normalizer(local))
 
-    def _reduced(self, local: Tensor) -> Tensor:
-        """Return the divisor of gradients that DistributedDataParallel has averaged."""
+    def _normalizer(self, local: Tensor) -> Normalizer:
+        """Return the divisor of gradients that ranks have averaged."""
         if not self._distributed_parts:
-            return local
+            is_partial = bool(self.sharded_parts.units)
+            reduced = local / self.sharded_parts.divisor if is_partial else local
+            return Normalizer(reduced, local, is_partial)
         group = self._distributed_parts[0].process_group
         total = local.clone()
         torch.distributed.all_reduce(total, group=group)
-        return total / torch.distributed.get_world_size(group)
+        return Normalizer(total / torch.distributed.get_world_size(group), local)
 
     @contextlib.contextmanager
     def _reduction(self, *, last: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._accelerator is not None:
                 self._accelerator.sync_gradients = last
+            self.sharded_parts.reduce_gradients(now=last)
+            # Also when this raises: what others do with the network is reduced as usual.
+            stack.callback(self.sharded_parts.reduce_gradients, now=True)
             if not last:
                 for part in self._distributed_parts:
                     stack.enter_context(part.no_sync())
-                if self._accelerator is not None and not self._distributed_parts:
+                if self._accelerator is not None and not self._is_parallel:
                     stack.enter_context(self._accelerator.no_sync(self._network))
             yield
+
+    @property
+    def _is_parallel(self) -> bool:
+        return bool(self._distributed_parts or self.sharded_parts.units)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         if self._accelerator is None:

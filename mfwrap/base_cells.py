@@ -13,9 +13,10 @@ from mfwrap.config import StepConfig
 from mfwrap.gradients import has_non_finite
 from mfwrap.loss_scale import LossScaleUpdateCell
 from mfwrap.micro_batches import NetworkCall
-from mfwrap.outputs import LossScaleStepOutput
+from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
 from mfwrap.scale_sense import LossScale
+from mfwrap.step_state import check_keys
 from mfwrap.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.wrappers import unwrapped_optimizer
 
@@ -209,7 +210,9 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
     Args:
         network: Returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        scale_sense: A tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell.
+        scale_sense: A tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell; ``None``
+            for a loss scale of 1. An update whose gradients are not finite is skipped in every
+            case, also where a manager says ``drop_overflow_update=False``.
         lr_scheduler: Stepped once per applied update, before the next one; ``None`` for none.
 
     Raises:
@@ -230,13 +233,13 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         self,
         network: nn.Module,
         optimizer: Optimizer,
-        scale_sense: Tensor | LossScaleUpdateCell,
+        scale_sense: Tensor | LossScaleUpdateCell | None,
         *,
         lr_scheduler: Schedule | None = None,
     ) -> None:
-        if not isinstance(scale_sense, (Tensor, LossScaleUpdateCell)):
+        if not isinstance(scale_sense, (Tensor, LossScaleUpdateCell, type(None))):
             msg = (
-                "`scale_sense` must be a tensor or a loss-scale update cell, got "
+                "`scale_sense` must be a tensor or a loss-scale update cell, or None, got "
                 f"{described(scale_sense)}"
             )
             raise TypeError(msg)
@@ -253,6 +256,8 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         )
         super().__init__(network, optimizer, loss_scale)
         self._accumulate = GradientAccumulation(network, per_token=False)
+        self.last_report: StepReport | None = None
+        """Everything that is known of the last update; ``None`` before the first."""
 
     def __call__(self, *inputs: Any, **keywords: Any) -> LossScaleStepOutput:
         """Do one update.
@@ -263,14 +268,30 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         self._update.parameters.release_gradients()
         try:
             accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
-            output = self._update(accumulated.loss).output
+            self.last_report = self._update(accumulated.loss)
         finally:
             self._update.parameters.release_gradients()
+        output = self.last_report.output
         return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
 
     def flush(self) -> None:
         """Step the schedule for the last update, if it was applied."""
         self._update.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cell's own state: the loss scale with its counters."""
+        return {"loss_scale": self._loss_scale.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            KeyError: If a key is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value has the wrong shape or range.
+        """
+        check_keys(state_dict, {"loss_scale"}, "cell")
+        self._loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

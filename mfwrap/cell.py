@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.accumulation import GradientAccumulation
@@ -12,10 +12,13 @@ from mfwrap.arguments import described
 from mfwrap.base_cells import LossScaleHooks
 from mfwrap.config import LocalNormGroups, StepConfig
 from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.fsdp_local_norm import sharded_local_squares_of
+from mfwrap.local_norm import CommunicationHook, checked_communication_hook, local_squares_of
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.ranks import agreement_of
 from mfwrap.scale_sense import LossScale, ScaleSense
 from mfwrap.step_state import check_keys, restore
 from mfwrap.update import Schedule, StepUpdate, checked_schedule
@@ -55,7 +58,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
         use_clip_grad: As `StepConfig`, like all settings that are not described here.
         max_grad_norm: As `StepConfig`.
-        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell.
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell;
+            ``None``, of a manager with ``drop_overflow_update=False``, is a loss scale of 1, and
+            updates that are not finite are skipped all the same.
         local_norm: As `StepConfig`.
         accelerator: Its autocast, ``no_sync`` and gradient state are used. Its gradient scaler,
             if it has one, is taken out, and its scale taken over if `scale_sense` is not given.
@@ -69,8 +74,13 @@ class MFTrainOneStepCell(LossScaleHooks):
         global_norm_spike_threshold: As `StepConfig`.
         local_norm_groups: As `StepConfig`.
         max_consecutive_skips: As `StepConfig`.
+        communication_hook: ``(state, hook)``, which is registered with the network's
+            DistributedDataParallel and reduces the gradients once their local norms are taken;
+            ``None`` for its own all-reduce.
 
     Raises:
+        RuntimeError: If local norms are asked for, or a communication hook is given, and the
+            network has another communication hook.
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or two do not go together.
 
@@ -110,6 +120,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         global_norm_spike_threshold: float = 1.0,
         local_norm_groups: LocalNormGroups | None = None,
         max_consecutive_skips: int | None = 100,
+        communication_hook: CommunicationHook | None = None,
     ) -> None:
         self.config = StepConfig(
             use_clip_grad=use_clip_grad,
@@ -122,7 +133,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             local_norm_groups=local_norm_groups,
             max_consecutive_skips=max_consecutive_skips,
         )
-        _check_network(network, self.config)
+        parts = distributed_parts(checked_network(network))
+        _check_communication_hook(communication_hook, parts)
         if ema is not None and not isinstance(ema, ExponentialMovingAverage):
             msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
             raise TypeError(msg)
@@ -140,6 +152,18 @@ class MFTrainOneStepCell(LossScaleHooks):
         super().__init__(network, inner, loss_scale)
         self._accumulate = GradientAccumulation(
             network, per_token=calculate_per_token_loss, accelerator=accelerator
+        )
+        if calculate_per_token_loss:
+            self._accumulate.sharded_parts.check_per_token(parameters.reduction)
+        self._update.agreement = agreement_of(parts, parameters.tensors)
+        # Last of what may raise, because a communication hook cannot be taken out again.
+        self._update.local_squares = sharded_local_squares_of(
+            self._accumulate.sharded_parts,
+            parameters.tensors,
+            local_squares_of(
+                parts, parameters.tensors, communication_hook, are_asked_for=local_norm
+            ),
+            are_asked_for=local_norm,
         )
         if accelerator is not None:
             _remove_grad_scaler(accelerator)
@@ -194,13 +218,13 @@ class MFTrainOneStepCell(LossScaleHooks):
         return self._step(calls_of(micro_batches))
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
-        self._update.parameters.release_gradients()
+        self._update.release_gradients()
         try:
             accumulated = self._accumulate(calls, self.scale_sense)
             self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
             # Also when forward or backward raised: half a step must not leak into the next.
-            self._update.parameters.release_gradients()
+            self._update.release_gradients()
         return self.last_report.output
 
     def flush(self) -> None:
@@ -247,15 +271,13 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
 
 
-def _check_network(network: nn.Module, config: StepConfig) -> None:
-    parts = distributed_parts(checked_network(network))
-    if not config.local_norm or not parts:
-        return
-    num_ranks = torch.distributed.get_world_size(parts[0].process_group)
-    if num_ranks > 1:
+def _check_communication_hook(
+    communication_hook: object, parts: Sequence[DistributedDataParallel]
+) -> None:
+    if checked_communication_hook(communication_hook) is not None and not parts:
         msg = (
-            "`local_norm` must be False on several ranks, where gradients are seen only after "
-            f"their reduction, got local_norm=True on {num_ranks} ranks"
+            "`communication_hook` must be None for a network without DistributedDataParallel, got "
+            f"{described(communication_hook)}"
         )
         raise ValueError(msg)
 

@@ -1,7 +1,7 @@
-"""Norms of all gradients from one read of them, and clipping."""
+"""Groups of gradients, and clipping."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, final
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from mfwrap.arguments import described
 from mfwrap.config import LocalNormGroups
 from mfwrap.devices import on_device
+from mfwrap.norm_reduction import has_non_finite, square_of_all
+from mfwrap.norms import sum_of_squares
 
 __all__ = [
     "NormGroups",
@@ -21,10 +23,6 @@ __all__ = [
     "has_non_finite",
     "sum_of_squares",
 ]
-
-# Elements: from where on a norm on CPU is taken by rows, and the length of a row.
-_LARGE = 2**16
-_ROW = 2**12
 
 _TensorSequence = TypeVar("_TensorSequence", list[Tensor], tuple[Tensor, ...])
 _Tensors = TypeVar("_Tensors", Tensor, list[Tensor], tuple[Tensor, ...])
@@ -136,74 +134,6 @@ def _int64(values: Sequence[object], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device)
 
 
-def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Compute the sum of squares of each gradient, reading each once.
-
-    Args:
-        gradients: ``N`` dense tensors of any floating or complex dtype, shape and device; ``None``
-            counts as zeros.
-        device: Where the result goes.
-
-    Returns:
-        Shape ``(N,)``, float32. Accumulates in float32 (float64 gradients in float64), so the sum
-        is infinite for norms above about 1.8e19. Does not wait for the device.
-    """
-    squares: list[Tensor] = [torch.zeros((), device=device)] * len(gradients)
-    by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-    for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.numel() > 0:
-            dense = _as_real(gradient)
-            indices, kind = by_kind.setdefault((dense.device, dense.dtype), ([], []))
-            indices.append(index)
-            kind.append(dense)
-    for (where, dtype), (indices, kind) in by_kind.items():
-        kind_squares = (
-            _squares_on_cpu(kind, dtype) if where.type == "cpu" else _squares(kind, dtype)
-        )
-        moved = on_device(kind_squares, device).unbind()
-        for index, square in zip(indices, moved, strict=True):
-            squares[index] = square
-    return torch.stack(squares)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _squares(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    norms = torch._foreach_norm(gradients, 2, dtype=_accumulation_dtype(dtype))
-    return torch.stack(norms).square_().float()
-
-
-def _squares_on_cpu(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    large = [gradient.numel() > _LARGE for gradient in gradients]
-    small = [gradient for gradient, is_large in zip(gradients, large, strict=True) if not is_large]
-    small_squares = iter(_squares(small, dtype).unbind() if small else ())
-    return torch.stack(
-        [
-            _large_square_on_cpu(gradient) if is_large else next(small_squares)
-            for gradient, is_large in zip(gradients, large, strict=True)
-        ]
-    )
-
-
-def _large_square_on_cpu(gradient: Tensor) -> Tensor:
-    """Sum by rows first: torch's running float32 sum over 20 million squares is off by 2e-3."""
-    dtype = _accumulation_dtype(gradient.dtype)
-    if gradient.is_contiguous():
-        flat = gradient.view(-1)
-        whole = flat.numel() // _ROW * _ROW
-        rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
-        rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
-        return (rows.square_().sum() + rest.square_()).float()
-    # A view would copy; splitting along the longest dimension does not.
-    longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
-    length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
-    slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
-    norms: Tensor = torch.stack([torch.linalg.vector_norm(s, dtype=dtype) for s in slices])
-    return norms.square_().sum().float()
-
-
 def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:
     """Return ``min(1, max_norm / (global_norm + 1e-6))``, as torch's ``clip_grad_norm_`` has it.
 
@@ -212,29 +142,6 @@ def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:
         max_norm: Largest norm, > 0; ``inf`` never clips.
     """
     return (max_norm / (global_norm + 1e-6)).clamp(max=1.0)
-
-
-def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return whether any element is inf or nan, shape ``()``, bool, without waiting.
-
-    Tells elements apart from norms: finite elements of any size are finite here.
-    """
-    # The largest magnitude carries inf and nan and needs no temporary of the tensor's size.
-    finite = [
-        on_device(torch.linalg.vector_norm(_as_real(tensor), float("inf")).isfinite(), device)
-        for tensor in tensors
-        if tensor.numel() > 0
-    ]
-    if not finite:
-        return torch.zeros((), dtype=torch.bool, device=device)
-    return ~torch.stack(finite).all()
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    if not tensor.is_complex():
-        return tensor
-    # A conjugate has the same norms, and only the tensor behind it can be viewed.
-    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def clip_by_global_norm(
@@ -279,7 +186,7 @@ def clip_by_global_norm(
     if use_norm is not None:
         msg = f"`use_norm` must be None, got {use_norm!r}"
         raise ValueError(msg)
-    norm = sum_of_squares(x, x[0].device).sum().sqrt()
+    norm = square_of_all(x, x[0].device).sqrt()
     # `where`, because `maximum` would turn a nan norm into a nan factor.
     factor = clip_norm / torch.where(norm > clip_norm, norm, float(clip_norm))
     clipped = [(tensor * on_device(factor, tensor.device)).to(tensor.dtype) for tensor in x]

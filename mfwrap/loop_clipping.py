@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mfwrap.gradients import clip_coefficient, sum_of_squares
+from mfwrap.gradients import clip_coefficient
+from mfwrap.norm_reduction import square_of_all
 from mfwrap.optimizer_window import OptimizerWindow, multiply_in_place
+from mfwrap.sharded import is_distributed
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 
@@ -67,7 +69,7 @@ def _fold(
     if others or len(windows) > 1:
         norms = [measurement.global_norm for measurement in measured]
         if others:
-            norms.append(sum_of_squares(others, loss_scale.device).sum().sqrt() / loss_scale)
+            norms.append(square_of_all(others, loss_scale.device).sqrt() / loss_scale)
         norm = torch.linalg.vector_norm(torch.stack(norms))
         overflow = torch.stack([m.overflow for m in measured]).any() | ~norm.isfinite()
     coefficient = clip_coefficient(norm, max_norm)
@@ -91,9 +93,10 @@ def _clip_in_place(
             window.unscale()
         window.note_overflow()
     if norm_type == 2:
-        norm = sum_of_squares(gradients, loss_scale.device).sum().sqrt()
+        norm = square_of_all(gradients, loss_scale.device).sqrt()
     else:
         norm = torch.nn.utils.get_total_norm(list(gradients), norm_type)
+        norm = norm.full_tensor() if is_distributed(norm) else norm
     if not are_unscaled:
         norm = norm / loss_scale
     multiply_in_place(gradients, clip_coefficient(norm, max_norm))

@@ -10,10 +10,12 @@ from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.devices import on_device
 from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.local_norm import LocalSquares
 from mfwrap.loop_clipping import clip_grad_norm, clip_grad_value
 from mfwrap.optimizer_window import OptimizerWindow
 from mfwrap.outputs import StepReport
 from mfwrap.parameters import TrainedParameters
+from mfwrap.ranks import RankAgreement
 from mfwrap.scale_sense import LossScale
 from mfwrap.shared_state import SharedAverage, SharedLossScale
 from mfwrap.step_state import check, check_keys, restore
@@ -80,20 +82,28 @@ class LoopStep:
         self._average = SharedAverage(ema)
 
     def add(
-        self, optimizer: Optimizer, parameters: TrainedParameters, held: Iterable[Tensor]
+        self,
+        optimizer: Optimizer,
+        parameters: TrainedParameters,
+        *,
+        local_squares: LocalSquares | None = None,
+        agreement: RankAgreement | None = None,
     ) -> None:
         """Add an optimizer, or replace what it updates.
 
         Args:
             optimizer: The optimizer itself, no wrapper around it.
             parameters: What it updates.
-            held: The same as tensors.
+            local_squares: As in `StepUpdate`.
+            agreement: As in `StepUpdate`.
         """
         window = self._windows.get(optimizer)
         if window is not None:
             window.update.parameters = parameters
+            window.update.local_squares = local_squares
+            window.update.agreement = agreement
             return
-        follows = self._ema is not None and self._ema.follows(held)
+        follows = self._ema is not None and self._ema.follows(parameters.tensors)
         update = StepUpdate(
             parameters,
             optimizer,
@@ -101,6 +111,8 @@ class LoopStep:
             self._shared_scale,
             ema=self._average.part() if self._average is not None and follows else None,
             reported=True,
+            local_squares=local_squares,
+            agreement=agreement,
         )
         self._windows[optimizer] = OptimizerWindow(update, self.loss_scale.value)
 

@@ -25,6 +25,9 @@ class Normalizer(NamedTuple):
     local: Tensor
     """Shape ``()``, float32: for this rank's own gradients."""
 
+    is_partial: bool = False
+    """Whether `reduced` is still to be summed over the ranks that gradients are sharded over."""
+
 
 class LossParts(NamedTuple):
     """Loss of one micro-batch."""

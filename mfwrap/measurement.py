@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from mfwrap.gradients import NormGroups, sum_of_squares
+from mfwrap.local_norm import LocalSquares
 from mfwrap.losses import Normalizer
+from mfwrap.norm_reduction import SquareReduction
+from mfwrap.ranks import RankAgreement
+from mfwrap.sharded import local_tensors
 
 __all__ = ["Measurement", "measure"]
 
@@ -23,10 +27,10 @@ class Measurement(NamedTuple):
     to."""
 
     global_norm: Tensor
-    """Shape ``()``, float32: L2 norm of all unscaled gradients."""
+    """Shape ``()``, float32: L2 norm of all unscaled gradients, the same on all ranks."""
 
     local_norm: Tensor
-    """Shape ``(G,)``, float32: L2 norm by group of the unscaled gradients."""
+    """Shape ``(G,)``, float32: L2 norm by group of this rank's own unscaled gradients."""
 
     has_targets: Tensor | None
     """Shape ``()``, bool: whether there is anything to learn from; ``None`` for yes."""
@@ -37,6 +41,10 @@ def measure(
     groups: NormGroups,
     loss_scale: Tensor,
     normalizer: Normalizer | None = None,
+    *,
+    local_squares: LocalSquares | None = None,
+    agreement: RankAgreement | None = None,
+    reduction: SquareReduction | None = None,
 ) -> Measurement:
     """Read the gradients once. Does not wait for the device.
 
@@ -45,23 +53,34 @@ def measure(
         groups: Groups of local norms.
         loss_scale: Shape ``()``, float32, on the training device.
         normalizer: What the gradients are divided by beside the loss scale; ``None`` for 1.
+        local_squares: This rank's own gradients; ``None`` if those that are read are its own.
+        agreement: With ranks whose gradients differ after their reduction; ``None`` for none.
+        reduction: With ranks that share the gradients, of all parameters; ``None`` for none. It
+            agrees, too, and takes a partial `normalizer` along.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
     """
-    squares = sum_of_squares(gradients, loss_scale.device)
-    square = squares.sum()
+    squares = sum_of_squares(local_tensors(gradients), loss_scale.device)
+    own_squares = None if local_squares is None else local_squares.squares(squares)
+    if reduction is not None:
+        squares, total = reduction(squares, None if normalizer is None else normalizer.reduced)
+        if normalizer is not None and normalizer.is_partial:
+            normalizer = Normalizer(total, normalizer.local)
+    square = squares.sum() if agreement is None else agreement.mean(squares.sum())
     if normalizer is None:
         divisor = local_divisor = loss_scale.clone()
     else:
         divisor = loss_scale * _nonzero(normalizer.reduced)
         local_divisor = loss_scale * _nonzero(normalizer.local)
+    if own_squares is None:
+        own_squares = squares
     return Measurement(
         # A scale of 0 or below may have been set without anyone reading it.
         overflow=~(torch.isfinite(square) & (loss_scale > 0)),
         divisor=divisor,
         global_norm=square.sqrt() / divisor,
-        local_norm=groups.sums(squares).sqrt() / local_divisor,
+        local_norm=groups.sums(own_squares).sqrt() / local_divisor,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
     )
 

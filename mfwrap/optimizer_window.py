@@ -10,6 +10,7 @@ from torch.utils.weak import TensorWeakRef
 from mfwrap.devices import on_device
 from mfwrap.measurement import Measurement
 from mfwrap.outputs import StepReport
+from mfwrap.sharded import local_tensors
 from mfwrap.update import StepUpdate
 
 __all__ = ["OptimizerWindow", "multiply_in_place"]
@@ -51,17 +52,22 @@ class OptimizerWindow:
         self._coefficient: Tensor | None = None
         self._is_clipped = False
         self.is_unscaled = False
+        self.update.forget_local_squares()
         self._used = self._seen = self._fingerprint()
 
     def _fingerprint(self) -> _Fingerprint:
         gradients = self.update.parameters.present_gradients()
-        return [(TensorWeakRef(gradient), gradient._version) for gradient in gradients]
+        # A sharded gradient is changed by way of its shard, of which it does not know.
+        versions = [local._version for local in local_tensors(gradients)]
+        return list(zip(map(TensorWeakRef, gradients), versions, strict=True))
 
     def _are_as_at(self, fingerprint: _Fingerprint) -> bool:
         gradients = self.update.parameters.present_gradients()
         return len(gradients) == len(fingerprint) and all(
-            reference() is gradient and version == gradient._version
-            for gradient, (reference, version) in zip(gradients, fingerprint, strict=True)
+            reference() is gradient and version == local._version
+            for gradient, local, (reference, version) in zip(
+                gradients, local_tensors(gradients), fingerprint, strict=True
+            )
         )
 
     @property
@@ -225,7 +231,7 @@ def _of_unscaled(measured: Measurement) -> Measurement:
 def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors of any devices by `factor`, shape ``()``, without reading it."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in local_tensors(gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, members in by_device.items():
         torch._foreach_mul_(members, on_device(factor, device))

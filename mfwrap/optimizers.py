@@ -6,6 +6,7 @@ For every other optimizer the flag is read on the host, once, and the gradients 
 place, once.
 """
 
+import contextlib
 import inspect
 from typing import Any, final
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.devices import on_device
+from mfwrap.shard_updates import holds_distributed, on_local_shards
+from mfwrap.sharded import local_tensors
 
 __all__ = ["SkippableOptimizer", "learning_rates"]
 
@@ -43,7 +46,8 @@ class SkippableOptimizer:
     """Run an optimizer on unscaled, clipped gradients, or not at all.
 
     With torch's fused optimizers nothing is read on the host, but for fused SGD with dampening
-    until its first applied update. With any other optimizer a step reads one flag, once.
+    until its first applied update; they run on the shards of distributed parameters. With any other
+    optimizer a step reads one flag, once, and it runs on the distributed parameters as they are.
 
     Args:
         optimizer: The optimizer itself, no wrapper around it.
@@ -89,8 +93,10 @@ class SkippableOptimizer:
         optimizer.found_inf = skip.float()
         if divisor is not None:
             optimizer.grad_scale = divisor
+        shards = on_local_shards if holds_distributed(optimizer) else contextlib.nullcontext
         try:
-            optimizer.step()
+            with shards(optimizer):
+                optimizer.step()
         finally:
             # A later plain `optimizer.step()` must not divide or skip again.
             del optimizer.found_inf
@@ -111,7 +117,7 @@ class SkippableOptimizer:
             ]
             # Not `mul_(1 / value)`: on CPU that rounds the number to the gradients' type first, and
             # float16 would lose all of it.
-            torch._foreach_div_(gradients, value)
+            torch._foreach_div_(local_tensors(gradients), value)
         self.optimizer.step()
 
     def _first_update_is_unsafe(self) -> bool:

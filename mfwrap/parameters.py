@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.config import LocalNormGroups
 from mfwrap.gradients import NormGroups, group_parameters
-from mfwrap.wrappers import plain_name, unwrapped_network
+from mfwrap.norm_reduction import SquareReduction
+from mfwrap.sharded import is_distributed
+from mfwrap.wrappers import plain_name, reshard, unwrapped_network
 
 __all__ = ["TrainedParameters", "checked_network", "network_parameters"]
 
@@ -25,7 +27,11 @@ def checked_network(network: nn.Module) -> nn.Module:
 
 
 def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a network by their plain names, tied weights once."""
+    """Return the parameters of a network by their plain names, tied weights once.
+
+    Sharded ones as the shards that an optimizer holds.
+    """
+    reshard(network)
     named = unwrapped_network(network).named_parameters()
     return {plain_name(name): parameter for name, parameter in named}
 
@@ -43,8 +49,8 @@ class TrainedParameters:
         local_norm_groups: As in `StepConfig`.
 
     Raises:
-        ValueError: If `optimizer` holds none of `named_parameters`, one is sharded, or
-            `local_norm_groups` does not fit.
+        ValueError: If `optimizer` holds none of `named_parameters`, or `local_norm_groups` does
+            not fit.
     """
 
     def __init__(
@@ -62,6 +68,8 @@ class TrainedParameters:
         self._trainable: list[bool] = []
         self.device = next(iter(self._parameters.values())).device
         """Where the first parameter is: the training device."""
+        self.reduction = SquareReduction.among(list(self._parameters.values()))
+        """How sums of squares of shards become those of whole gradients; ``None`` if they are."""
         self._groups = self.groups()
 
     def groups(self) -> NormGroups:
@@ -81,6 +89,11 @@ class TrainedParameters:
         return self._groups
 
     @property
+    def tensors(self) -> tuple[nn.Parameter, ...]:
+        """The parameters themselves, in order."""
+        return tuple(self._parameters.values())
+
+    @property
     def are_current(self) -> bool:
         """Whether the optimizer still holds the parameters that it held at construction."""
         return _same_objects(_held_by(self._optimizer), self._held)
@@ -94,7 +107,7 @@ class TrainedParameters:
         Raises:
             RuntimeError: If there is none at all, the optimizer's parameters have changed, or the
                 network has moved to another device.
-            TypeError: If one is sparse.
+            TypeError: If one is sparse, or distributed in another way than its parameter.
         """
         if not self.are_current:
             msg = (
@@ -122,7 +135,22 @@ class TrainedParameters:
                     "build the embedding with sparse=False"
                 )
                 raise TypeError(msg)
+        if self.reduction is not None:
+            self._check_placements()
         return gradients
+
+    def _check_placements(self) -> None:
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if not is_distributed(parameter) or not is_distributed(gradient):
+                continue
+            if gradient.placements != parameter.placements:
+                msg = (
+                    f"the gradient of `{name}` must be placed as its parameter, on "
+                    f"{parameter.placements}, got {gradient.placements}; redistribute it in a "
+                    "hook of the parameter"
+                )
+                raise TypeError(msg)
 
     def present_gradients(self) -> list[Tensor]:
         """Return the gradients that there are, as they are."""
@@ -175,7 +203,6 @@ def _select(
             f"of them among the network's {len(named)}"
         )
         raise ValueError(msg)
-    _refuse_sharded(shared)
     untrained = [n for n, p in named.items() if p.requires_grad and n not in shared]
     if untrained:
         warnings.warn(
@@ -190,14 +217,3 @@ def _select(
             stacklevel=4,
         )
     return shared, outside
-
-
-def _refuse_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (takes long to import)
-
-    sharded = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
-    if sharded:
-        msg = f"`network` must hold whole parameters, got sharded ones (DTensor): {sharded}"
-        raise ValueError(msg)

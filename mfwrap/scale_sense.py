@@ -11,7 +11,7 @@ from mfwrap.loss_scale import LossScaleUpdateCell
 
 __all__ = ["LossScale", "ScaleSense"]
 
-ScaleSense = float | Tensor | LossScaleUpdateCell
+ScaleSense = float | Tensor | LossScaleUpdateCell | None
 """What `MFTrainOneStepCell` takes as ``scale_sense``."""
 
 
@@ -22,7 +22,8 @@ class LossScale:
     Source: MindSpore, ``TrainOneStepWithLossScaleCell.scale_sense``.
 
     Args:
-        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell.
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell; ``None``,
+            for managers that have no update cell, is a loss scale of 1.
         device: Where the scale is.
 
     Raises:
@@ -113,6 +114,8 @@ class LossScale:
 
 
 def _initial_number(scale_sense: ScaleSense) -> float:
+    if scale_sense is None:
+        return 1.0
     if isinstance(scale_sense, LossScaleUpdateCell):
         return _checked_number(scale_sense.get_loss_scale())
     if isinstance(scale_sense, Tensor):

@@ -10,11 +10,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.gradients import clip_coefficient
+from mfwrap.local_norm import LocalSquares
 from mfwrap.losses import Normalizer
 from mfwrap.measurement import Measurement, measure
 from mfwrap.optimizers import SkippableOptimizer, learning_rates
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.parameters import TrainedParameters
+from mfwrap.ranks import RankAgreement
 from mfwrap.update_counts import UpdateCounts
 
 __all__ = ["Average", "LiveLossScale", "Schedule", "StepUpdate", "checked_schedule"]
@@ -97,6 +99,9 @@ class StepUpdate:
         lr_scheduler: Stepped once per applied update, before the next one; ``None`` for none.
         ema: Follows applied updates; ``None`` for none.
         reported: Whether `last_was_skipped` is asked for on the host.
+        local_squares: Where the norms of this rank's own gradients come from; ``None`` if the
+            gradients that are updated from are its own.
+        agreement: With ranks whose gradients differ after their reduction; ``None`` for none.
 
     Raises:
         ValueError: If `optimizer` is of a kind that is not supported.
@@ -112,10 +117,14 @@ class StepUpdate:
         lr_scheduler: Schedule | None = None,
         ema: Average | None = None,
         reported: bool = False,
+        local_squares: LocalSquares | None = None,
+        agreement: RankAgreement | None = None,
     ) -> None:
         self._config = config
         self._optimizer = SkippableOptimizer(optimizer)
         self.parameters = parameters
+        self.local_squares = local_squares
+        self.agreement = agreement
         self._device = parameters.device
         self._loss_scale = loss_scale
         self._ema = ema
@@ -142,7 +151,17 @@ class StepUpdate:
         try:
             return self.apply(loss, self.measure(normalizer))
         finally:
-            self.parameters.release_gradients()
+            self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Set all gradients to ``None``, and forget what was seen of them."""
+        self.parameters.release_gradients()
+        self.forget_local_squares()
+
+    def forget_local_squares(self) -> None:
+        """Forget what was seen of this rank's own gradients."""
+        if self.local_squares is not None:
+            self.local_squares.reset()
 
     def measure(
         self, normalizer: Normalizer | None = None, *, may_be_absent: bool = False
@@ -163,7 +182,15 @@ class StepUpdate:
         gradients = self.parameters.gradients(may_be_absent=may_be_absent)
         # Inside a caller's autocast, products of norms would be taken in half precision.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            measured = measure(gradients, groups, self._loss_scale.value, normalizer)
+            measured = measure(
+                gradients,
+                groups,
+                self._loss_scale.value,
+                normalizer,
+                local_squares=self.local_squares,
+                agreement=self.agreement,
+                reduction=self.parameters.reduction,
+            )
         if normalizer is None and self._loss_scale.is_one:
             return measured._replace(divisor=None)
         return measured

@@ -1,17 +1,48 @@
 """What lies inside the wrappers that training puts around networks and optimizers."""
 
+import sys
+from typing import TYPE_CHECKING
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 
-__all__ = ["distributed_parts", "plain_name", "unwrapped_network", "unwrapped_optimizer"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "distributed_parts",
+    "plain_name",
+    "reshard",
+    "sharded_parts",
+    "unwrapped_network",
+    "unwrapped_optimizer",
+]
 
 
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
     """Return what reduces gradients over ranks, wherever in the network it is."""
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
+
+
+def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
+    """Return the modules that ``fully_shard`` was applied to, wherever in the network they are."""
+    # Slow to import, and where nobody has imported it nothing is sharded.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [part for part in network.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+def reshard(network: nn.Module) -> None:
+    """Let every module hold its shards, and gather them anew at its next forward.
+
+    A forward without a backward leaves whole parameters in the root module, in place of its shards.
+    """
+    for part in sharded_parts(network):
+        part.reshard()
 
 
 def unwrapped_network(network: nn.Module) -> nn.Module:

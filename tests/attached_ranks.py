@@ -8,9 +8,7 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import distributed
 
-from attached_runs import FACTORS, AttachedRun, RunSettings, new_accelerator
-from mfwrap import StepConfig
-from mfwrap.accelerate import attach
+from attached_runs import FACTORS, AttachedRun, RunSettings
 
 __all__ = ["NUM_RANKS", "SETTINGS", "STOP", "run_rank"]
 
@@ -35,7 +33,6 @@ def run_rank(rank: int, folder: str) -> None:
     results = {
         "trained": {name: _train(settings, rank) for name, settings in SETTINGS.items()},
         "saved": _save_and_load(rank, Path(folder) / "saved"),
-        "local norm": _ask_for_local_norms(),
     }
     _place(local_rank=0, on_node=1)
     results["each node"] = _save_and_load(rank, Path(folder) / f"node{rank}", each_node=True)
@@ -82,11 +79,3 @@ def _save_and_load(rank: int, folder: Path, *, each_node: bool = False) -> dict[
     loaded = run.state()
     run.train(STOP, len(FACTORS), _factors(rank))
     return {"saved": saved, "end": end, "loaded": loaded, "end again": run.state()}
-
-
-def _ask_for_local_norms() -> str:
-    try:
-        attach(new_accelerator(), StepConfig(local_norm=True))
-    except ValueError as error:
-        return str(error)
-    return ""

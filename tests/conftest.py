@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from rank_pool import RankPool
+
 settings.register_profile(
     "mfwrap",
     deadline=None,
@@ -28,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory) -> Iterator[RankPool]:
+    """Two processes that are ranks of one group."""
+    with RankPool(2, tmp_path_factory.mktemp("two_ranks")) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,6 @@ def run_rank(rank: int, folder: str) -> None:
         "per token, wrapped": _train_per_token(rank, Wrapped),
         "mean": _train_by_mean(rank),
         "nan": _meet_a_nan(rank),
-        "local norm": _ask_for_local_norms(),
     }
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     distributed.destroy_process_group()
@@ -127,14 +126,3 @@ def _meet_a_nan(rank: int) -> dict[str, Any]:
         "averages": [average.clone() for _, average in ema.named_averages()],
         "count": optimizer.state[network.module.layers[0].weight]["step"].item(),
     }
-
-
-def _ask_for_local_norms() -> dict[str, Any]:
-    network = DistributedDataParallel(Classifier())
-    errors = []
-    for outer in (network, Wrapped(network)):
-        try:
-            MFTrainOneStepCell(outer, SGD(network.parameters(), lr=0.1), local_norm=True)
-        except ValueError as error:
-            errors.append(str(error))
-    return {"errors": errors}

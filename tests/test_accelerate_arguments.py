@@ -3,8 +3,13 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+)
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim import LBFGS, SGD, AdamW
 
 from attached_runs import new_accelerator
@@ -20,13 +25,6 @@ def of_type(distributed_type):
     """Return an accelerator that says that it is of this type."""
     accelerator = new_accelerator()
     accelerator.state.distributed_type = distributed_type
-    return accelerator
-
-
-def of_two_ranks():
-    """Return an accelerator that says that it is one of two."""
-    accelerator = new_accelerator()
-    accelerator.state.num_processes = 2
     return accelerator
 
 
@@ -151,13 +149,25 @@ def test_only_an_accelerator_can_be_attached(accelerator):
         attach(accelerator)
 
 
-def test_local_norms_on_several_ranks_are_refused():
-    """They would be norms of the reduced gradients."""
+def test_a_communication_hook_is_given_once():
+    """One for `attach` and one of the accelerator's handler would not both be registered."""
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     refused_attach(
-        of_two_ranks(),
+        new_accelerator(kwargs_handlers=[handler]),
         ValueError,
-        "`local_norm` must be False on several ranks",
-        config=StepConfig(local_norm=True),
+        "`communication_hook` must be None .* got both, the latter fp16",
+        communication_hook=(None, fp16_compress_hook),
+    )
+    assert type(handler) is DistributedDataParallelKwargs
+
+
+def test_a_communication_hook_is_a_state_and_a_callable():
+    """As torch's ``register_comm_hook`` takes them."""
+    refused_attach(
+        new_accelerator(),
+        TypeError,
+        r"`communication_hook` must be \(state, hook\)",
+        communication_hook=fp16_compress_hook,
     )
 
 

@@ -104,9 +104,3 @@ def test_if_asked_to_one_process_writes_on_each_node(folder, ranks):
     """``save_on_each_node`` means our files, too."""
     for rank in range(NUM_RANKS):
         assert files_in(folder / f"node{rank}") >= OURS | {"model.safetensors"}
-
-
-def test_local_norms_are_refused(ranks):
-    """They would be norms of the reduced gradients."""
-    for rank in ranks:
-        assert "`local_norm` must be False on several ranks" in rank["local norm"]

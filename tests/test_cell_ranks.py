@@ -95,13 +95,3 @@ def test_a_nan_on_one_rank_skips_on_both(ranks):
             rank["nan"]["after"][2] if kind == "weights" else rank["nan"][kind] for rank in ranks
         )
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
-
-
-def test_local_norms_on_several_ranks_are_refused(ranks):
-    """They would be norms of the reduced gradients; the error says so at construction."""
-    for rank in ranks:
-        refused = [
-            "`local_norm` must be False on several ranks" in error
-            for error in rank["local norm"]["errors"]
-        ]
-        assert refused == [True, True]

@@ -60,7 +60,7 @@ class Training:
     def add(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add an optimizer."""
         named = dict(network.named_parameters())
-        self.step.add(optimizer, TrainedParameters(named, optimizer, None), named.values())
+        self.step.add(optimizer, TrainedParameters(named, optimizer, None))
 
     def loss(self, factor: float = 1.0):
         """Return the loss of the first network."""

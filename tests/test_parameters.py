@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
@@ -254,15 +254,20 @@ def one_rank(folder):
         torch.distributed.destroy_process_group()
 
 
-def test_sharded_parameters_are_refused_by_name(tmp_path):
-    """Norms of shards are not norms of parameters; nothing is computed wrongly in silence."""
+def test_a_gradient_that_is_placed_otherwise_than_its_parameter_is_refused_by_name(tmp_path):
+    """A norm of partial sums is no norm; nothing is computed wrongly in silence."""
     network = Tied()
     with one_rank(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
         network.body.bias = nn.Parameter(distribute_tensor(network.body.bias.detach(), mesh))
+        ours, _ = trained(network)
+        bias = network.body.bias
+        bias.grad = distribute_tensor(torch.ones(bias.shape), mesh)
+        assert ours.gradients()[2] is bias.grad
 
-        with pytest.raises(ValueError, match=r"got sharded ones \(DTensor\): \['body.bias'\]"):
-            trained(network)
+        bias.grad = DTensor.from_local(torch.ones(bias.shape), mesh, [Partial()])
+        with pytest.raises(TypeError, match=r"the gradient of `body.bias` must be placed as its"):
+            ours.gradients()
 
 
 def test_the_training_device_is_the_first_parameters():

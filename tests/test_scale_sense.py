@@ -65,7 +65,17 @@ def test_without_an_update_cell_overflows_change_nothing():
     assert scale.value == 8.0
 
 
-@pytest.mark.parametrize("scale_sense", ["8", None, [8.0], object(), DynamicLossScaleUpdateCell])
+def test_none_is_a_scale_of_one():
+    """What a manager without an update cell gives: no scaling, and nothing that changes it."""
+    scale, flag = LossScale(None, CPU), overflow()
+
+    assert scale.is_one
+    assert scale.update_cell is None
+    assert scale.update(flag) is flag
+    assert torch.equal(scale.value, torch.ones(()))
+
+
+@pytest.mark.parametrize("scale_sense", ["8", [8.0], object(), DynamicLossScaleUpdateCell])
 def test_anything_else_is_a_type_error(scale_sense):
     """MindSpore's exception type for what is neither number, tensor nor cell."""
     with pytest.raises(TypeError, match="`scale_sense` must be a number, a tensor"):

@@ -1,0 +1,63 @@
+"""What each rank does in the tests of accelerate loops whose network was sharded before."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from fsdp_networks import Case, micro_batches_of, new_model, optimizer_of, sharded
+from fsdp_training import whole
+from mfwrap import MFTrainOneStepCell, StepConfig
+from mfwrap.accelerate import attach
+
+__all__ = ["train_attached", "train_by_cell"]
+
+NUM_STEPS = 3
+MAX_NORM = 0.5
+
+
+def train_by_cell(rank: int, accumulation: int) -> dict[str, Any]:
+    """Train by the cell."""
+    case = Case(accumulation=accumulation)
+    network = sharded(new_model(per_token=False), case)
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer_of("fused AdamW", network),
+        use_clip_grad=True,
+        max_grad_norm=MAX_NORM,
+        local_norm=True,
+    )
+    outputs = [cell.step(micro_batches_of(case, step, rank)) for step in range(NUM_STEPS)]
+    return {
+        "weights": [whole(parameter) for parameter in network.parameters()],
+        "norms": torch.stack([output.global_norm for output in outputs]),
+        "local norms": torch.stack([output.local_norm for output in outputs]),
+    }
+
+
+def train_attached(rank: int, accumulation: int, way: str) -> dict[str, Any]:
+    """Train by a loop that clips in one of several ways."""
+    case = Case(accumulation=accumulation)
+    network = sharded(new_model(per_token=False), case)
+    accelerator = Accelerator(cpu=True)
+    attached = attach(accelerator, StepConfig(local_norm=True), scale_sense=2.0**16)
+    # accelerate would put it into DistributedDataParallel, which takes no shards.
+    network._is_accelerate_prepared = True
+    network, optimizer = accelerator.prepare(network, optimizer_of("fused AdamW", network))
+    norms, local_norms = [], []
+    for step in range(NUM_STEPS):
+        micro_batches = micro_batches_of(case, step, rank)
+        for index, batch in enumerate(micro_batches):
+            network.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            accelerator.backward(network(*batch) / len(micro_batches))
+        if way == "in place":
+            accelerator.unscale_gradients()
+        norms.append(accelerator.clip_grad_norm_(network.parameters(), MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+        local_norms.append(attached.last_output.local_norm)
+    return {
+        "weights": [whole(parameter) for parameter in network.parameters()],
+        "norms": torch.stack(norms),
+        "local norms": torch.stack(local_norms),
+    }

@@ -1,0 +1,141 @@
+"""What each rank does in the tests of checkpoints that other ranks go on from."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+
+from fsdp_networks import Case, micro_batches_of, new_model, optimizer_of, sharded
+from fsdp_training import whole
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
+from mfwrap.sharded_checkpoint import load_sharded, save_sharded
+
+__all__ = ["load", "load_into_another", "save", "save_by_torch_alone"]
+
+NUM_BEFORE, NUM_AFTER = 4, 2
+
+
+class _Training(NamedTuple):
+    cell: MFTrainOneStepCell
+    scheduler: LRScheduler
+
+
+def _training(layout: str, optimizer: str, *, dynamic: bool = True) -> _Training:
+    network = new_model(per_token=False)
+    if layout == "ddp":
+        network = DistributedDataParallel(network, find_unused_parameters=True)
+    elif layout != "plain":
+        network = sharded(network, Case(layout))
+    inner = optimizer_of(optimizer, network)
+    scheduler = CosineAnnealingLR(inner, 50)
+    cell = MFTrainOneStepCell(
+        network,
+        inner,
+        use_clip_grad=True,
+        scale_sense=DynamicLossScaleUpdateCell(1024.0, 2, 3) if dynamic else 1024.0,
+        lr_scheduler=scheduler,
+        ema=ExponentialMovingAverage(network, decay=0.75, warmup=True),
+    )
+    return _Training(cell, scheduler)
+
+
+def _train(training: _Training, rank: int, steps: range) -> None:
+    for step in steps:
+        [batch] = micro_batches_of(Case(), step, rank)
+        # One overflow, so that scale and counters are no longer those of the beginning.
+        training.cell(*batch, float("nan") if step == 1 else 1.0)
+    training.cell.flush()
+
+
+def _state(training: _Training) -> dict[str, Any]:
+    """Return all of a training's state, gathered."""
+    cell, network = training.cell, training.cell.network
+    own = cell.state_dict()
+    state = {name.replace("module.", ""): p for name, p in network.named_parameters()}
+    tensors = {
+        f"{kind} {name}": whole(value)
+        for kind, values in (("weight", state), ("average", own["ema"]["averages"]))
+        for name, value in values.items()
+    }
+    for name, parameter in state.items():
+        for key, value in cell.optimizer.state.get(parameter, {}).items():
+            tensors[f"{key} {name}"] = whole(value)
+    counters = {**own["loss_scale"]["update_cell"], **own["ema"]["counters"]}
+    counters |= {key: own[key] for key in ("applied_updates", "skipped_updates")}
+    return {
+        **tensors,
+        **{name: value.clone() for name, value in counters.items()},
+        "scale": own["loss_scale"]["value"],
+        "rate": torch.tensor(cell.optimizer.param_groups[0]["lr"], dtype=torch.float64),
+        "epoch": torch.tensor(training.scheduler.last_epoch),
+    }
+
+
+def save(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
+    """Train, save, and train on; return the state at both ends."""
+    training = _training(layout, optimizer)
+    _train(training, rank, range(NUM_BEFORE))
+    save_sharded(folder, training.cell, training.scheduler)
+    saved = _state(training)
+    _train(training, rank, range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
+    return {"saved": saved, "end": _state(training)}
+
+
+def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
+    """Load into a training that has gone another way, and train on."""
+    training = _training(layout, optimizer)
+    with torch.no_grad():
+        for parameter in training.cell.network.parameters():
+            parameter.add_(1.0)
+    load_sharded(folder, training.cell, training.scheduler)
+    loaded = _state(training)
+    _train(training, rank, range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
+    return {"loaded": loaded, "end": _state(training)}
+
+
+def load_into_another(rank: int, folder: str) -> dict[str, Any]:
+    """Load what does not fit; return the messages, and whether nothing has changed."""
+    messages = {}
+    training = _training("layers", "fused AdamW", dynamic=False)
+    before = _state(training)
+    other_shape = _training("layers", "fused AdamW")
+    other_shape.cell.network.register_buffer("more", torch.zeros(3))
+    few = _training("layers", "fused AdamW")
+    few.cell.optimizer.param_groups[0]["params"].pop()
+
+    def attempt(name: str, target: _Training, *schedule: Any, path: str = folder) -> None:
+        try:
+            load_sharded(path, target.cell, *schedule)
+        except (KeyError, ValueError, OSError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+
+    attempt("other loss scale", training, training.scheduler)
+    attempt("more buffers", other_shape, other_shape.scheduler)
+    attempt("fewer parameters", few, few.scheduler)
+    attempt("no schedule", training)
+    attempt("no checkpoint", training, training.scheduler, path=str(Path(folder).parent))
+    try:
+        save_sharded(folder, training.cell)
+    except FileExistsError as error:
+        messages["not empty"] = f"{type(error).__name__}: {error}"
+    after = _state(training)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    return {"messages": messages, "unchanged": unchanged}
+
+
+def save_by_torch_alone(rank: int, folder: str) -> bool:
+    """Save and load a cell as torch's checkpoints do with anything that has a state."""
+    training = _training("layers", "fused AdamW")
+    _train(training, rank, range(NUM_BEFORE))
+    saved = _state(training)
+    checkpoint.save({"cell": training.cell}, checkpoint_id=folder)
+    other = _training("layers", "fused AdamW")
+    checkpoint.load({"cell": other.cell}, checkpoint_id=folder)
+    loaded = _state(other)
+    of_cell = [name for name in saved if name.startswith(("average", "scale", "cur_iter"))]
+    of_cell += ["applied_updates", "skipped_updates", "num_calls"]
+    return all(torch.equal(saved[name], loaded[name]) for name in of_cell)

@@ -1,0 +1,298 @@
+"""What goes wrong, or is asked for beside training, on ranks with sharded parameters."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_networks import Case, micro_batches_of, new_model, optimizer_of, replicated_mesh, sharded
+from host_reads import HostReads
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+    clip_by_global_norm,
+)
+from mfwrap.norm_reduction import has_non_finite, square_of_all
+
+__all__ = [
+    "OPTIMIZERS",
+    "call_a_module_twice",
+    "count_host_reads",
+    "count_messages",
+    "evaluate_with_averages",
+    "fail_in_a_micro_batch",
+    "meet_a_bad_loss",
+    "new_cell",
+    "norms_of_placed_tensors",
+    "train_with_a_divisor",
+]
+
+OPTIMIZERS = ["fused AdamW", "fused SGD", "foreach SGD"]
+NAN = float("nan")
+
+
+def new_cell(network: nn.Module, optimizer: str, **settings: Any) -> MFTrainOneStepCell:
+    """Return a cell that clips."""
+    return MFTrainOneStepCell(
+        network,
+        optimizer_of(optimizer, network),
+        use_clip_grad=True,
+        max_grad_norm=0.5,
+        **{"scale_sense": 2.0**10} | settings,
+    )
+
+
+def _kept(cell: MFTrainOneStepCell) -> list[Tensor]:
+    """Return copies of what this rank holds of weights, averages and optimizer state, in order."""
+    state = cell.optimizer.state
+    tensors: list[Tensor] = [*cell.network.parameters()]
+    if cell.ema is not None:
+        tensors += [average for _, average in cell.ema.named_averages()]
+    for parameter in cell.network.parameters():
+        tensors += [value for _, value in sorted(state.get(parameter, {}).items())]
+    with torch.no_grad():
+        return [
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone()
+            for tensor in tensors
+        ]
+
+
+def meet_a_bad_loss(rank: int, optimizer: str, factor: float) -> dict[str, Any]:
+    """Train with losses that are bad on the last rank in steps 0 and 2, and without those steps."""
+    if rank < distributed.get_world_size() - 1:
+        factor = 1.0
+
+    def train(factors: Sequence[float | None]) -> tuple[list[list[Tensor]], list[Any]]:
+        case = Case(accumulation=2)
+        network = sharded(new_model(per_token=False), case)
+        cell = new_cell(
+            network,
+            optimizer,
+            scale_sense=DynamicLossScaleUpdateCell(1024.0, 2, 100),
+            ema=ExponentialMovingAverage(network, decay=0.75),
+            use_skip_data_by_global_norm=True,
+            global_norm_spike_threshold=100.0,
+        )
+        kept, reports = [_kept(cell)], []
+        for step, number in enumerate(factors):
+            if number is not None:
+                first, second = micro_batches_of(case, step, rank)
+                cell.step([first, (*second, number)])
+                kept.append(_kept(cell))
+                reports.append(cell.last_report)
+        return kept, reports
+
+    kept, reports = train([factor, 1.0, factor, 1.0])
+    clean, _ = train([None, 1.0, None, 1.0])
+    return {
+        "skipped": [report.skipped.item() for report in reports],
+        "overflow": [report.output.overflow.item() for report in reports],
+        "norms": [report.output.global_norm.item() for report in reports],
+        "weights and averages after a first skip": _are_equal(kept[0], kept[1][: len(kept[0])]),
+        "all after a later skip": _are_equal(kept[2], kept[3]),
+        "end is that without the skipped steps": _are_equal(kept[4], clean[2]),
+        "changes when applied": not _are_equal(kept[3], kept[4]),
+    }
+
+
+def _are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+class _Messages(TorchDispatchMode):
+    """Count what is sent over ranks, by operator and number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.sent[func._opname, sum(tensor.numel() for tensor in tensors)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_messages(rank: int, case: Case) -> dict[str, Any]:
+    """Return what a step sends beyond what the same forward and backward send without it."""
+    network = sharded(new_model(per_token=case.per_token), case)
+    cell = new_cell(
+        network,
+        "fused AdamW",
+        local_norm=True,
+        ema=ExponentialMovingAverage(network),
+        calculate_per_token_loss=case.per_token,
+    )
+    [batch] = micro_batches_of(case, 0, rank)
+    cell(*batch)
+    with _Messages() as plain:
+        loss = network(*batch)
+        (loss[0] if case.per_token else loss).backward()
+    network.zero_grad()
+    with _Messages() as ours:
+        cell(*batch)
+    return {"more": dict(ours.sent - plain.sent), "less": dict(plain.sent - ours.sent)}
+
+
+def count_host_reads(rank: int, optimizer: str) -> list[str]:
+    """Return what three steps read on the host."""
+    case = Case()
+    network = sharded(new_model(per_token=False), case)
+    cell = new_cell(
+        network,
+        optimizer,
+        local_norm=True,
+        scale_sense=DynamicLossScaleUpdateCell(1024.0, 2, 100),
+        ema=ExponentialMovingAverage(network),
+    )
+    names = []
+    for step in range(3):
+        [batch] = micro_batches_of(case, step, rank)
+        with HostReads() as reads:
+            cell(*batch)
+        names += reads.names
+    return names
+
+
+def fail_in_a_micro_batch(rank: int) -> dict[str, Any]:
+    """Let a forward raise between two micro-batches; go on, and without having tried."""
+    ends = []
+    for fails in (True, False):
+        case = Case(accumulation=2)
+        network = sharded(new_model(per_token=False), case)
+        cell = new_cell(network, "fused SGD")
+        for step in range(3):
+            first, second = micro_batches_of(case, step, rank)
+            if fails and step > 0:
+                with contextlib.suppress(RuntimeError):
+                    cell.step([first, (second[0][:, :3], second[1])])
+            cell.step([first, second])
+        ends.append(_kept(cell))
+    return {"is as if it had not been tried": _are_equal(*ends)}
+
+
+@torch.no_grad()
+def evaluate_with_averages(rank: int) -> dict[str, bool]:
+    """Evaluate before, inside and after a swap; the root is left gathered by each of them."""
+    case = Case("root")
+    [batch] = micro_batches_of(case, 0, rank)
+    network = sharded(new_model(per_token=False), case)
+    network(*batch)
+    # Built from a network that is gathered: both have to find the shards.
+    optimizer = optimizer_of("fused AdamW", network)
+    ema = ExponentialMovingAverage(network, decay=0.5)
+    del optimizer
+    first = network(*batch)
+    network.reshard()
+    for parameter in network.parameters():
+        parameter.to_local().add_(0.5)
+    raw = network(*batch)
+    ema.update()
+    with ema.swap():
+        averaged = network(*batch)
+    again = network(*batch)
+    expected = new_model(per_token=False)
+    for parameter in expected.parameters():
+        # Half of the way that trained weights have gone.
+        parameter.add_(0.25 if parameter.requires_grad else 0.5)
+    return {
+        "raw weights moved": not torch.equal(first, raw),
+        "averages inside": torch.allclose(averaged, expected(*batch), rtol=1e-5),
+        "raw weights after": torch.equal(again, raw),
+        "averages are shards": all(
+            average.to_local().numel() == weight.to_local().numel()
+            for (_, average), weight in zip(
+                ema.named_averages(),
+                [p for p in _resharded(network).parameters() if p.requires_grad],
+                strict=True,
+            )
+        ),
+    }
+
+
+def _resharded(network: nn.Module) -> nn.Module:
+    network.reshard()
+    return network
+
+
+def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
+    """Return the norm of tensors that are sharded, replicated, both and neither."""
+    world = distributed.get_world_size()
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(5, 3, generator=generator) for _ in range(6)]
+    line = init_device_mesh("cpu", (world,))
+    grid = replicated_mesh(world)
+    tensors = [
+        values[0],
+        distribute_tensor(values[1], line, [Shard(0)]),
+        distribute_tensor(values[2], line, [Replicate()]),
+        distribute_tensor(values[3], grid, [Replicate(), Shard(1)]),
+        distribute_tensor(values[4], grid, [Shard(0), Shard(1)]),
+        # Over some of the ranks only, alike in each such set.
+        distribute_tensor(values[5], grid["shard"], [Shard(0)]),
+    ]
+    cpu = torch.device("cpu")
+    spoilt = values[0].clone()
+    if rank == 0:
+        spoilt[0, 0] = NAN
+    return {
+        "ours": square_of_all(tensors, cpu).item(),
+        "expected": torch.stack(values).double().square().sum().item(),
+        "one by one": [square_of_all([tensor], cpu).item() for tensor in tensors],
+        "each expected": [value.double().square().sum().item() for value in values],
+        "finite": has_non_finite(tensors, cpu).item(),
+        "nan on rank 0": has_non_finite([spoilt, *tensors[1:]], cpu).item(),
+        "clipped": square_of_all(clip_by_global_norm(tensors, 0.5), cpu).item(),
+        "nan norm": square_of_all([spoilt, *tensors[1:]], cpu).isnan().item(),
+    }
+
+
+def train_with_a_divisor(rank: int) -> dict[str, Any]:
+    """Per token, with gradients that are summed over ranks instead of averaged."""
+    ends = []
+    for divides_by_one in (True, False):
+        case = Case(per_token=True)
+        network = sharded(new_model(per_token=True), case)
+        if divides_by_one:
+            for part in network.modules():
+                if hasattr(part, "set_gradient_divide_factor"):
+                    part.set_gradient_divide_factor(1.0)
+                    part.set_force_sum_reduction_for_comms(enable=True)
+        cell = new_cell(network, "fused SGD", calculate_per_token_loss=True)
+        outputs = [cell.step(micro_batches_of(case, step, rank)) for step in range(2)]
+        ends.append([*_kept(cell), *(output.global_norm for output in outputs)])
+    return {"ends": ends}
+
+
+def call_a_module_twice(rank: int) -> dict[str, Tensor]:
+    """Return local norms of a module that a forward calls twice, and what they should be."""
+    [(inputs, _)] = micro_batches_of(Case(), 0, rank)
+    torch.manual_seed(0)
+    plain, network = _Twice(), _Twice()
+    network.load_state_dict(plain.state_dict())
+    fully_shard(network.layer, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    output = new_cell(network, "fused SGD", local_norm=True)(inputs)
+    plain.double()(inputs.double()).backward()
+    return {
+        "ours": output.local_norm,
+        "expected": torch.stack([p.grad.norm() for p in plain.parameters()]).float(),
+    }
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(self.layer(inputs)).square().mean()

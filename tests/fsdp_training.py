@@ -1,0 +1,62 @@
+"""What each rank does in the tests of steps with sharded parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_networks import NUM_STEPS, Case, micro_batches_of, new_model, optimizer_of, sharded
+from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
+
+__all__ = ["CASES", "MAX_NORM", "train", "whole"]
+
+MAX_NORM = 0.5
+
+CASES = [
+    Case(),
+    Case("root", 4, "float32", "fused SGD"),
+    Case("layers", 4, "bf16", "fused AdamW"),
+    Case("children", 1, "bf16", "fused SGD"),
+    Case("layers", 4, "float32", "foreach SGD"),
+    Case("replicas", 4, "float32", "fused AdamW"),
+    Case("two meshes", 1, "float32", "fused AdamW", per_token=True),
+    Case("layers", 4, "float32", "fused SGD", per_token=True),
+    Case("partly replicated", 4, "float32", "fused AdamW"),
+]
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of all of a tensor; every rank calls it."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def train(rank: int, case: Case) -> dict[str, Any]:
+    """Train as one of the ranks; return what came of it, gathered."""
+    network = sharded(new_model(per_token=case.per_token), case)
+    optimizer = optimizer_of(case.optimizer, network)
+    ema = ExponentialMovingAverage(network, decay=0.75)
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        max_grad_norm=MAX_NORM,
+        scale_sense=2.0**16,
+        local_norm=True,
+        gradient_accumulation_steps=case.accumulation,
+        ema=ema,
+        calculate_per_token_loss=case.per_token,
+    )
+    outputs = [cell.step(micro_batches_of(case, step, rank)) for step in range(NUM_STEPS)]
+    return {
+        "losses": torch.stack([output.loss for output in outputs]),
+        "norms": torch.stack([output.global_norm for output in outputs]),
+        "local norms": torch.stack([output.local_norm for output in outputs]),
+        "overflow": [output.overflow.item() for output in outputs],
+        "sizes": outputs[0].size,
+        "names": cell.local_norm_names,
+        "weights": [whole(parameter) for parameter in network.parameters()],
+        "averages": [whole(average) for _, average in ema.named_averages()],
+        "applied": cell.last_report.applied_updates.item(),
+    }

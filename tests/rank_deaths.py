@@ -1,0 +1,99 @@
+"""A program that is one of two ranks, of which the second fails in the middle of a step.
+
+Arguments: how it fails, the rank, and the folder for what is left behind.
+"""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
+from small_networks import TokenClassifier, labelled_batches
+from training_state import training_state
+
+__all__ = ["GOOD_STEPS", "FailingClassifier", "new_training"]
+
+GOOD_STEPS = 2
+START = timedelta(seconds=120)
+STEP = timedelta(seconds=15)
+"""What a rank waits for another one to start, and within a step."""
+
+
+class FailingClassifier(TokenClassifier):
+    """Fails when it is told to."""
+
+    failure = ""
+
+    def forward(
+        self, inputs: Tensor, labels: Tensor, loss_factor: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and number of targets, or raise, or die in the backward that follows."""
+        if self.failure.startswith("raises"):
+            msg = "this rank's batch is damaged"
+            raise ValueError(msg)
+        total, count = super().forward(inputs, labels, loss_factor)
+        if self.failure == "killed":
+            total.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return total, count
+
+
+def new_training(network: torch.nn.Module) -> tuple[MFTrainOneStepCell, list[Any]]:
+    """Return a cell, and all whose state a checkpoint holds."""
+    optimizer = AdamW(network.parameters(), lr=1e-2, fused=True)
+    ema = ExponentialMovingAverage(network, decay=0.9)
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        scale_sense=1024.0,
+        local_norm=True,
+        ema=ema,
+        calculate_per_token_loss=True,
+        gradient_accumulation_steps=2,
+    )
+    return cell, [network, optimizer, cell]
+
+
+def main(failure: str, rank: int, folder: Path) -> None:
+    """Train, save, fail or see the other one fail, and leave behind what is then."""
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=START,
+    )
+    distributed.barrier()
+    group = distributed.new_group(timeout=STEP)
+    torch.manual_seed(0)
+    inner = FailingClassifier()
+    cell, parts = new_training(DistributedDataParallel(inner, process_group=group))
+    distributed.barrier()
+    batches = labelled_batches(GOOD_STEPS + 1, seed=rank)
+    for batch in batches[:GOOD_STEPS]:
+        cell(*batch)
+    if rank == 0:
+        torch.save([part.state_dict() for part in parts], folder / "checkpoint.pt")
+    before = training_state(*parts)
+    if rank == 1:
+        inner.failure = failure
+    try:
+        cell(*batches[GOOD_STEPS])
+    except (ValueError, RuntimeError):
+        torch.save({"before": before, "after": training_state(*parts)}, folder / f"rank{rank}.pt")
+        if failure == "raises and stays" and rank == 1:
+            # Until the test lets go: nothing tells the other rank that this one waits.
+            sys.stdin.read()
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

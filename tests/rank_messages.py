@@ -1,0 +1,122 @@
+"""What ranks send each other in one step, with and without this package."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.profiler import ProfilerActivity, profile
+
+from attached_runs import new_accelerator
+from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
+from mfwrap.accelerate import attach
+from rank_local_norms import Parts, share
+from small_networks import Classifier, TokenClassifier
+
+__all__ = ["WAYS", "messages_of"]
+
+NUM_STEPS = 3
+
+
+def messages_of(rank: int, way: str) -> list[list[int]]:
+    """Return the numbers of elements of each message of one step, smallest first, by step.
+
+    The profiler sees them where the process group sends them, also those of torch's own reducer.
+    """
+    step = WAYS[way](rank)
+    for number in range(2):
+        # DistributedDataParallel rebuilds its buckets once, and says so to the other ranks.
+        step(number)
+    sent = []
+    for number in range(NUM_STEPS):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+            step(number)
+        sent.append(
+            sorted(
+                sum(torch.Size(shape).numel() for shape in event.input_shapes)
+                for event in profiled.events()
+                if event.name.startswith("gloo:")
+            )
+        )
+    return sent
+
+
+def _plain(rank: int) -> Callable[[int], Any]:
+    network = DistributedDataParallel(Classifier())
+    optimizer = SGD(network.parameters(), lr=0.1, fused=True)
+
+    def step(number: int) -> None:
+        network(*share(number, rank)).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _cell(network: nn.Module, rank: int, **settings: Any) -> Callable[[int], Any]:
+    cell = MFTrainOneStepCell(
+        network,
+        SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True),
+        use_clip_grad=True,
+        scale_sense=DynamicLossScaleUpdateCell(1024.0, 2, 100),
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=1e6,
+        **settings,
+    )
+    return lambda number: cell(*share(number, rank))
+
+
+def _mean(rank: int) -> Callable[[int], Any]:
+    return _cell(DistributedDataParallel(Classifier()), rank)
+
+
+def _with_local_norms(rank: int) -> Callable[[int], Any]:
+    network = DistributedDataParallel(Classifier())
+    return _cell(network, rank, local_norm=True, gradient_accumulation_steps=4)
+
+
+def _per_token(rank: int) -> Callable[[int], Any]:
+    return _cell(
+        DistributedDataParallel(TokenClassifier()),
+        rank,
+        local_norm=True,
+        calculate_per_token_loss=True,
+        gradient_accumulation_steps=4,
+    )
+
+
+def _attached(rank: int) -> Callable[[int], Any]:
+    accelerator = new_accelerator()
+    attach(accelerator, StepConfig(local_norm=True), scale_sense=1024.0)
+    network = Classifier()
+    optimizer = SGD(network.parameters(), lr=0.1, fused=True)
+    network, optimizer = accelerator.prepare(network, optimizer)
+
+    def step(number: int) -> None:
+        accelerator.backward(network(*share(number, rank)))
+        accelerator.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _in_parts(rank: int) -> Callable[[int], Any]:
+    network = Parts()
+    optimizer = SGD(network.parameters(), lr=0.1, fused=True)
+    cell = MFTrainOneStepCell(network, optimizer, local_norm=True)
+    return lambda number: cell(torch.tensor([[3.0, 4.0]]) * (1 + rank + number))
+
+
+WAYS = {
+    "plain": _plain,
+    "mean": _mean,
+    "local norms": _with_local_norms,
+    "per token": _per_token,
+    "attached": _attached,
+    "in parts": _in_parts,
+}
+"""How to make what does one step, by name."""

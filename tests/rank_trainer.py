@@ -1,0 +1,84 @@
+"""A training by the Trainer whose local norms come from communication hooks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from transformers import TrainerCallback, TrainingArguments
+
+from attached_runs import new_accelerator
+from mfwrap import StepConfig
+from mfwrap.trainer import MFTrainer
+from small_networks import Classifier, labelled_batches
+
+__all__ = ["train_with_trainer"]
+
+
+class _Recording(MFTrainer):
+    """Keeps what each micro-batch was trained on, and the weights that it met."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
+        weights = [weight.detach().clone() for weight in model.parameters()]
+        self.met.append((weights, inputs["inputs"].clone(), inputs["labels"].clone()))
+        return super().training_step(model, inputs, *rest)
+
+
+class _Reporting(TrainerCallback):
+    def __init__(self) -> None:
+        self.outputs = []
+
+    def on_step_end(self, *_: object, step_output: Any, **__: object) -> None:
+        self.outputs.append(step_output)
+
+
+class _LossInMapping(Classifier):
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(inputs, labels)}
+
+
+def train_with_trainer(rank: int, folder: str) -> dict[str, Any]:
+    """Train with the Trainer, two micro-batches an update, and a communication hook."""
+    new_accelerator()
+    inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=4), strict=True))
+    rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
+    torch.manual_seed(0)
+    report = _Reporting()
+    trainer = _Recording(
+        _LossInMapping(),
+        TrainingArguments(
+            folder,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=0.1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=rows,
+        callbacks=[report],
+        step=StepConfig(local_norm=True),
+        scale_sense=2.0**10,
+        communication_hook=(None, fp16_compress_hook),
+    )
+    trainer.met = []
+    trainer.train()
+    expected = [
+        _own_norms(weights, [(inputs, labels) for _, inputs, labels in trainer.met[first:][:2]])
+        for first, (weights, _, _) in list(enumerate(trainer.met))[::2]
+    ]
+    return {
+        "local_norms": torch.stack([output.local_norm for output in report.outputs]),
+        "expected": torch.stack(expected),
+    }
+
+
+def _own_norms(weights: list[Tensor], micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    network = Classifier().double()
+    for parameter, weight in zip(network.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    losses = [network(inputs.double(), labels) for inputs, labels in micro_batches]
+    torch.stack(losses).mean().backward()
+    return torch.stack([parameter.grad.norm() for parameter in network.parameters()])

@@ -1,0 +1,21 @@
+"""The step behind an accelerate loop does on shards what the cell does."""
+
+import pytest
+import torch
+
+from fsdp_attached import train_attached, train_by_cell
+
+
+@pytest.mark.parametrize("way", ["folded", "in place"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_attached_loop_on_shards_does_what_the_cell_does(two_ranks, accumulation, way):
+    """Norms before clipping, each rank's own among them, and weights; at scale 2**16."""
+    cells = two_ranks.run(train_by_cell, accumulation)
+    loops = two_ranks.run(train_attached, accumulation, way)
+
+    for ours, theirs in zip(loops, cells, strict=True):
+        torch.testing.assert_close(ours["norms"], theirs["norms"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours["local norms"], theirs["local norms"], rtol=1e-6, atol=0)
+        for actual, expected in zip(ours["weights"], theirs["weights"], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    assert theirs["norms"].max() > 0.1

@@ -1,0 +1,115 @@
+"""A checkpoint of shards is one of the training: any number of ranks goes on from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_checkpoints import load, load_into_another, save, save_by_torch_alone
+from rank_pool import RankPool
+
+OPTIMIZERS = ["fused AdamW", "fused SGD"]
+FOREIGN = ["layers", "root", "replicas", "ddp"]
+
+
+def assert_same(actual, expected):
+    """Compare states bitwise."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def optimizer(request) -> str:
+    """Return the name of each optimizer in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["layers", "ddp"])
+def checkpoint(request, optimizer, two_ranks, tmp_path_factory):
+    """Return what two ranks have saved, with shards and without, and where."""
+    folder = str(tmp_path_factory.mktemp("checkpoint") / "four steps")
+    saved, other = two_ranks.run(save, folder, request.param, optimizer)
+    assert_same(other["saved"], saved["saved"])
+    return {"folder": folder, "layout": request.param, **saved}
+
+
+@pytest.mark.parametrize("layout", FOREIGN)
+def test_two_ranks_go_on_from_two_however_either_are_sharded(
+    two_ranks, checkpoint, optimizer, layout
+):
+    """Bitwise what was saved; and then bitwise as if never interrupted, if nothing was changed."""
+    for rank in two_ranks.run(load, checkpoint["folder"], layout, optimizer):
+        assert_same(rank["loaded"], checkpoint["saved"])
+        if layout == checkpoint["layout"]:
+            assert_same(rank["end"], checkpoint["end"])
+
+
+def test_one_process_goes_on_from_two(checkpoint, optimizer):
+    """Without a process group, whole tensors from the shards of two ranks."""
+    assert_same(load(0, checkpoint["folder"], "plain", optimizer)["loaded"], checkpoint["saved"])
+
+
+def test_something_was_learned_before_saving(checkpoint):
+    """Otherwise equality would say nothing."""
+    saved = checkpoint["saved"]
+
+    assert (saved["applied_updates"], saved["skipped_updates"]) == (3, 1)
+    assert saved["scale"] != 1024
+    assert saved["epoch"] == 3
+    assert not torch.equal(saved["weight model.first.weight"], saved["average model.first.weight"])
+
+
+@pytest.mark.slow
+def test_three_ranks_go_on_from_two(checkpoint, optimizer, tmp_path):
+    """Shards of another size, and back again to two."""
+    with RankPool(3, tmp_path) as ranks:
+        for rank in ranks.run(load, checkpoint["folder"], "layers", optimizer):
+            assert_same(rank["loaded"], checkpoint["saved"])
+
+
+def test_what_does_not_fit_changes_nothing(two_ranks, tmp_path):
+    """Each error says what it is that does not fit."""
+    folder = str(tmp_path / "checkpoint")
+    two_ranks.run(save, folder, "layers", "fused AdamW")
+    expected = {
+        "other loss scale": "KeyError: \"`folder` must have this cell's names, missing are [], unk",
+        "more buffers": "KeyError: \"`folder` must have this cell's names, missing are ['network",
+        "fewer parameters": "KeyError: '`optimizer` must hold the groups of parameters that were",
+        "no schedule": "ValueError: `lr_scheduler` must be given if, and only if, one was saved",
+        "no checkpoint": "FileNotFoundError",
+        "not empty": "FileExistsError: `folder` must be empty, got",
+    }
+    for rank in two_ranks.run(load_into_another, folder):
+        assert rank["unchanged"]
+        assert rank["messages"].keys() == expected.keys()
+        for case, message in rank["messages"].items():
+            assert message.startswith(expected[case])
+
+
+def test_a_checkpoint_without_its_record_is_none(two_ranks, tmp_path):
+    """The record comes last, so that what was killed half-way is not taken for whole."""
+    folder = tmp_path / "checkpoint"
+    two_ranks.run(save, str(folder), "layers", "fused SGD")
+    record = folder / "mfwrap_sharded.json"
+    content = json.loads(record.read_text(encoding="utf-8"))
+    record.write_text(json.dumps(content | {"format_version": 0}), encoding="utf-8")
+    with pytest.raises(ValueError, match="must have format_version 1, got 0"):
+        load(0, str(folder), "plain", "fused SGD")
+
+    record.unlink()
+    with pytest.raises(FileNotFoundError, match=r"mfwrap_sharded\.json"):
+        load(0, str(folder), "plain", "fused SGD")
+
+
+def test_nothing_in_a_checkpoint_is_pickled(checkpoint):
+    """Only safetensors and JSON."""
+    kinds = {path.suffix for path in Path(checkpoint["folder"]).iterdir()}
+
+    assert kinds == {".safetensors", ".json"}
+
+
+def test_torchs_own_checkpoints_take_a_cell(two_ranks, tmp_path):
+    """It has a state of tensors, distributed ones among them."""
+    assert two_ranks.run(save_by_torch_alone, str(tmp_path / "checkpoint")) == [True, True]

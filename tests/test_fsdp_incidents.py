@@ -1,0 +1,143 @@
+"""All ranks that hold shards skip together, and mfwrap adds one small message to a step."""
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_incidents import (
+    OPTIMIZERS,
+    call_a_module_twice,
+    count_host_reads,
+    count_messages,
+    evaluate_with_averages,
+    fail_in_a_micro_batch,
+    meet_a_bad_loss,
+    norms_of_placed_tensors,
+    train_with_a_divisor,
+)
+from fsdp_networks import Case, new_model
+from fsdp_ranks import ranks
+from fsdp_refusals import be_refused
+
+__all__ = ["ranks"]
+
+NAN, SPIKE = float("nan"), 1e4
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("factor", [NAN, SPIKE])
+def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
+    """Nothing changes under torch.equal, at the first step with momentum, too; then all goes on."""
+    met = ranks.run(meet_a_bad_loss, optimizer, factor)
+
+    for rank in met:
+        assert rank["skipped"] == [True, False, True, False]
+        assert rank["overflow"] == [factor != SPIKE, False] * 2
+        assert rank["weights and averages after a first skip"]
+        assert rank["all after a later skip"]
+        assert rank["end is that without the skipped steps"]
+        assert rank["changes when applied"]
+    norms = torch.tensor([rank["norms"] for rank in met]).nan_to_num(-1)
+    # The same bits on every rank, or ranks might decide differently.
+    assert torch.equal(norms, norms[:1].expand_as(norms))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case("replicas"), Case("two meshes"), Case(per_token=True)],
+    ids=["sharded", "replicas", "two meshes", "per token"],
+)
+def test_a_step_sends_one_small_message_more_than_its_backward(ranks, case):
+    """One number for each parameter and one for the tokens, over each set of ranks."""
+    num_trained = sum(p.requires_grad for p in new_model(per_token=True).parameters())
+    num_held = len(list(new_model(per_token=True).parameters()))
+    assert num_trained < num_held
+    expected = {} if ranks.number == 1 else {("allreduce_", num_held + 1): 1}
+    for rank in ranks.run(count_messages, case):
+        assert rank == {"more": expected, "less": {}}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fused_optimizers_on_shards_read_nothing_on_the_host(ranks, optimizer):
+    """SGD, too, for which torch has no kernel for distributed tensors; others read one flag."""
+    expected = [] if optimizer.startswith("fused") else ["tolist"] * 3
+
+    assert ranks.run(count_host_reads, optimizer) == [expected] * ranks.number
+
+
+def test_a_forward_that_raises_leaves_nothing_behind(ranks):
+    """Whole gradients of earlier micro-batches do not leak into the next step."""
+    for rank in ranks.run(fail_in_a_micro_batch):
+        assert rank == {"is as if it had not been tried": True}
+
+
+def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
+    """Also where a forward without backward has left whole weights in the root module."""
+    for rank in ranks.run(evaluate_with_averages):
+        assert rank == dict.fromkeys(rank, True)
+
+
+def test_norms_count_every_element_once(ranks):
+    """Sharded, replicated, both, over fewer ranks, and not distributed at all."""
+    for norms in ranks.run(norms_of_placed_tensors):
+        assert norms["ours"] == pytest.approx(norms["expected"], rel=1e-6)
+        assert norms["one by one"] == pytest.approx(norms["each expected"], rel=1e-6)
+
+
+def test_distributed_tensors_are_clipped_by_the_norm_of_all(ranks):
+    """`clip_by_global_norm` takes them as any others."""
+    for norms in ranks.run(norms_of_placed_tensors):
+        assert norms["clipped"] == pytest.approx(0.25, rel=1e-6)
+
+
+def test_what_is_not_finite_on_one_rank_is_seen_on_all(ranks):
+    """In a tensor that is not distributed, too, as long as one beside it is."""
+    for norms in ranks.run(norms_of_placed_tensors):
+        assert (norms["finite"], norms["nan on rank 0"], norms["nan norm"]) == (False, True, True)
+
+
+def test_local_norms_of_a_module_that_is_called_twice_are_exact(ranks):
+    """Its gradients are reduced once all the same."""
+    for norms in ranks.run(call_a_module_twice):
+        torch.testing.assert_close(norms["ours"], norms["expected"], rtol=1e-5, atol=0)
+
+
+def test_a_divisor_of_ones_own_changes_nothing_per_token(ranks):
+    """Numerators over denominators, whatever sums over ranks are divided by."""
+    for rank in ranks.run(train_with_a_divisor):
+        for ours, theirs in zip(*rank["ends"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_exact_is_refused(ranks):
+    """Nothing is reported that is not what it says."""
+    expected = {
+        "reduced twice": "RuntimeError: `local_norm` must be False where gradients are reduced",
+        "around the seam": "RuntimeError: `local_norm` must be False with this torch",
+        "local norm by hand": "ValueError: `local_norm` must be False for parameters that are",
+        "per token by hand": "ValueError: `calculate_per_token_loss` must be False unless",
+        "divided unevenly": "ValueError: `network` must divide all gradients by the same number",
+    }
+    if ranks.number == 1:
+        # Then gradients are this rank's own.
+        expected |= {"reduced twice": "", "around the seam": ""}
+    for messages in ranks.run(be_refused):
+        assert messages.keys() == expected.keys()
+        for case, message in messages.items():
+            assert message.startswith(expected[case])
+            assert bool(message) == bool(expected[case])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (FSDPParamGroup, "post_backward"),
+        (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+        (FSDPParam, "unsharded_accumulated_grad_data"),
+        (FSDPParam, "unsharded_grad_data"),
+    ],
+)
+def test_the_private_names_of_fully_shard_are_there(kind, name):
+    """A torch that renames them fails here by name, not in a training run."""
+    assert hasattr(kind, name)

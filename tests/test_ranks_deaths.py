@@ -1,0 +1,113 @@
+"""When a rank fails, the others end, too, in time, and nothing of what there was is lost."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import rank_deaths
+from rank_deaths import FailingClassifier, new_training
+from small_networks import labelled_batches
+from training_state import assert_same_state
+
+pytestmark = pytest.mark.slow
+
+FAILURES = ("killed", "raises", "raises and stays")
+HANGS_SECONDS = 200
+"""More than a rank takes that waits for the process group's timeout, on a slow machine, too."""
+
+
+class Ended(NamedTuple):
+    """What is left of two ranks."""
+
+    folder: Path
+    statuses: list[int]
+    errors: list[str]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Start the ranks of all failures at once; return them by failure, with their folder."""
+    started = {}
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for failure in FAILURES:
+        folder = tmp_path_factory.mktemp("ranks")
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, rank_deaths.__file__, failure, str(rank), str(folder)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        started[failure] = folder, ranks
+    yield started
+    for _, ranks in started.values():
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.fixture(scope="module", params=FAILURES)
+def ended(request, started):
+    """Wait for both ranks, the first one first; one that hangs fails the test."""
+    folder, ranks = started[request.param]
+    errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
+    return request.param, Ended(folder, [rank.returncode for rank in ranks], errors)
+
+
+def first_error(errors):
+    """Return the first line of a rank's output that names an exception, without what torch adds."""
+    lines = (re.sub(r"^\[rank\d\]: ", "", line) for line in errors.splitlines())
+    return next(line for line in lines if line.partition(":")[0].endswith("Error"))
+
+
+def test_every_rank_ends(ended):
+    """With an error, and not by waiting for ever."""
+    failure, ranks = ended
+
+    assert ranks.statuses[0] == 1
+    assert ranks.statuses[1] == (-signal.SIGKILL if failure == "killed" else 1)
+
+
+def test_the_own_error_comes_first(ended):
+    """What the failing rank raised is not hidden behind what its end leads to."""
+    failure, ranks = ended
+
+    assert first_error(ranks.errors[0]).startswith("RuntimeError")
+    if failure != "killed":
+        assert first_error(ranks.errors[1]) == "ValueError: this rank's batch is damaged"
+
+
+def test_half_a_step_changes_nothing(ended):
+    """On any rank that lives to tell: weights, optimizer, scale, counts and average."""
+    failure, ranks = ended
+    for rank in range(1 if failure == "killed" else 2):
+        states = torch.load(ranks.folder / f"rank{rank}.pt")
+        assert_same_state(states["before"], states["after"])
+
+
+def test_the_checkpoint_goes_on(ended):
+    """What was saved before is whole, and one process goes on from it."""
+    _, ranks = ended
+    cell, parts = new_training(FailingClassifier())
+    states = torch.load(ranks.folder / "checkpoint.pt")
+    states[0] = {name.removeprefix("module."): value for name, value in states[0].items()}
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    before = [weight.clone() for weight in parts[0].parameters()]
+
+    [batch] = labelled_batches(1)
+    cell(*batch)
+
+    assert cell.last_report.applied_updates.item() == rank_deaths.GOOD_STEPS + 1
+    assert not any(map(torch.equal, before, parts[0].parameters()))

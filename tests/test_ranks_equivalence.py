@@ -1,0 +1,101 @@
+"""Ranks that share a batch train as one process with torch alone does."""
+
+import pytest
+import torch
+from torch import distributed
+
+from rank_equivalence import CASES, NUM_STEPS, micro_batches, own_norms, train_alone, train_on_rank
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def trained(request, tmp_path_factory):
+    """Return what as many ranks as asked for have trained, all cases at once."""
+    num_ranks = request.param
+    if num_ranks == 2:
+        return request.getfixturevalue("two_ranks").run(train_on_rank)
+    folder = tmp_path_factory.mktemp("ranks")
+    if num_ranks > 2:
+        with RankPool(num_ranks, folder) as pool:
+            return pool.run(train_on_rank)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        return [train_on_rank(0)]
+    finally:
+        distributed.destroy_process_group()
+
+
+on_ranks = pytest.mark.parametrize(
+    "trained", [1, 2, pytest.param(4, marks=pytest.mark.slow)], indirect=True
+)
+with_case = pytest.mark.parametrize("name", CASES)
+
+
+def mean_loss(name, results):
+    """Return the loss over all ranks from what each reports, one a step."""
+    losses = torch.stack([rank[name]["losses"] for rank in results])
+    if not CASES[name].per_token:
+        return losses.mean(dim=0)
+    counts = torch.tensor(
+        [
+            [
+                sum(labels.ne(-100).sum().item() for _, labels in share)
+                for share in micro_batches(CASES[name], step, len(results))
+            ]
+            for step in range(NUM_STEPS)
+        ]
+    ).T
+    # A rank without targets reports nan, and has no part in the sum.
+    return (losses.nan_to_num() * counts).sum(dim=0) / counts.sum(dim=0)
+
+
+@on_ranks
+@with_case
+def test_ranks_train_as_one_process(trained, name):
+    """Losses, norms, weights and averages are plain torch's, for every accumulation and precision.
+
+    The same products are added up in another order, and float32 rounds each sum by 6e-8 of it: a
+    hundred sums of that give 1e-5 at worst (seen: 2e-7), and 1e-6 in weights that four updates of
+    at most 0.1 have moved. In bfloat16 the products of each micro-batch are the same bits, too:
+    only what comes after them, in float32, is added up differently.
+    """
+    expected = train_alone(CASES[name], len(trained))
+
+    torch.testing.assert_close(mean_loss(name, trained), expected["losses"], rtol=1e-5, atol=0)
+    for rank in trained:
+        assert rank[name]["overflows"] == [False] * NUM_STEPS
+        torch.testing.assert_close(rank[name]["norms"], expected["norms"], rtol=1e-5, atol=0)
+        for kind in ("weights", "averages"):
+            for ours, theirs in zip(rank[name][kind], expected[kind], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@on_ranks
+@with_case
+def test_local_norms_are_those_of_each_ranks_own_loss(trained, name):
+    """Each rank's micro-batches in one process, in float64: before any reduction or clipping.
+
+    In float32 to the rounding of sums; in bfloat16 every product is rounded by 2**-9.
+    """
+    case = CASES[name]
+    tolerance = 1e-5 if case.precision == "float32" else 2**-6
+    for index, rank in enumerate(trained):
+        for step in range(NUM_STEPS):
+            share = micro_batches(case, step, len(trained))[index]
+            expected = own_norms(case, rank[name]["before"][step], share)
+            torch.testing.assert_close(
+                rank[name]["local_norms"][step].double(), expected, rtol=tolerance, atol=1e-7
+            )
+
+
+@on_ranks
+@with_case
+def test_all_ranks_hold_the_same(trained, name):
+    """To the bit, with no message that says so: what is reduced is the same everywhere."""
+    first, *others = (rank[name] for rank in trained)
+    for other in others:
+        assert torch.equal(first["norms"], other["norms"])
+        for kind in ("weights", "averages"):
+            assert all(map(torch.equal, first[kind], other[kind]))

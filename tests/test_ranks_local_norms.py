@@ -1,0 +1,144 @@
+"""Local norms are those of each rank's own gradients, however these are reduced."""
+
+import pytest
+import torch
+
+from rank_local_norms import (
+    HOOKS,
+    OPTIONS,
+    share,
+    train_by_hand_without_no_sync,
+    train_gan,
+    train_partly_distributed,
+    train_with_handler,
+    train_with_hook,
+    train_with_options,
+    train_with_unused,
+)
+from small_networks import Classifier
+
+NUM_STEPS = 3
+STEPS_OF_5 = torch.tensor([5.0, 10.0])
+"""Norms of ranks 0 and 1 for inputs of (3, 4) times 1 and 2."""
+
+
+def own_norms(results, rank):
+    """Return local norms from torch alone in float64, with the weights that a rank had."""
+    norms = []
+    for step, weights in enumerate(results["before"]):
+        network = Classifier().double()
+        for parameter, weight in zip(network.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        inputs, labels = share(step, rank)
+        network(inputs.double(), labels).backward()
+        norms.append(torch.stack([parameter.grad.norm() for parameter in network.parameters()]))
+    return torch.stack(norms)
+
+
+def assert_own_norms(results):
+    """Fail unless each rank's local norms are its own, and the global norms are the same."""
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(
+            result["local_norms"].double(), own_norms(result, rank), rtol=1e-5, atol=0
+        )
+    first, second = results
+    assert not torch.allclose(first["local_norms"], second["local_norms"], rtol=0.01)
+    assert torch.equal(first["global_norms"], second["global_norms"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_settings_of_distributed_data_parallel(two_ranks, name):
+    """Buckets of any size, rebuilt or static, views or copies, with accumulation."""
+    assert_own_norms(two_ranks.run(train_with_options, name))
+
+
+def test_unused_parameters_count_zero(two_ranks):
+    """On the rank that does not use them; what no rank uses counts zero on all."""
+    first, second = two_ranks.run(train_with_unused)
+
+    for rank, result in enumerate((first, second)):
+        seldom_used = 2 * STEPS_OF_5[rank] if rank == 1 else torch.tensor(0.0)
+        expected = torch.stack([STEPS_OF_5[rank], seldom_used, torch.tensor(0.0)])
+        torch.testing.assert_close(result["local_norms"], expected.expand(2, 3))
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_communication_hook_comes_after_them(two_ranks, name):
+    """It trains as it does by itself, to the bit, and local norms are of what it is given."""
+    results = two_ranks.run(train_with_hook, name)
+
+    assert_own_norms([result["ours"] for result in results])
+    for result in results:
+        for other in ("theirs", "without norms"):
+            assert torch.equal(result["ours"]["global_norms"], result[other]["global_norms"])
+            assert all(map(torch.equal, result["ours"]["weights"], result[other]["weights"]))
+
+
+def test_of_several_parts_and_of_none(two_ranks):
+    """What each rank has for itself is its own before and after; its square counts by the mean."""
+    results = two_ranks.run(train_partly_distributed)
+
+    for rank, result in enumerate(results):
+        own = STEPS_OF_5[rank] * torch.tensor([1.0, 1.0, 2.0])
+        torch.testing.assert_close(result["local_norms"][0], own)
+        torch.testing.assert_close(result["local_norms"][2], own)
+        # Reduced: the mean of (5, 10), and twice that; the rest: the mean of both squares.
+        expected = (7.5**2 + 15**2 + (5**2 + 10**2) / 2) ** 0.5
+        torch.testing.assert_close(result["global_norms"][0].item(), expected, rtol=1e-6, atol=0)
+    first, second = results
+    assert torch.equal(first["global_norms"][0], second["global_norms"][0])
+    assert first["local_norms"][1].isfinite().all()
+    assert second["local_norms"][1].isnan().tolist() == [False, True, False]
+
+
+def test_a_nan_in_what_is_not_reduced_skips_on_all_ranks(two_ranks):
+    """One message agrees on the norm, from which everything follows."""
+    results = two_ranks.run(train_partly_distributed)
+
+    for result in results:
+        assert result["overflows"] == [False, True, False]
+        weights = result["weights"]
+        assert all(map(torch.equal, weights[1], weights[2]))
+        assert not any(map(torch.equal, weights[2], weights[3]))
+    reduced = [[each[-1][i] for i in (0, 2)] for each in (r["weights"] for r in results)]
+    assert all(map(torch.equal, *reduced))
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("none", "allreduce_hook"),
+        ("plain", "allreduce_hook"),
+        ("fp16", "fp16_compress_hook"),
+        ("given", "fp16_compress_hook"),
+        ("given, plain", "fp16_compress_hook"),
+    ],
+)
+def test_in_an_accelerate_loop(two_ranks, name, hook):
+    """With accelerate's own handler or without; once detached, nothing is read any more."""
+    results = two_ranks.run(train_with_handler, name)
+
+    assert_own_norms(results)
+    for result in results:
+        assert result["hook"] == hook
+        assert result["seen after detaching"] == 0
+        assert set(result["handlers"]) <= {"DistributedDataParallelKwargs"}
+
+
+def test_the_last_reduction_counts(two_ranks):
+    """What an earlier one has left in the gradients is in it, as the mean that it is.
+
+    5 and 10 are reduced to 7.5; then 50 and 100 are added.
+    """
+    results = two_ranks.run(train_by_hand_without_no_sync)
+
+    torch.testing.assert_close(results[0]["local_norm"], torch.tensor([7.5 + 50.0]))
+    torch.testing.assert_close(results[1]["local_norm"], torch.tensor([7.5 + 100.0]))
+
+
+def test_of_two_optimizers_in_one_part(two_ranks):
+    """Each has the norms of its own parameters from the backward before its step."""
+    for rank, result in enumerate(two_ranks.run(train_gan)):
+        turns = torch.tensor([[1.0], [2 * 2.0], [3.0], [2 * 4.0]])
+        torch.testing.assert_close(result["local_norms"], STEPS_OF_5[rank] * turns)

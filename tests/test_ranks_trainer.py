@@ -1,0 +1,17 @@
+"""Local norms in the Trainer on several ranks."""
+
+import torch
+
+from rank_trainer import train_with_trainer
+
+
+def test_in_the_trainer(two_ranks, tmp_path):
+    """Of the micro-batches of an update on each rank, before they are compressed and reduced."""
+    results = two_ranks.run(train_with_trainer, str(tmp_path))
+
+    for result in results:
+        assert result["local_norms"].shape == (3, 4)
+        torch.testing.assert_close(
+            result["local_norms"].double(), result["expected"], rtol=1e-5, atol=0
+        )
+    assert not torch.allclose(*(result["local_norms"] for result in results), rtol=0.01)
