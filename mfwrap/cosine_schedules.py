@@ -1,0 +1,219 @@
+"""MindFormers' schedules along a cosine.
+
+In the formulas ``p = (step - warmup_steps) / (total_steps - warmup_steps)``.
+"""
+
+from typing import Any, Unpack, final
+
+from torch.optim import Optimizer
+
+from mfwrap.schedule_formulas import between, end_of_cosine, half_wave, progress, run_length
+from mfwrap.warm_up import FormulaLR, WarmUp, WarmUpLR, check_number, check_steps
+
+__all__ = [
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CosineWithRestartsAndWarmUpLR",
+    "CosineWithWarmUpLR",
+]
+
+
+@final
+class CosineWithWarmUpLR(WarmUpLR):
+    """Rise to the group's rate, and fall to `lr_end` along a cosine.
+
+    ``lr_end + (learning_rate - lr_end) * (1 + cos(2 * pi * num_cycles * p)) / 2``.
+
+    Source: MindFormers, ``CosineWithWarmUpLR``.
+
+    Args:
+        optimizer: Whose rates are set.
+        total_steps: Number of updates of the run.
+        num_cycles: Waves of the cosine over the run after the warm-up.
+        lr_end: Rate from `decay_steps` on.
+        decay_steps: The step from which on the rate is `lr_end`; by default, and at the latest,
+            `total_steps`.
+        decay_ratio: In [0, 1], instead of `decay_steps`: ``int(total_steps * decay_ratio)``.
+        warm_up: As `WarmUpLR`; `warmup_steps` is 0 by default.
+
+    Raises:
+        TypeError: As `WarmUpLR`.
+        ValueError: As `WarmUpLR`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> schedule = CosineWithWarmUpLR(optimizer, total_steps=20, warmup_steps=10, lr_end=0.01)
+        >>> [round(schedule.rate(0.1, step), 3) for step in (0, 5, 10, 15, 20)]
+        [0.0, 0.05, 0.1, 0.055, 0.01]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        total_steps: int,
+        num_cycles: float = 0.5,
+        lr_end: float = 0.0,
+        decay_steps: int | None = None,
+        decay_ratio: float | None = None,
+        **warm_up: Unpack[WarmUp],
+    ) -> None:
+        self._run_ends = run_length(total_steps)
+        self.num_cycles = check_number("num_cycles", num_cycles)
+        self.lr_end = check_number("lr_end", lr_end)
+        self.decay_steps = end_of_cosine(decay_steps, decay_ratio, total_steps)
+        warm_up.setdefault("warmup_steps", 0)
+        super().__init__(optimizer, total_steps, **warm_up)
+
+    def rate(self, learning_rate: Any, step: int) -> Any:
+        # MindFormers lets it cut off the warm-up, too.
+        return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
+
+    def rate_after(self, learning_rate: Any, step: int) -> Any:
+        waves = self.num_cycles * progress(step, self.warmup_steps, self._run_ends)
+        return between(self.lr_end, learning_rate, half_wave(2 * waves))
+
+
+@final
+class CosineWithRestartsAndWarmUpLR(WarmUpLR):
+    """Rise to the group's rate, and fall to `lr_end` along a cosine, several times over.
+
+    ``lr_end + (learning_rate - lr_end) * (1 + cos(pi * (num_cycles * p % 1))) / 2``.
+
+    Source: MindFormers, ``CosineWithRestartsAndWarmUpLR``.
+
+    Args:
+        optimizer: Whose rates are set.
+        total_steps: Number of updates of the run.
+        num_cycles: Falls over the run after the warm-up.
+        lr_end: Rate from `decay_steps` on.
+        decay_steps: As `CosineWithWarmUpLR`.
+        warm_up: As `WarmUpLR`.
+
+    Raises:
+        TypeError: As `WarmUpLR`.
+        ValueError: As `WarmUpLR`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> schedule = CosineWithRestartsAndWarmUpLR(
+        ...     optimizer, total_steps=8, warmup_steps=0, num_cycles=2
+        ... )
+        >>> [round(schedule.rate(0.1, step), 3) for step in (0, 2, 4, 6, 8)]
+        [0.1, 0.05, 0.1, 0.05, 0.0]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        total_steps: int,
+        num_cycles: float = 1.0,
+        lr_end: float = 0.0,
+        decay_steps: int | None = None,
+        **warm_up: Unpack[WarmUp],
+    ) -> None:
+        self._run_ends = run_length(total_steps)
+        self.num_cycles = check_number("num_cycles", num_cycles)
+        self.lr_end = check_number("lr_end", lr_end)
+        self.decay_steps = end_of_cosine(decay_steps, None, total_steps)
+        super().__init__(optimizer, total_steps, **warm_up)
+
+    def rate(self, learning_rate: Any, step: int) -> Any:
+        # MindFormers lets it cut off the warm-up, too.
+        return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
+
+    def rate_after(self, learning_rate: Any, step: int) -> Any:
+        falls = self.num_cycles * progress(step, self.warmup_steps, self._run_ends)
+        return between(self.lr_end, learning_rate, half_wave(falls % 1))
+
+
+@final
+class CosineAnnealingLR(FormulaLR):
+    """Go from the group's rate to `eta_min` and back along a cosine, over and over.
+
+    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * step / t_max)) / 2``.
+
+    Source: MindFormers, ``CosineAnnealingLR``; Loshchilov and Hutter, SGDR, 2017.
+
+    Args:
+        optimizer: Whose rates are set.
+        t_max: Number of updates from one end to the other, >= 1.
+        eta_min: The lower end.
+        last_epoch: Step to go on after; -1 to begin.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> schedule = CosineAnnealingLR(optimizer, t_max=2)
+        >>> [round(schedule.rate(0.1, step), 3) for step in range(5)]
+        [0.1, 0.05, 0.0, 0.05, 0.1]
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, t_max: int, eta_min: float = 0.0, last_epoch: int = -1
+    ) -> None:
+        self.t_max = check_steps("t_max", t_max, at_least=1)
+        self.eta_min = check_number("eta_min", eta_min)
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, learning_rate: Any, step: int) -> Any:
+        return between(self.eta_min, learning_rate, half_wave(step / self.t_max))
+
+
+@final
+class CosineAnnealingWarmRestarts(FormulaLR):
+    """Fall from the group's rate to `eta_min` along a cosine, over and over.
+
+    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * since_restart / period)) / 2``.
+
+    Source: MindFormers, ``CosineAnnealingWarmRestarts``; Loshchilov and Hutter, SGDR, 2017.
+
+    Args:
+        optimizer: Whose rates are set.
+        t_0: Number of updates of the first period, >= 1.
+        t_mult: By how much each period is longer than the one before, >= 1.
+        eta_min: The lower end.
+        last_epoch: Step to go on after; -1 to begin.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> schedule = CosineAnnealingWarmRestarts(optimizer, t_0=2, t_mult=2)
+        >>> [round(schedule.rate(0.1, step), 3) for step in range(7)]
+        [0.1, 0.05, 0.1, 0.085, 0.05, 0.015, 0.1]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        t_0: int,
+        t_mult: int = 1,
+        eta_min: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        self.t_0 = check_steps("t_0", t_0, at_least=1)
+        self.t_mult = check_steps("t_mult", t_mult, at_least=1)
+        self.eta_min = check_number("eta_min", eta_min)
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, learning_rate: Any, step: int) -> Any:
+        # Integers, because a logarithm in float32 misses some restarts by one period.
+        period, since_restart = self.t_0, step
+        if self.t_mult == 1:
+            since_restart = step % period
+        while since_restart >= period:
+            since_restart -= period
+            period *= self.t_mult
+        return between(self.eta_min, learning_rate, half_wave(since_restart / period))

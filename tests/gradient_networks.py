@@ -1,0 +1,33 @@
+"""The small networks whose gradients were recorded from MindSpore."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientNetwork(nn.Module):
+    """A linear layer without bias and a mean squared error.
+
+    Args:
+        weight: Of the layer, shape ``(1, in)``, nested lists of numbers.
+        outputs: What is returned: the loss alone, with the logits, or with them and their double.
+    """
+
+    def __init__(self, weight: Any, outputs: str = "two_outputs") -> None:
+        super().__init__()
+        values = torch.tensor(weight, dtype=torch.float32)
+        self.fc = nn.Linear(values.shape[1], values.shape[0], bias=False)
+        self.fc.weight = nn.Parameter(values)
+        self.loss = nn.MSELoss()
+        self.outputs = outputs
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        """Return the outputs."""
+        logits = self.fc(x).squeeze()
+        loss = self.loss(logits, y)
+        return {
+            "one_output": loss,
+            "two_outputs": (loss, logits),
+            "three_outputs": (loss, logits, 2 * logits),
+        }[self.outputs]

@@ -1,0 +1,44 @@
+"""Names of MindSpore and MindFormers that have no place here say what to write instead."""
+
+import inspect
+import pkgutil
+import re
+
+import pytest
+
+import mfwrap
+from mfwrap import schedules
+from mfwrap.absent_names import INSTEAD
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_import_says_what_to_write(name):
+    """``from mfwrap import`` such a name is an error with the whole sentence."""
+    with pytest.raises(ImportError, match=f"^mfwrap has no `{name}`, .*; write ") as raised:
+        exec(f"from mfwrap import {name}", {})  # noqa: S102
+    assert INSTEAD[name] in str(raised.value)
+    with pytest.raises(ImportError, match=re.escape(INSTEAD[name])):
+        getattr(mfwrap, name)
+
+
+def test_any_other_name_is_an_ordinary_error():
+    """A typo is what it is in every module."""
+    with pytest.raises(ImportError, match="cannot import name 'PipelineCel'"):
+        exec("from mfwrap import PipelineCel", {})  # noqa: S102
+    with pytest.raises(AttributeError, match="module 'mfwrap' has no attribute 'PipelineCel'"):
+        mfwrap.PipelineCel  # noqa: B018
+    assert not hasattr(mfwrap, "PipelineCel")
+
+
+def test_no_name_is_both_absent_and_there():
+    """A name that comes later has to leave the table."""
+    assert not INSTEAD.keys() & {*mfwrap.__all__, *schedules.SCHEDULES}
+
+
+@pytest.mark.parametrize("sentence", INSTEAD.values(), ids=INSTEAD)
+def test_what_to_write_exists(sentence):
+    """Each name of mfwrap and torch in a sentence is there, and each argument of a cell."""
+    for path in re.findall(r"`((?:torch|mfwrap)(?:\.\w+)+)", sentence):
+        assert pkgutil.resolve_name(path) is not None
+    arguments = inspect.signature(mfwrap.MFTrainOneStepCell).parameters
+    assert set(re.findall(r"(\w+)=", sentence)) <= arguments.keys()

@@ -1,0 +1,256 @@
+"""Loss-scale managers and scalers: errors, devices, structures, and the cells that take them."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from host_reads import HostReads
+from mfwrap import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleManager,
+    FixedLossScaleUpdateCell,
+    LossScaleManager,
+    LossScaler,
+    MFTrainOneStepCell,
+    StaticLossScaler,
+    TrainOneStepWithLossScaleCell,
+    all_finite,
+)
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.sampled_from([2, 4, 8]))
+def test_manager_scaler_and_cell_agree(overflows, window, factor):
+    """The three forms of the rule have the same loss scale after every step."""
+    manager = DynamicLossScaleManager(64, factor, window)
+    scaler = DynamicLossScaler(64, factor, window)
+    cell, on_device = manager.get_update_cell(), torch.full((), 64.0)
+    for overflow in overflows:
+        manager.update_loss_scale(overflow)
+        scaler.adjust(not overflow)
+        cell(on_device, torch.full((), overflow))
+
+        assert manager.get_loss_scale() == scaler.scale_value.item() == on_device.item()
+
+
+def test_too_many_overflows():
+    """The 1001st overflow in a row is an error, which a finite step would have forgiven."""
+    manager = DynamicLossScaleManager(2**10)
+    for _ in range(1000):
+        manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+
+    message = "1001 updates in a row overflowed, more than 1000, .* update 1001 with loss scale 1 "
+    with pytest.raises(RuntimeError, match=message):
+        manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+    manager.update_loss_scale(False)  # noqa: FBT003  (MindSpore's signature)
+    manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+    assert manager.bad_step == 1
+
+
+@pytest.mark.parametrize("overflow", [torch.ones((), dtype=torch.bool), torch.ones(1)])
+def test_a_manager_takes_a_tensor(overflow):
+    """A flag that a cell returned goes into a manager as it is."""
+    manager = DynamicLossScaleManager(8)
+    manager.update_loss_scale(overflow)
+    assert manager.get_loss_scale() == 4
+
+
+def test_growth_to_infinity_is_not_done():
+    """At the last number that a float holds the scale stays, and falls from there."""
+    manager = DynamicLossScaleManager(1.5e308, 2, 1)
+    manager.update_loss_scale(False)  # noqa: FBT003  (MindSpore's signature)
+    assert manager.get_loss_scale() == 1.5e308
+    manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+    assert manager.get_loss_scale() == 0.75e308
+
+
+def test_an_update_cell_goes_on_from_the_scale_as_it_is():
+    """What a manager has learned is not lost when a cell takes over."""
+    manager = DynamicLossScaleManager(1024, 4, 7)
+    manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+    cell = manager.get_update_cell()
+
+    assert type(cell) is DynamicLossScaleUpdateCell
+    assert (cell.get_loss_scale(), cell.scale_factor, cell.scale_window) == (256.0, 4.0, 7)
+
+
+def test_a_manager_of_ones_own():
+    """MindSpore's three methods make a manager; overflowing updates are dropped by default."""
+
+    class Manager(LossScaleManager):
+        def get_loss_scale(self):
+            return 2.0
+
+        def update_loss_scale(self, overflow):
+            pass
+
+        def get_update_cell(self):
+            return FixedLossScaleUpdateCell(2.0)
+
+    assert Manager().get_drop_overflow_update() is True
+    with pytest.raises(TypeError, match="abstract"):
+        LossScaleManager()
+
+
+def cells(scale_sense):
+    """Return both cells that take an update cell, on networks that weigh their input by 2."""
+    for kind in (MFTrainOneStepCell, TrainOneStepWithLossScaleCell):
+        network = nn.Linear(1, 1, bias=False)
+        network.weight.data.fill_(2.0)
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        yield network, kind(network, optimizer, scale_sense=scale_sense())
+
+
+MANAGERS = {
+    "fixed": (lambda: FixedLossScaleManager(64.0), 64.0, 64.0),
+    "not dropping": (lambda: FixedLossScaleManager(64.0, drop_overflow_update=False), 1.0, 1.0),
+    "dynamic": (lambda: DynamicLossScaleManager(64, 4, 1), 256.0, 64.0),
+}
+
+
+@pytest.mark.parametrize(("manager", "grown", "fallen"), MANAGERS.values(), ids=MANAGERS)
+def test_cells_take_what_a_manager_gives(manager, grown, fallen):
+    """A finite update is applied unscaled; an overflowing one is skipped, without a cell, too."""
+    for network, cell in cells(lambda: manager().get_update_cell()):
+        output = cell(torch.full((1, 1), 0.5))
+        loss_scale = output.loss_scale if hasattr(output, "loss_scale") else output[2]
+        assert loss_scale == grown
+        assert network.weight.item() == 1.5
+
+        output = cell(torch.full((1, 1), math.inf))
+        assert output.overflow
+        assert output.loss_scale == fallen
+        assert network.weight.item() == 1.5
+
+
+MANAGER_ERRORS = {
+    "bool": (lambda: FixedLossScaleManager(True), TypeError, "`loss_scale` must be a number"),  # noqa: FBT003
+    "text": (lambda: FixedLossScaleManager("1"), TypeError, "`loss_scale` must be a number"),
+    "below": (lambda: FixedLossScaleManager(0.5), ValueError, "must be >= 1 and finite, got 0.5"),
+    "nan": (lambda: FixedLossScaleManager(math.nan), ValueError, "must be >= 1 and finite"),
+    "inf": (lambda: DynamicLossScaleManager(math.inf), ValueError, "`init_loss_scale` must be"),
+    "huge": (lambda: DynamicLossScaleManager(10**400), ValueError, "`init_loss_scale` must be"),
+    "drop": (
+        lambda: FixedLossScaleManager(1.0, drop_overflow_update=1),
+        TypeError,
+        "`drop_overflow_update` must be a bool",
+    ),
+    "factor": (lambda: DynamicLossScaleManager(8, 0.5), ValueError, "`scale_factor` must be >= 1"),
+    "window": (
+        lambda: DynamicLossScaleManager(8, 2, True),  # noqa: FBT003
+        TypeError,
+        "`scale_window` must be an int",
+    ),
+    "scaler": (lambda: StaticLossScaler(math.inf), ValueError, "`scale_value` must be >= 1"),
+    "float32": (lambda: StaticLossScaler(1e39), ValueError, "must be finite in float32, got 1e"),
+    "scaler factor": (lambda: DynamicLossScaler(8, -2, 1), ValueError, "`scale_factor` must be"),
+    "abstract": (lambda: LossScaler(2.0), TypeError, "abstract"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MANAGER_ERRORS.values(), ids=MANAGER_ERRORS)
+def test_errors(call, error, message):
+    """Each wrong argument is refused at construction, with MindSpore's exception type."""
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert raised.type is error
+
+
+def test_structures_are_kept():
+    """Tensors are scaled wherever they are nested; ``None`` stays; inputs are as before."""
+    tensors = {"a": [torch.ones(2), None], "b": (torch.ones(()).double(),)}
+    scaled = StaticLossScaler(8.0).scale(tensors)
+
+    assert list(scaled) == ["a", "b"]
+    assert torch.equal(scaled["a"][0], torch.full((2,), 8.0))
+    assert scaled["a"][1] is None
+    assert type(scaled["b"]) is tuple
+    assert torch.equal(scaled["b"][0], torch.full((), 8.0, dtype=torch.float64))
+    assert torch.equal(tensors["a"][0], torch.ones(2))
+
+
+@given(st.integers(0, 40), st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8))
+def test_unscale_undoes_scale(exponent, values):
+    """A power of two goes in and comes out without a trace."""
+    scaler, gradients = StaticLossScaler(2.0**exponent), torch.tensor(values)
+    assert torch.equal(scaler.unscale(scaler.scale(gradients)), gradients)
+
+
+def test_a_scaled_loss_is_differentiable_after_an_adjustment():
+    """The gradient is multiplied by the scale that the loss was multiplied by."""
+    scaler, weight = DynamicLossScaler(8.0, 2, 1), torch.ones((), requires_grad=True)
+    scaled = scaler.scale(weight * 3)
+    before = scaler.scale_value
+    scaler.adjust(all_finite(weight))
+    scaled.backward()
+
+    assert weight.grad == 24.0
+    assert (before, scaler.scale_value) == (8.0, 16.0)
+
+
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (3.0, "`inputs` must hold tensors alone, got 3.0 of type float"),
+        ([torch.ones(1), "x"], "`inputs` must hold tensors alone, got 'x'"),
+        ((torch.ones(1), torch.ones(1).long()), "floating-point tensors, got one of torch.int64"),
+    ],
+    ids=["number", "text", "integers"],
+)
+def test_what_cannot_be_scaled(inputs, message, method):
+    """A number, a text or integers are an error that names them."""
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(StaticLossScaler(8.0), method)(inputs)
+
+
+@pytest.mark.parametrize("inputs", [(), [None], 3.0, "x", [torch.ones(1), 2]], ids=str)
+def test_all_finite_needs_tensors(inputs):
+    """Without a tensor, or with anything else, there is no answer."""
+    with pytest.raises(TypeError, match="`inputs` must hold"):
+        all_finite(inputs)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_all_finite_in_any_dtype(dtype, bad):
+    """One element anywhere in a structure is found in every precision."""
+    fine = {"a": [torch.zeros(3, dtype=dtype), None], "b": torch.arange(3)}
+    assert all_finite(fine)
+    fine["a"][0][1] = bad
+    assert not all_finite(fine)
+
+
+def test_nothing_waits():
+    """A step of one's own with a dynamic scaler reads nothing on the host."""
+    scaler = DynamicLossScaler(8.0, 2, 1)
+    loss, gradients = torch.ones(()), (torch.ones(3), torch.ones(2))
+    with HostReads() as host:
+        scaler.scale(loss)
+        scaler.adjust(all_finite(scaler.unscale(gradients)))
+    assert host.reads == []
+    assert scaler.scale_value == 16.0
+
+
+@pytest.mark.cuda
+def test_scaler_on_cuda():
+    """The scaler goes where its tensors are, once, and nothing waits there."""
+    scaler = DynamicLossScaler(8.0, 2, 1)
+    gradients = (torch.ones(3, device="cuda"), torch.ones(2, device="cuda"))
+    scaler.scale(gradients[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        unscaled = scaler.unscale(gradients)
+        scaler.adjust(all_finite(unscaled))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert scaler.scale_value.device.type == scaler.counter.device.type == "cuda"
+    assert scaler.scale_value.item() == 16.0
+    assert unscaled[0].tolist() == [0.125] * 3

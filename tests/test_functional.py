@@ -1,0 +1,363 @@
+"""Gradient functions: nesting, what is recorded, second derivatives, errors."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradient_networks import GradientNetwork
+from mfwrap import GradOperation, grad, value_and_grad
+
+X = torch.tensor([[1.0, 2.0, 3.0]])
+Y = torch.tensor(19.0)
+
+
+def network() -> GradientNetwork:
+    """Return the notebook's network."""
+    return GradientNetwork([[2, 3, 4]])
+
+
+def layers(*, bias: bool = True) -> nn.Sequential:
+    """Return a small network in float64."""
+    return nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def inputs(*shape: int) -> Tensor:
+    """Return random inputs in float64."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_the_notebook_prints_what_the_guide_shows():
+    """Every cell of MindSpore's notebook on gradients, with the outputs of the guide."""
+    path = Path(__file__).with_name("functional_notebook.txt")
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    try:
+        failures, cells = doctest.testfile(
+            str(path), module_relative=False, optionflags=options, report=True
+        )
+    finally:
+        torch.set_grad_enabled(True)
+
+    assert cells > 50
+    assert failures == 0
+
+
+def test_weights_are_those_of_autograd():
+    """On a network of several layers, value and gradients are autograd's own, bit for bit."""
+    model, x = layers(), inputs(5, 3)
+
+    value, gradients = value_and_grad(model, None, model.parameters())(x)
+
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    torch.testing.assert_close(value, model(x).detach(), rtol=0, atol=0)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), st.integers(0, 2**16))
+def test_positions_are_those_of_torch_func(positions, seed):
+    """Any choice of positions, in any order, has the gradients of ``torch.func.grad``."""
+    generator = torch.Generator().manual_seed(seed)
+    args = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+    def fn(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return (a * b.sin() + c * d.exp() * a).sum()
+
+    actual = grad(fn, tuple(positions))(*args)
+    expected = torch.func.grad(fn, tuple(positions))(*args)
+    torch.testing.assert_close(actual if len(positions) > 1 else (actual,), expected)
+
+
+def test_second_and_third_derivatives():
+    """A gradient function of a gradient function, as often as one likes."""
+    x = torch.tensor(0.3, dtype=torch.float64)
+
+    second, third = grad(grad(torch.sin)), grad(grad(grad(torch.sin)))
+
+    torch.testing.assert_close(second(x), -x.sin())
+    torch.testing.assert_close(third(x), -x.cos())
+    assert not third(x).requires_grad
+
+
+def test_a_gradient_inside_a_loss_reaches_the_weights():
+    """The weights' gradients of a loss that is made of an inner gradient, as autograd has them."""
+    model, x = layers(), inputs(5, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        return grad(model)(x).square().sum()
+
+    value, gradients = value_and_grad(loss, None, model.parameters())(x)
+
+    leaf = x.clone().requires_grad_()
+    (inner,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+    expected = torch.autograd.grad(
+        inner.square().sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
+    torch.testing.assert_close(value, inner.square().sum().detach())
+    torch.testing.assert_close(gradients, expected)
+    assert not any(gradient.requires_grad for gradient in gradients)
+
+
+def test_a_gradient_inside_plain_backward_reaches_the_weights():
+    """A penalty on the gradient of the inputs trains the network in a loop of torch's own."""
+    model, x = layers(bias=False), inputs(5, 3)
+
+    grad(model)(x).square().sum().backward()
+
+    leaf = x.clone().requires_grad_()
+    (inner,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+    expected = torch.autograd.grad(inner.square().sum(), model[0].weight)[0]
+    torch.testing.assert_close(model[0].weight.grad, expected)
+
+
+def test_gradients_of_an_argument_that_requires_them():
+    """An argument that was computed from something is reached through the gradient."""
+    base = torch.tensor(2.0, requires_grad=True)
+
+    gradient = grad(lambda x: x**3)(base * 1)
+
+    torch.testing.assert_close(gradient.detach(), torch.tensor(12.0))
+    torch.testing.assert_close(torch.autograd.grad(gradient, base)[0], torch.tensor(12.0))
+
+
+def test_an_inner_step_is_differentiated_through():
+    """One step of descent inside a loss has the second-order gradients of its start."""
+    weight = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    rate = 0.1
+
+    def after_a_step(x: Tensor) -> Tensor:
+        (slope,) = grad(lambda: weight**4, None, [weight])()
+        return (weight - rate * slope - x) ** 2
+
+    gradient = grad(after_a_step, None, weight)(torch.zeros((), dtype=torch.float64))
+
+    w = weight.detach()
+    expected = 2 * (w - rate * 4 * w**3) * (1 - rate * 12 * w**2)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("make", [grad, value_and_grad])
+def test_a_training_step_keeps_no_graph(make):
+    """With weights alone nothing is recorded, so activations are free when it returns."""
+    model = layers()
+
+    results = make(lambda x: (model(x).sum(), model(x)), None, model.parameters(), has_aux=True)(
+        inputs(2, 3)
+    )
+
+    for tensor in torch.utils._pytree.tree_leaves(results):
+        assert not tensor.requires_grad
+
+
+def test_under_no_grad_gradients_are_computed_and_not_recorded():
+    """``no_grad`` around the call says that nobody differentiates again."""
+    model, x = layers(), inputs(2, 3)
+    with torch.no_grad():
+        gradient = grad(model)(x)
+
+    assert not gradient.requires_grad
+    torch.testing.assert_close(gradient, grad(model)(x).detach())
+
+
+def test_aux_outputs_are_cut_off():
+    """What lies beside the first output carries no gradient, inside another function, too."""
+    x = torch.tensor(2.0)
+
+    def outer(x: Tensor) -> Tensor:
+        _, (aux,) = grad(lambda x: (x**2, x**3), has_aux=True)(x)
+        return aux + x
+
+    assert grad(outer)(x) == 1.0
+
+
+def test_the_value_inside_another_function_is_differentiable():
+    """``value_and_grad`` inside a function differentiates both the value and the gradient."""
+
+    def outer(x: Tensor) -> Tensor:
+        value, gradient = value_and_grad(lambda x: x**3)(x)
+        return value + gradient
+
+    assert grad(outer)(torch.tensor(2.0)) == 12.0 + 12.0
+
+
+def test_what_does_not_depend_has_zeros():
+    """Inputs, weights and integer outputs that are unconnected give zeros, not an error."""
+    unused = nn.Parameter(torch.ones(2))
+
+    def fn(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, torch.arange(3)
+
+    gradients = grad(fn, (0, 1), [unused])(X, Y)
+
+    (of_x, of_y), (of_unused,) = gradients
+    assert torch.equal(of_x, torch.full_like(X, 2))
+    assert torch.equal(of_y, torch.zeros(()))
+    assert torch.equal(of_unused, torch.zeros(2))
+    assert torch.equal(grad(lambda _: torch.ones(()))(X), torch.zeros_like(X))
+
+
+def test_nothing_is_left_behind():
+    """Arguments and parameters are as before, whatever the function does with them."""
+    model, x = network(), X.clone()
+
+    grad(model, 0, model.parameters())(x, Y)
+
+    assert x.grad is None
+    assert not x.requires_grad
+    assert model.fc.weight.grad is None
+    with pytest.raises(ZeroDivisionError):
+        grad(lambda _: 1 // 0)(x)
+    (gradient,) = grad(model, None, model.parameters())(x, Y)
+    assert not gradient.requires_grad
+
+
+def test_keywords_and_other_arguments_pass_through():
+    """What is no tensor, and what is given by keyword, reaches the function as it is."""
+    seen = []
+
+    def fn(x: Tensor, times: int, *, offset: Tensor, name: str) -> Tensor:
+        seen.append((times, name))
+        return (x * times + offset).sum()
+
+    gradient = grad(fn)(X, 3, offset=Y, name="a")
+
+    assert seen == [(3, "a")]
+    assert torch.equal(gradient, torch.full_like(X, 3))
+
+
+def test_names_of_weights_are_the_modules():
+    """``return_ids`` names each weight and each position."""
+    model = layers()
+    gradients = grad(model, (0,), model.parameters(), return_ids=True)(inputs(2, 3))
+
+    (position, _), named = gradients
+    assert position == 0
+    assert [name for name, _ in named] == [name for name, _ in model.named_parameters()]
+
+
+WRONG = {
+    "fn": (lambda: grad(3), TypeError, "`fn` must be a function or module, got 3 of type int"),
+    "both none": (lambda: grad(network(), None), ValueError, "must not both be None"),
+    "negative": (lambda: grad(network(), -1), ValueError, "positions >= 0, each once, got -1"),
+    "twice": (lambda: grad(network(), (0, 0)), ValueError, r"each once, got \(0, 0\)"),
+    "empty": (lambda: grad(network(), ()), ValueError, "positions >= 0"),
+    "bool": (lambda: grad(network(), (True,)), TypeError, "`grad_position` must be an int"),
+    "float": (lambda: grad(network(), 0.0), TypeError, "`grad_position` must be an int"),
+    "list": (lambda: grad(network(), [0]), TypeError, "`grad_position` must be an int"),
+    "no weights": (lambda: grad(network(), 0, []), ValueError, "at least one parameter, got none"),
+    "names": (lambda: grad(network(), 0, ["fc"]), TypeError, "parameters alone, got 'fc'"),
+    "weights": (lambda: grad(network(), 0, 5), TypeError, "must be a parameter or a list"),
+    "has_aux": (lambda: grad(network(), has_aux=1), TypeError, "`has_aux` must be a bool"),
+    "ids": (lambda: grad(network(), return_ids=1), TypeError, "`return_ids` must be a bool"),
+    "ids of a function": (
+        lambda: grad(torch.sin, None, [nn.Parameter(X)], return_ids=True),
+        ValueError,
+        "`return_ids=True` needs weights that are parameters of the module",
+    ),
+    "too few inputs": (
+        lambda: grad(network(), 2)(X, Y),
+        ValueError,
+        "`grad_position` must be < 2, the number of inputs, got 2",
+    ),
+    "integers": (
+        lambda: grad(network())(X.long(), Y),
+        TypeError,
+        "input 0 of `fn` must be a floating-point tensor, got torch.int64",
+    ),
+    "a number": (lambda: grad(network())(1.0, Y), TypeError, "got 1.0 of type float"),
+    "one output": (
+        lambda: grad(torch.sin, has_aux=True)(X),
+        ValueError,
+        "at least two outputs, got a single one",
+    ),
+    "no tensor": (lambda: grad(str)(X), TypeError, "must return tensors"),
+    "get_all": (lambda: GradOperation(get_all=1), TypeError, "`get_all` must be a bool"),
+    "operation of": (lambda: GradOperation()(3), TypeError, "`fn` must be a function"),
+    "weights unasked": (
+        lambda: GradOperation()(network(), [nn.Parameter(X)]),
+        ValueError,
+        "`weights` must be None without",
+    ),
+    "weights missing": (
+        lambda: GradOperation(get_by_list=True)(torch.sin),
+        ValueError,
+        "`weights` must be given",
+    ),
+    "sens missing": (
+        GradOperation(sens_param=True)(torch.sin),
+        ValueError,
+        "needs a last positional argument",
+    ),
+    "sens shape": (
+        lambda: GradOperation(sens_param=True)(torch.sin)(X, torch.ones(2)),
+        ValueError,
+        "`sens` must have the shapes of the outputs",
+    ),
+    "sens type": (
+        lambda: GradOperation(sens_param=True)(torch.sin)(X, "1"),
+        TypeError,
+        "`sens` must be a number or hold tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_errors(call, error, message):
+    """Each wrong argument has MindSpore's exception type and says what was expected."""
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert raised.type is error
+
+
+def test_frozen_weights_are_refused():
+    """A weight without gradients would get zeros that mean nothing."""
+    model = layers()
+    model[0].weight.requires_grad = False
+    with pytest.raises(ValueError, match=r"must require gradients, .* at the places \[0\]"):
+        grad(model, None, model.parameters())(inputs(2, 3))
+
+
+def test_grad_operation_of_all_inputs():
+    """Each tensor among the inputs has its gradient; integers have zeros, others none."""
+
+    def fn(x: Tensor, labels: Tensor, name: str, y: Tensor) -> Tensor:
+        return (x[0, labels] * y).sum()
+
+    of_x, of_labels, of_y = GradOperation(get_all=True)(fn)(X, torch.tensor([0, 2]), "n", Y)
+
+    assert torch.equal(of_x, torch.tensor([[19.0, 0.0, 19.0]]))
+    assert torch.equal(of_labels, torch.zeros(2, dtype=torch.int64))
+    assert of_y == 4.0
+
+
+def test_grad_operation_of_all_weights():
+    """Without a list, the weights are those of the module that are trained."""
+    model, x = layers(), inputs(2, 3)
+    model[2].bias.requires_grad = False
+
+    (of_x,), of_weights = GradOperation(get_all=True, get_by_list=True)(model)(x)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = grad(model, 0, trained)(x)
+    torch.testing.assert_close((of_x.detach(), of_weights), (expected[0].detach(), expected[1]))
+
+
+@pytest.mark.parametrize("sens", [4.0, torch.full((2, 1), 4.0, dtype=torch.float32)], ids=str)
+def test_grad_operation_with_sens(sens):
+    """The last argument is what the outputs' gradients are, a number or a tensor."""
+    model, x = layers(), inputs(2, 3)
+
+    weighted = GradOperation(get_by_list=True, sens_param=True)(model)(x, sens)
+
+    expected = tuple(4 * gradient for gradient in grad(model, None, model.parameters())(x))
+    torch.testing.assert_close(weighted, expected)
+
+
+def test_grad_operation_with_sens_of_several_outputs():
+    """Several outputs take as many tensors."""
+    fn = GradOperation(sens_param=True)(lambda x: (x**2, x**3))
+
+    assert fn(torch.tensor(2.0), (torch.tensor(10.0), torch.tensor(100.0))) == 40.0 + 1200.0

@@ -1,0 +1,151 @@
+"""Loss-scale managers and scalers give the numbers recorded from MindSpore."""
+
+import builtins
+from typing import Any
+
+import pytest
+import torch
+
+from golden_traces import assert_same, cases, floats, parametrized, tensor
+from mfwrap import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    FixedLossScaleManager,
+    StaticLossScaler,
+    all_finite,
+)
+
+
+def given(case: dict, *names: str) -> dict[str, Any]:
+    """Return the arguments of a case; null is one that was not given."""
+    return {name: case[name] for name in names if case[name] is not None}
+
+
+def assert_update_cell(cell, recorded: dict | None) -> None:
+    """Compare type and initial loss scale of an update cell, or that there is none."""
+    actual = cell and {"type": type(cell).__name__, "get_loss_scale": cell.get_loss_scale()}
+    assert actual == recorded
+
+
+@pytest.mark.parametrize("case", parametrized("fixed_loss_scale_manager"))
+def test_fixed_loss_scale_manager(case):
+    """The loss scale stays, an int stays one, and without dropping there is no update cell."""
+    manager = FixedLossScaleManager(**given(case, "loss_scale", "drop_overflow_update"))
+
+    assert manager.get_loss_scale() == case["get_loss_scale"]
+    assert type(manager.get_loss_scale()).__name__ == case["get_loss_scale_type"]
+    assert manager.get_drop_overflow_update() is case["get_drop_overflow_update"]
+    assert_update_cell(manager.get_update_cell(), case["update_cell"])
+    for index, expected in enumerate(case["loss_scale_after_updates"]):
+        manager.update_loss_scale(index % 2 == 0)
+        assert manager.get_loss_scale() == expected
+
+
+def unrolled(runs: list[list[Any]]) -> list[Any]:
+    """Return a list from its run lengths."""
+    return [value for value, count in runs for _ in range(count)]
+
+
+@pytest.mark.parametrize("case", parametrized("dynamic_loss_scale_manager"))
+def test_dynamic_loss_scale_manager(case):
+    """Every loss scale, its type, every error and the last counters are as recorded."""
+    arguments = given(case, "init_loss_scale", "scale_factor", "scale_window")
+    manager = DynamicLossScaleManager(**arguments)
+    assert manager.get_loss_scale() == case["get_loss_scale"]["loss_scale"]
+    assert manager.get_drop_overflow_update() is case["get_drop_overflow_update"]
+    assert_update_cell(manager.get_update_cell(), case["update_cell"])
+    expected = case["expected"]
+    scales, raised = [], []
+    for call, overflow in enumerate(unrolled(case["overflow_rle"])):
+        try:
+            manager.update_loss_scale(bool(overflow))
+        except RuntimeError as error:
+            raised.append((call, type(error)))
+        scales.append(manager.get_loss_scale())
+
+    assert scales == unrolled(expected["loss_scale_rle"])
+    types = [type(scale).__name__ for scale in scales]
+    assert types == unrolled(expected["loss_scale_type_rle"])
+    assert raised == [(one["call"], getattr(builtins, one["type"])) for one in expected["raised"]]
+    assert manager.bad_step == expected["bad_step_last"]
+    assert manager.cur_iter == expected["cur_iter_last"]
+    assert manager.last_overflow_iter == expected["last_overflow_iter_last"]
+
+
+def test_a_run_of_errors_is_recorded():
+    """The traces hold a run that raises, so the comparison of errors compares something."""
+    recorded = cases("dynamic_loss_scale_manager").values()
+    assert [one for case in recorded for one in case["expected"]["raised"]]
+
+
+def nested(recorded: Any) -> Any:
+    """Return a recorded input or output as tensors in their structure."""
+    if isinstance(recorded, list):
+        return tuple(nested(one) for one in recorded)
+    if "dtype" in recorded:
+        return tensor(recorded)
+    ((kind, value),) = recorded.items()
+    return tensor(value) if kind == "tensor" else tuple(nested(one) for one in value)
+
+
+def assert_nested(actual: Any, expected: Any) -> None:
+    """Compare structure, dtypes and shapes, and every number exactly."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, tuple):
+        for one, other in zip(actual, expected, strict=True):
+            assert_nested(one, other)
+        return
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("direction", ["scale", "unscale"])
+@pytest.mark.parametrize("case", parametrized("amp_scale_unscale"))
+def test_scale_and_unscale(case, direction):
+    """Every product is bit for bit the recorded one, float16 with its overflow included."""
+    if case["kind"] == "static":
+        scaler = StaticLossScaler(case["scale_value"])
+    else:
+        scaler = DynamicLossScaler(case["scale_value"], scale_factor=2, scale_window=100)
+    for item in case["items"]:
+        inputs = nested(item["input"])
+        assert_nested(getattr(scaler, direction)(inputs), nested(item[direction]))
+    assert_same(scaler.scale_value, case["scale_value_after"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [p for p in parametrized("amp_scale_unscale") if "adjust_returns" in p.values[0]],
+)
+def test_static_adjust(case):
+    """A static scaler says that it does not adjust, and does not."""
+    scaler = StaticLossScaler(case["scale_value"])
+    returned = [{"bool": scaler.adjust(torch.full((), finite))} for finite in (True, False)]
+    assert returned == case["adjust_returns"]
+    assert_same(scaler.scale_value, case["scale_value_after_adjust"])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "bool"])
+@pytest.mark.parametrize("case", parametrized("amp_dynamic_loss_scaler"))
+def test_dynamic_loss_scaler(case, kind):
+    """Every loss scale and counter is exactly the recorded one."""
+    scaler = DynamicLossScaler(case["scale_value"], case["scale_factor"], case["scale_window"])
+    scales, counters = [], []
+    for finite in case["grads_finite"]:
+        flag = bool(finite) if kind == "bool" else torch.full((), bool(finite))
+        assert scaler.adjust(flag) is case["expected"]["returns_true"]
+        scales.append(scaler.scale_value.item())
+        counters.append(scaler.counter.item())
+
+    assert torch.equal(floats(scales), floats(case["expected"]["scale_value"]))
+    assert counters == case["expected"]["counter"]
+
+
+@pytest.mark.parametrize("case", parametrized("amp_all_finite"))
+def test_all_finite(case):
+    """The answer is the recorded one, a bool of shape ()."""
+    container = {"tuple": tuple, "list": list}[case["container"]]
+    answer = all_finite(container(tensor(one) for one in case["input"]))
+
+    assert answer.shape == tuple(case["result"]["shape"])
+    assert answer.dtype == torch.bool
+    assert answer.item() is case["expected"]
