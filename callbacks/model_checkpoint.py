@@ -1,0 +1,188 @@
+"""MindSpore's checkpoints: files that are whole or not there, the newest ones kept."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, final
+
+import torch
+from safetensors.torch import save_model
+from torch import nn
+
+from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from mfwrap.callbacks.checkpoint_config import CheckpointConfig
+from mfwrap.model import Callback, CallbackParameters, RunContext
+
+__all__ = ["ModelCheckpoint"]
+
+
+class _Saved(NamedTuple):
+    """A checkpoint and when it was written."""
+
+    path: Path
+    seconds: float
+
+
+@final
+class ModelCheckpoint(Callback):
+    """Save checkpoints in the course of a training, and one at its end.
+
+    ``<directory>/<prefix>-<epoch>_<step in the epoch>.ckpt`` holds ``network``, ``optimizer``,
+    ``cell`` (what the training cell's ``state_dict`` has: loss scale, counters, average), and
+    ``lr_scheduler`` where `Model` was given one, ``epoch_num``, ``step_num`` and what `append_info`
+    adds. It is written beside and moved into
+    place, by the main process; saving waits for the device. To go on from it::
+
+        state = torch.load(file, weights_only=True)
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        cell.load_state_dict(state["cell"])
+
+    If `directory` has checkpoints of the prefix already, those of this training are named
+    ``<prefix>_1``, and so on.
+
+    Source: MindSpore, ``train.ModelCheckpoint``, which writes a graph, too, and a file in place.
+
+    Args:
+        prefix: Begin of the files' names, without ``/``.
+        directory: Where they are; made when it is needed. By default the working directory.
+        config: When to save, and what to keep; ``None`` for each step and the newest five.
+        clock: Returns seconds from an arbitrary start.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `prefix` is empty or has a ``/``.
+    """
+
+    def __init__(
+        self,
+        prefix: str = "CKP",
+        directory: str | Path | None = None,
+        config: CheckpointConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(prefix, str) or not prefix or "/" in prefix:
+            msg = f"`prefix` must be a name without `/`, got {prefix!r}"
+            raise ValueError(msg)
+        if config is not None and not isinstance(config, CheckpointConfig):
+            msg = f"`config` must be a CheckpointConfig or None, got {type(config).__name__}"
+            raise TypeError(msg)
+        self._given_prefix = self._prefix = prefix
+        self._directory = Path("." if directory is None else directory)
+        self._config = CheckpointConfig() if config is None else config
+        self._clock = clock
+        self._saved: list[_Saved] = []
+        self._parameters: CallbackParameters | None = None
+        self._last_step: int | None = None
+        self._last_seconds = 0.0
+        self.latest_ckpt_file_name = ""
+        """The newest checkpoint's path; empty before the first."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Choose the files' names."""
+        self._parameters = run_context.original_args()
+        self._prefix = _free_prefix(self._directory, self._given_prefix, self._config.format)
+        self._saved, self._last_step = [], None
+        self._last_seconds = self._clock()
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Save, if it is time."""
+        step: int = run_context.original_args().cur_step_num
+        if self._config.save_checkpoint_steps:
+            due = step % self._config.save_checkpoint_steps == 0
+        else:
+            due = self._clock() - self._last_seconds >= self._config.save_checkpoint_seconds
+        if due:
+            self._save(run_context.original_args())
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Save, if the last step was not."""
+        self._save(run_context.original_args())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._config.exception_save and self._parameters is not None:
+            self._save(self._parameters, suffix="_breakpoint")
+        self._parameters = None
+
+    def _save(self, parameters: CallbackParameters, suffix: str = "") -> None:
+        step: int = parameters.cur_step_num
+        if not step or (step == self._last_step and not suffix):
+            return
+        self._last_step, self._last_seconds = step, self._clock()
+        if not parameters.is_world_process_zero:
+            return
+        step_in_epoch = (step - 1) % parameters.batch_num + 1
+        name = f"{self._prefix}-{parameters.cur_epoch_num}_{step_in_epoch}{suffix}"
+        path = self._directory / f"{name}.{self._config.format}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        self._write(parameters, partial)
+        partial.replace(path)
+        self.latest_ckpt_file_name = str(path)
+        parameters.update(latest_ckpt_file=str(path), last_save_ckpt_step=step)
+        self._remove_old(_Saved(path, self._last_seconds))
+
+    def _write(self, parameters: CallbackParameters, path: Path) -> None:
+        network: nn.Module = parameters.network
+        if self._config.saved_network is not None:
+            network = self._config.saved_network
+        if self._config.format == "safetensors":
+            save_model(network, str(path))
+            return
+        state = {
+            "network": network.state_dict(),
+            "optimizer": parameters.optimizer.state_dict(),
+            **_state_of(parameters),
+            "epoch_num": parameters.cur_epoch_num,
+            "step_num": parameters.cur_step_num,
+        }
+        if taken := state.keys() & self._config.info.keys():
+            msg = f"`append_info` must have names of its own, got {sorted(taken)}"
+            raise ValueError(msg)
+        torch.save(state | self._config.info, path)
+
+    def _remove_old(self, saved: _Saved) -> None:
+        self._saved.append(saved)
+        if self._config.keep_checkpoint_max:
+            old = self._saved[: -self._config.keep_checkpoint_max]
+        elif self._config.keep_checkpoint_per_n_minutes:
+            # The one before the newest goes if the one before it is in the same span.
+            span = self._config.keep_checkpoint_per_n_minutes * 60
+            last = self._saved[-3:]
+            old = [last[1]] if len(last) == 3 and last[1].seconds - last[0].seconds < span else []
+        else:
+            old = []
+        for checkpoint in old:
+            checkpoint.path.unlink(missing_ok=True)
+            self._saved.remove(checkpoint)
+
+
+def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
+    """Return the states of the training cell and of the schedule, where there are any."""
+    cell, schedule = parameters.train_network, parameters.get("lr_scheduler")
+    state = {}
+    if isinstance(cell, (TrainOneStepWithLossScaleCell, MFTrainOneStepCell)):
+        cell.flush()
+        state["cell"] = cell.state_dict()
+    if schedule is not None:
+        state["lr_scheduler"] = schedule.state_dict()
+    return state
+
+
+def _free_prefix(directory: Path, prefix: str, suffix: str) -> str:
+    """Return the prefix, with the first number that no file of the directory has."""
+    names = [path.name for path in directory.glob(f"*.{suffix}")] if directory.is_dir() else []
+    taken = {
+        int(match[1] or 0)
+        for name in names
+        if (match := re.fullmatch(rf"{re.escape(prefix)}(?:_(\d+))?-\d+_\d+\.{suffix}", name))
+    }
+    return f"{prefix}_{max(taken) + 1}" if taken else prefix

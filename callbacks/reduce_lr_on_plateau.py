@@ -1,0 +1,124 @@
+"""A learning rate that falls when a value does not become better."""
+
+from typing import final
+
+from torch import Tensor
+
+from mfwrap.callbacks.arguments import check_bool, check_int
+from mfwrap.callbacks.console import print_line
+from mfwrap.callbacks.monitored_value import Improvement, watched_value
+from mfwrap.callbacks.run_log import run_logger
+from mfwrap.model import Callback, RunContext
+
+__all__ = ["ReduceLROnPlateau"]
+
+
+@final
+class ReduceLROnPlateau(Callback):
+    """Multiply the learning rate by `factor` after `patience` epochs without an improvement.
+
+    Every parameter group's rate falls. ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does it one
+    epoch later for the same `patience` and `cooldown`, and is stepped by hand.
+
+    Source: MindSpore, ``train.ReduceLROnPlateau``, which refuses groups and schedules and takes a
+    value of 0 for unknown.
+
+    Args:
+        monitor: Name of a metric, ``"eval_loss"``, or ``"loss"`` for the last step's.
+        factor: In (0, 1).
+        patience: Epochs without an improvement.
+        verbose: Print each change.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: ``"min"`` for losses and errors.
+        min_delta: By how much a value has to be better than the best, >= 0.
+        cooldown: Epochs after a change; those before its last one do not count as being without an
+            improvement.
+        min_lr: The rate falls no lower.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(  # noqa: PLR0917  (MindSpore's signature)
+        self,
+        monitor: str = "eval_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: bool = False,  # noqa: FBT001, FBT002  (MindSpore's signature)
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0,
+    ) -> None:
+        self._improvement = Improvement(monitor, mode, min_delta)
+        for name, value in (("factor", factor), ("min_lr", min_lr)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                msg = f"`{name}` must be a number, got {type(value).__name__}"
+                raise TypeError(msg)
+        if not 0 < factor < 1:
+            msg = f"`factor` must be in (0, 1), got {factor}"
+            raise ValueError(msg)
+        if not min_lr >= 0:
+            msg = f"`min_lr` must be >= 0, got {min_lr}"
+            raise ValueError(msg)
+        check_int("patience", patience, minimum=0)
+        check_int("cooldown", cooldown, minimum=0)
+        check_bool("verbose", verbose)
+        self._factor = factor
+        self._patience = patience
+        self._verbose = verbose
+        self._cooldown = cooldown
+        self._min_lr = min_lr
+        self._restart()
+
+    def _restart(self) -> None:
+        self.best = self._improvement.worst
+        """The best value so far."""
+        self.wait = 0
+        """Epochs since the last improvement or change."""
+        self._cooldown_left = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Forget the training before."""
+        del run_context
+        self._restart()
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Compare; lower the rates after too many epochs without an improvement."""
+        parameters = run_context.original_args()
+        value = watched_value(parameters, self._improvement.monitor)
+        if value is None:
+            run_logger(__name__).warning(
+                "ReduceLROnPlateau finds no `%s` in epoch %d, which does not count",
+                self._improvement.monitor,
+                parameters.cur_epoch_num,
+            )
+            return
+        if self._cooldown_left > 0:
+            self._cooldown_left -= 1
+            self.wait = 0
+        if self._improvement.improves(value, self.best):
+            self.best = value
+            self.wait = 0
+        elif self._cooldown_left == 0:
+            self.wait += 1
+            if self.wait >= self._patience:
+                self._reduce(run_context)
+
+    def _reduce(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        for group in parameters.optimizer.param_groups:
+            rate = float(group["lr"])
+            if rate <= self._min_lr:
+                continue
+            new_rate = max(rate * self._factor, self._min_lr)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(new_rate)
+            else:
+                group["lr"] = new_rate
+            self._cooldown_left, self.wait = self._cooldown, 0
+            if self._verbose and parameters.is_world_process_zero:
+                print_line(
+                    f"Epoch {parameters.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning "
+                    f"rate to {new_rate}."
+                )

@@ -1,0 +1,234 @@
+"""Metrics of an evaluation, by MindSpore's names or as objects of torchmetrics."""
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+from accelerate.utils import reduce
+from torch import Tensor, nn
+
+from mfwrap.arguments import described
+
+__all__ = ["EvaluationMetrics", "MeanLoss", "Metric", "named_metrics"]
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What is updated batch by batch; every ``torchmetrics.Metric`` is one."""
+
+    def update(self, *args: Any) -> None:
+        """Take one batch: the network's output and the label."""
+
+    def compute(self) -> Any:
+        """Return the value over all batches since the last reset, on all ranks."""
+
+    def reset(self) -> None:
+        """Forget all batches."""
+
+
+@final
+class MeanLoss:
+    """Mean loss over all samples, on all ranks.
+
+    Source: MindSpore, ``train.Loss``, which counts a smaller last batch as much as a whole one.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._sum: Tensor | None = None
+        self._num_samples = 0
+
+    def update(self, loss: Tensor, num_samples: int = 1) -> None:
+        """Take the mean loss of a batch; does not wait for the device."""
+        part = loss.detach().double().mean() * num_samples
+        self._sum = part if self._sum is None else self._sum + part
+        self._num_samples += num_samples
+
+    def compute(self) -> Tensor:
+        """Return the mean, shape ``()``, float64."""
+        if self._sum is None:
+            msg = "the mean loss needs at least one batch, got none"
+            raise RuntimeError(msg)
+        weight = torch.full_like(self._sum, self._num_samples)
+        total: Tensor = reduce(torch.stack((self._sum, weight)))
+        return total[0] / total[1]
+
+
+@final
+class _ClassMetric:
+    """A metric of classes whose number is that of the first output's columns.
+
+    Args:
+        make: Makes the metric for a number of classes.
+    """
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._metric: Any = None
+
+    def update(self, scores: Tensor, label: Tensor) -> None:
+        """Take scores of shape ``(N, C, ...)`` and classes, or one-hot labels of their shape."""
+        if scores.dim() < 2:
+            msg = f"scores must have shape (N, C, ...), got {tuple(scores.shape)}"
+            raise ValueError(msg)
+        if self._metric is None:
+            self._metric = self._make(scores.shape[1]).to(scores.device)
+        self._metric.update(scores, label.argmax(dim=1) if label.shape == scores.shape else label)
+
+    def compute(self) -> Any:
+        return self._metric.compute()
+
+    def reset(self) -> None:
+        if self._metric is not None:
+            self._metric.reset()
+
+
+def _of_classes(kind: str, average: str | None, **settings: Any) -> Callable[[], Metric]:
+    def make() -> Metric:
+        metric = getattr(_torchmetrics("classification"), kind)
+        return _ClassMetric(lambda num_classes: metric(num_classes, average=average, **settings))
+
+    return make
+
+
+def _of_numbers(kind: str) -> Callable[[], Metric]:
+    def make() -> Metric:
+        metric: Metric = getattr(_torchmetrics("regression"), kind)()
+        return metric
+
+    return make
+
+
+_NAMED: Mapping[str, Callable[[], Metric]] = {
+    "loss": MeanLoss,
+    "accuracy": _of_classes("MulticlassAccuracy", "micro"),
+    "acc": _of_classes("MulticlassAccuracy", "micro"),
+    "top_1_accuracy": _of_classes("MulticlassAccuracy", "micro"),
+    "top_5_accuracy": _of_classes("MulticlassAccuracy", "micro", top_k=5),
+    "precision": _of_classes("MulticlassPrecision", None),
+    "recall": _of_classes("MulticlassRecall", None),
+    "F1": _of_classes("MulticlassF1Score", None),
+    "confusion_matrix": lambda: _ClassMetric(
+        lambda num_classes: _torchmetrics("classification").MulticlassConfusionMatrix(num_classes)
+    ),
+    "mae": _of_numbers("MeanAbsoluteError"),
+    "mse": _of_numbers("MeanSquaredError"),
+}
+
+
+def _torchmetrics(part: str) -> Any:
+    try:
+        return importlib.import_module(f"torchmetrics.{part}")
+    except ImportError as error:
+        msg = "metrics by name need torchmetrics; pip install 'mfwrap[metrics]'"
+        raise ImportError(msg) from error
+
+
+def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[str, Metric]:
+    """Return metrics by name.
+
+    Args:
+        metrics: Metrics by a name of one's own, each an object or one of MindSpore's names; or a
+            set of such names. ``"accuracy"`` (``"acc"``), ``"top_1_accuracy"``,
+            ``"top_5_accuracy"``, ``"mae"``, ``"mse"`` and ``"loss"`` are one number,
+            ``"precision"``, ``"recall"`` and ``"F1"`` one for each class, ``"confusion_matrix"`` a
+            row for each class.
+
+    Raises:
+        ImportError: If one needs torchmetrics, which is not installed.
+        TypeError: If `metrics` or one of them is of another type.
+        ValueError: If there is no metric of a name.
+
+    Example:
+        >>> named_metrics({"loss"})["loss"].__class__.__name__
+        'MeanLoss'
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, str) or not isinstance(metrics, Collection):
+        msg = f"`metrics` must be a dict or a set of names, got {described(metrics)}"
+        raise TypeError(msg)
+    named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics}
+    return {name: _metric(metric) for name, metric in named.items()}
+
+
+def _metric(metric: object) -> Metric:
+    if isinstance(metric, str):
+        if metric not in _NAMED:
+            msg = (
+                f"`metrics` must name one of {sorted(_NAMED)}, got {metric!r}; give another one "
+                "as an object, of torchmetrics for example"
+            )
+            raise ValueError(msg)
+        return _NAMED[metric]()
+    if isinstance(metric, type) or not isinstance(metric, Metric):
+        msg = f"a metric must have update, compute and reset, got {described(metric)}"
+        raise TypeError(msg)
+    return metric
+
+
+@final
+class EvaluationMetrics:
+    """The metrics of one evaluation.
+
+    Args:
+        metrics: By name; reset at once.
+        indexes: Which outputs of the evaluation network are loss, output and label; ``None`` gives
+            each metric all of them.
+        device: Where metrics are computed.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        indexes: tuple[int, int, int] | None,
+        device: torch.device,
+    ) -> None:
+        self._metrics = metrics
+        self._indexes = indexes
+        for metric in metrics.values():
+            metric.reset()
+            if isinstance(metric, nn.Module):
+                metric.to(device)
+
+    def update(self, outputs: Any) -> None:
+        """Take what the evaluation network has returned for a batch.
+
+        Raises:
+            ValueError: If it lacks what the indexes name.
+        """
+        values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+        if self._indexes is None:
+            for metric in self._metrics.values():
+                metric.update(*values)
+            return
+        if len(values) <= max(self._indexes):
+            msg = (
+                f"`eval_network` must return what `eval_indexes` {list(self._indexes)} name, got "
+                f"{len(values)} outputs"
+            )
+            raise ValueError(msg)
+        loss, output, label = (values[index] for index in self._indexes)
+        for metric in self._metrics.values():
+            if isinstance(metric, MeanLoss):
+                metric.update(loss, _num_samples(label))
+            else:
+                metric.update(output, label)
+
+    def compute(self) -> dict[str, Any]:
+        """Return the values as Python numbers and lists; waits for the device."""
+        return {name: _number(metric.compute()) for name, metric in self._metrics.items()}
+
+
+def _num_samples(label: Any) -> int:
+    if isinstance(label, Tensor) and label.dim() > 0:
+        return label.shape[0]
+    return 1
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

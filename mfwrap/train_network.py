@@ -1,0 +1,179 @@
+"""A network, its loss and its optimizer as one training cell, and as one network to evaluate."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mfwrap.amp_level import AmpLevel, AutocastNetwork, Precision, precision_of
+from mfwrap.arguments import described
+from mfwrap.base_cells import (
+    LossScaleHooks,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+)
+from mfwrap.loss_scale_managers import DynamicLossScaleManager, LossScaleManager
+from mfwrap.update import Schedule
+from mfwrap.wrappers import unwrapped_network, unwrapped_optimizer
+
+__all__ = ["EvaluationNetwork", "TrainNetwork", "TrainingCell", "build_train_network"]
+
+TrainingCell = TrainOneStepCell | LossScaleHooks
+"""What does one update of a network when it is called."""
+
+
+class TrainNetwork(NamedTuple):
+    """A network, and what trains it."""
+
+    network: nn.Module
+    """Without wrappers, on the training device."""
+
+    device: torch.device
+    """The training device."""
+
+    precision: Precision
+    """What the network computes in."""
+
+    cell: TrainingCell | None
+    """What does an update; ``None`` without an optimizer."""
+
+    manager: LossScaleManager | None = None
+    """Told on the host of the cell's overflows; ``None`` for none."""
+
+    divisor: float = 1.0
+    """What the optimizer has to divide gradients by; 1 where the cell does it."""
+
+    def checked_cell(self) -> TrainingCell:
+        """Return the cell.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        if self.cell is None:
+            msg = "`optimizer` must be given to train, got None"
+            raise RuntimeError(msg)
+        return self.cell
+
+
+def build_train_network(
+    network: nn.Module | TrainingCell,
+    optimizer: Optimizer | None,
+    loss_fn: Callable[..., Tensor] | None,
+    *,
+    amp_level: AmpLevel,
+    loss_scale_manager: LossScaleManager | None,
+    lr_scheduler: Schedule | None,
+    accelerator: Accelerator,
+) -> TrainNetwork:
+    """Return a network with its training cell.
+
+    Without a manager that is `TrainOneStepCell`, which drops no update; a precision that scales
+    its loss brings ``DynamicLossScaleManager()``. With a manager that drops overflowing updates it
+    is `TrainOneStepWithLossScaleCell`.
+
+    Source: MindSpore, ``amp.build_train_network``.
+
+    Args:
+        network: Returns the loss, or what `loss_fn` takes; or a training cell, used as it is.
+        optimizer: Of the network's parameters.
+        loss_fn: Called with the network's output and the label.
+        amp_level: How precisions are mixed.
+        loss_scale_manager: The loss scale, ``None`` for that of the level.
+        lr_scheduler: Stepped once per applied update.
+        accelerator: Has the device, and prepares the network for several ranks.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If two arguments do not go together, or there is no such level.
+    """
+    if isinstance(network, (TrainOneStepCell, LossScaleHooks)):
+        _refuse_beside_cell(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            amp_level=None if amp_level == "O0" else amp_level,
+            loss_scale_manager=loss_scale_manager,
+            lr_scheduler=lr_scheduler,
+        )
+        device = unwrapped_optimizer(network.optimizer).param_groups[0]["params"][0].device
+        inner = unwrapped_network(network.network)
+        return TrainNetwork(inner, device, precision_of("O0", device), network)
+    if not isinstance(network, nn.Module):
+        msg = f"`network` must be a torch.nn.Module or a training cell, got {described(network)}"
+        raise TypeError(msg)
+    manager = loss_scale_manager
+    if manager is not None and not isinstance(manager, LossScaleManager):
+        msg = f"`loss_scale_manager` must be a LossScaleManager or None, got {described(manager)}"
+        raise TypeError(msg)
+    device = accelerator.device
+    precision = precision_of(amp_level, device)
+    built = TrainNetwork(network.to(device), device, precision, None)
+    if optimizer is None:
+        if manager is not None or lr_scheduler is not None:
+            msg = "`loss_scale_manager` and `lr_scheduler` must go with `optimizer`, got None"
+            raise ValueError(msg)
+        return built
+    if manager is None and precision.scales_loss:
+        manager = DynamicLossScaleManager()
+    trained = network if precision.dtype is None else AutocastNetwork(network, precision.dtype)
+    if loss_fn is not None:
+        # Any callable will do; a module's own weights would be the network's, too.
+        trained = WithLossCell(trained, cast("nn.Module", loss_fn))
+    cell, divisor = _cell(
+        accelerator.prepare_model(trained), unwrapped_optimizer(optimizer), manager, lr_scheduler
+    )
+    return built._replace(cell=cell, manager=manager, divisor=divisor)
+
+
+def _cell(
+    network: nn.Module,
+    optimizer: Optimizer,
+    manager: LossScaleManager | None,
+    lr_scheduler: Schedule | None,
+) -> tuple[TrainingCell, float]:
+    """Return the cell, and what the optimizer has to divide gradients by."""
+    if manager is None:
+        return TrainOneStepCell(network, optimizer, lr_scheduler=lr_scheduler), 1.0
+    update_cell = manager.get_update_cell()
+    if update_cell is None:
+        scale = manager.get_loss_scale()
+        return TrainOneStepCell(network, optimizer, scale, lr_scheduler=lr_scheduler), scale
+    cell = TrainOneStepWithLossScaleCell(network, optimizer, update_cell, lr_scheduler=lr_scheduler)
+    return cell, 1.0
+
+
+def _refuse_beside_cell(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            msg = (
+                f"`{name}` must be left alone where `network` is a training cell, which has its "
+                f"own, got {described(value)}"
+            )
+            raise ValueError(msg)
+
+
+class EvaluationNetwork(nn.Module):
+    """A network with its loss, for evaluation.
+
+    Source: MindSpore, ``nn.WithEvalCell``.
+
+    Args:
+        network: Called with the data.
+        loss_fn: Called with the network's output and the label.
+        dtype: What the network computes in; ``None`` for the weights' own type.
+    """
+
+    def __init__(
+        self, network: nn.Module, loss_fn: Callable[..., Tensor], dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.network = AutocastNetwork(network, dtype)
+        self.loss_fn = loss_fn
+
+    def forward(self, data: Any, label: Any) -> tuple[Tensor, Any, Any]:
+        """Return loss, output and label."""
+        outputs = self.network(data)
+        return self.loss_fn(outputs, label), outputs, label

@@ -1,0 +1,65 @@
+"""What each of two ranks does in the tests of `Model`."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mfwrap import FixedLossScaleManager, Model
+from mfwrap.callbacks import EarlyStopping, History, ModelCheckpoint
+from model_runs import classifier, sgd
+
+__all__ = ["NUM_RANKS", "data", "loader", "run_rank"]
+
+NUM_RANKS = 2
+
+
+def data(size: int) -> TensorDataset:
+    """Return inputs and labels, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(size, 8, generator=generator)
+    return TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+
+
+def loader(size: int, batch_size: int) -> DataLoader:
+    """Return all of the data in their order."""
+    return DataLoader(data(size), batch_size)
+
+
+def run_rank(rank: int, folder: str, port: int) -> None:
+    """Train and evaluate as one of the ranks, and leave the results in the folder."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    network = classifier()
+    if rank:  # Wrapping for several ranks makes the weights those of the first.
+        nn.init.zeros_(network[0].weight)
+    model = Model(
+        network,
+        nn.CrossEntropyLoss(),
+        sgd(network),
+        metrics={"loss", "accuracy"},
+        loss_scale_manager=FixedLossScaleManager(8.0),
+    )
+    history = History()
+    checkpoint = ModelCheckpoint("a", f"{folder}/rank{rank}")
+    model.fit(
+        2,
+        loader(32, 4),
+        loader(15, 2),
+        callbacks=[history, checkpoint, EarlyStopping("loss", patience=9)],
+    )
+    result = {
+        "weights": [weight.detach() for weight in network.parameters()],
+        "metrics": model.eval(loader(15, 2)),
+        "history": history.history,
+    }
+    torch.save(result, Path(folder) / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()

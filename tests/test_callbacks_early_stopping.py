@@ -1,0 +1,118 @@
+"""A training ends when a value does not become better."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from callback_runs import fit_with_values
+from mfwrap import Model
+from mfwrap.callbacks import Callback, EarlyStopping
+from model_runs import Notes, batches, classifier, sgd
+
+
+def epochs_of(values, name="eval_loss", **settings) -> int:
+    """Return after how many epochs a training ended."""
+    notes = Notes()
+    fit_with_values(values, [EarlyStopping(name, **settings), notes], name=name)
+    return notes.calls.count("on_train_epoch_end")
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "epochs"),
+    [
+        ([3.0, 2.0, 1.0], {}, 3),
+        ([3.0, 2.0, 2.0, 1.0], {}, 3),
+        ([3.0, 2.0, 2.0, 1.0], {"patience": 1}, 3),
+        ([3.0, 2.0, 2.0, 1.0, 1.0, 1.0], {"patience": 2}, 6),
+        ([3.0, 2.9, 2.8, 1.0], {"min_delta": 0.5, "patience": 2}, 3),
+        ([1.0, 0.0, 0.0], {}, 3),
+        ([0.0, 1.0, 2.0], {"mode": "max"}, 3),
+        ([3.0, 2.0, 1.0, 0.5], {"baseline": 0.1, "patience": 3}, 3),
+        ([3.0, 2.0, 1.0, 0.5], {"baseline": 2.5, "patience": 2}, 4),
+        ([1.0, float("nan"), 0.5], {}, 2),
+    ],
+)
+def test_epochs(values, settings, epochs):
+    """Patience 0 allows improvements, 0.0 is a value, the baseline is itself, nan no better."""
+    assert epochs_of(values, **settings) == epochs
+
+
+@given(
+    values=st.lists(st.integers(0, 5).map(float), min_size=1, max_size=8),
+    patience=st.integers(0, 3),
+)
+def test_it_ends_after_patience_epochs_without_a_new_best(values, patience):
+    """Counted over all values so far."""
+    expected = len(values)
+    for epoch in range(1, len(values) + 1):
+        since_best = epoch - 1 - min(range(epoch), key=lambda i: (values[i], i))
+        if since_best >= max(patience, 1):
+            expected = epoch
+            break
+
+    assert epochs_of(values, patience=patience) == expected
+
+
+@pytest.mark.parametrize(("name", "downward"), [("mae", True), ("accuracy", False)])
+def test_auto_knows_errors(name, downward):
+    """Errors fall, anything else rises."""
+    assert epochs_of([1.0, 2.0, 3.0], name) == (2 if downward else 3)
+
+
+def test_the_best_weights_are_restored(capsys):
+    """Those of the end of the best epoch, and the line says which value that was."""
+    seen = []
+
+    class Sees(Callback):
+        def on_train_epoch_end(self, run_context):
+            weights = run_context.original_args().network[0].weight
+            seen.append(weights.detach().clone())
+
+    stopping = EarlyStopping(patience=2, restore_best_weights=True, verbose=True)
+    network = fit_with_values([2.0, 1.0, 3.0, 4.0, 5.0], [Sees(), stopping])
+
+    assert len(seen) == 4
+    assert torch.equal(network[0].weight, seen[1])
+    assert stopping.stopped_epoch == 4
+    assert capsys.readouterr().out == "Epoch 00004: early stopping, best eval_loss: 1.0\n"
+
+
+def test_the_loss_of_the_last_step_needs_no_evaluation():
+    """`monitor="loss"` in a training."""
+    network = classifier()
+    notes = Notes()
+    optimizer = sgd(network, lr=0.0)
+    Model(network, nn.CrossEntropyLoss(), optimizer).train(
+        5, batches(1), callbacks=[EarlyStopping("loss"), notes]
+    )
+
+    assert notes.calls.count("on_train_epoch_end") == 2
+
+
+def test_an_unknown_value_does_not_count(caplog):
+    """A warning names it."""
+    with caplog.at_level("WARNING", logger="mfwrap"):
+        fit_with_values([1.0, 1.0], [EarlyStopping("F1")], name="mse")
+
+    assert "EarlyStopping finds no `F1` in epoch 1, which does not count" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"monitor": 3}, TypeError),
+        ({"patience": -1}, ValueError),
+        ({"min_delta": -1}, ValueError),
+        ({"min_delta": "1"}, TypeError),
+        ({"mode": "down"}, ValueError),
+        ({"baseline": "1"}, TypeError),
+        ({"verbose": 1}, TypeError),
+        ({"restore_best_weights": 1}, TypeError),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(settings, error):
+    """At construction."""
+    with pytest.raises(error, match=f"`{next(iter(settings))}` must be"):
+        EarlyStopping(**settings)

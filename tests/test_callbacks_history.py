@@ -1,0 +1,35 @@
+"""Losses and metrics, epoch by epoch."""
+
+import pytest
+from torch import nn
+
+from callback_runs import fit_with_values
+from mfwrap import Model
+from mfwrap.callbacks import History
+from model_runs import batches, classifier, losses_by_hand, sgd
+
+
+def test_the_last_loss_of_each_epoch():
+    """As MindSpore keeps it; a second training begins anew."""
+    network = classifier()
+    history = History()
+    model = Model(network, nn.CrossEntropyLoss(), sgd(network))
+    model.train(3, batches(2), callbacks=history)
+    reference = classifier()
+    losses = losses_by_hand(reference, sgd(reference), batches(2), 3)
+
+    assert history.epoch == {"epoch": [1, 2, 3]}
+    expected = [float(loss) for loss in losses[1::2]]
+    assert history.history == {"net_output": pytest.approx(expected, rel=1e-5)}
+    model.train(1, batches(2), callbacks=history)
+    assert history.epoch == {"epoch": [1]}
+    assert len(history.history["net_output"]) == 1
+
+
+def test_metrics_of_each_evaluation():
+    """Beside the losses."""
+    history = History()
+    fit_with_values([3.0, 1.0], history, name="value")
+
+    assert history.history["value"] == [3.0, 1.0]
+    assert len(history.history["net_output"]) == 2

@@ -1,0 +1,44 @@
+"""Rates that are functions of the last ones and the step."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import MFTrainOneStepCell, Model, WithLossCell
+from mfwrap.callbacks import LearningRateScheduler
+from model_runs import batches, classifier
+
+
+@pytest.mark.parametrize("in_cell", [False, True])
+def test_each_group_has_its_own_rate(in_cell):
+    """With the optimizer in a cell, too; a rate that is a tensor is changed in place."""
+    network = classifier()
+    tensor = torch.tensor(8.0)
+    groups = [
+        {"params": network[0].parameters(), "lr": 16.0},
+        {"params": network[2].parameters(), "lr": tensor},
+    ]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    loss = nn.CrossEntropyLoss()
+    model = (
+        Model(MFTrainOneStepCell(WithLossCell(network, loss), optimizer))
+        if in_cell
+        else Model(network, loss, optimizer)
+    )
+    steps = []
+
+    def halved(rate, step):
+        steps.append(step)
+        return rate / 2
+
+    model.train(2, batches(2), callbacks=LearningRateScheduler(halved))
+
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [1.0, 0.5]
+    assert optimizer.param_groups[1]["lr"] is tensor
+    assert steps == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_what_cannot_be_called_is_refused():
+    """At construction."""
+    with pytest.raises(TypeError, match="`learning_rate_function` must be callable, got float"):
+        LearningRateScheduler(0.1)

@@ -1,0 +1,144 @@
+"""MindSpore's line of a step, and the end of a training whose loss is not finite."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from host_reads import HostReads
+from mfwrap import DynamicLossScaleManager, Model
+from mfwrap.callbacks import Callback, LossMonitor, as_trainer_callback
+from mfwrap.trainer import MFTrainer
+from model_runs import batches, classifier, losses_by_hand, sgd
+
+
+def train(callbacks, data=None, epochs=1, manager=None):
+    """Train a small classifier without a data sink."""
+    network = classifier()
+    model = Model(network, nn.CrossEntropyLoss(), sgd(network), loss_scale_manager=manager)
+    model.train(epochs, batches(3) if data is None else data, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(2.0**10)])
+def test_a_line_for_each_step(capsys, manager):
+    """With the epoch's own steps and the loss in full."""
+    train(LossMonitor(), epochs=2, manager=manager)
+    network = classifier()
+    losses = losses_by_hand(network, sgd(network), batches(3), 2)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" ")[0] for line in lines] == [
+        f"epoch: {epoch} step: {step}, loss is" for epoch in (1, 2) for step in (1, 2, 3)
+    ]
+    found = [float(line.rpartition(" ")[2]) for line in lines]
+    torch.testing.assert_close(found, [float(loss) for loss in losses], rtol=1e-5, atol=0)
+
+
+def test_steps_between_lines_count_over_epochs(capsys):
+    """As MindSpore's."""
+    train(LossMonitor(2), epochs=2)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        "epoch: 1 step: 2",
+        "epoch: 2 step: 1",
+        "epoch: 2 step: 3",
+    ]
+
+
+def test_zero_prints_none(capsys):
+    """And an evaluation's metrics are printed all the same."""
+    network = classifier()
+    model = Model(network, nn.CrossEntropyLoss(), sgd(network), metrics={"loss"})
+    model.fit(1, batches(2), batches(1), callbacks=LossMonitor(0))
+
+    loss = model.eval(batches(1))["loss"]
+    assert capsys.readouterr().out == f"Eval result: epoch 1, metrics: {{'loss': {loss}}}\n"
+
+
+def with_a_nan():
+    """Give three batches, of which the second is NaN."""
+    data = batches(3)
+    return [data[0], (torch.full((8, 8), torch.nan), data[1][1]), data[2]]
+
+
+def test_a_loss_that_is_not_finite_ends_the_training():
+    """With MindSpore's words."""
+    with pytest.raises(ValueError, match="In epoch: 1 step: 2, loss is NAN or INF, training"):
+        train(LossMonitor(0), with_a_nan())
+
+
+def test_a_dropped_update_does_not(capsys):
+    """Its weights are as before; the line tells."""
+    train(LossMonitor(), with_a_nan(), manager=DynamicLossScaleManager(8.0))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert (len(lines), lines[1]) == (3, "epoch: 1 step: 2, loss is nan")
+
+
+def test_a_step_waits_for_no_loss():
+    """A step is printed at the end of the next one."""
+    counter = HostReads()
+    names = []
+
+    class Counted(Callback):
+        def on_train_step_begin(self, run_context):
+            counter.__enter__()
+
+        def on_train_step_end(self, run_context):
+            counter.__exit__(None, None, None)
+            names.extend(counter.names)
+
+    train([LossMonitor(), Counted()])
+    assert names == []
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
+def test_bad_arguments_are_refused_by_name(value):
+    """As MindSpore does, all with the same error."""
+    with pytest.raises(ValueError, match="`per_print_times` must be an int >= 0"):
+        LossMonitor(value)
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+
+def trainer(kind, folder, monitor):
+    """Make a Trainer of a kind with the monitor."""
+    arguments = TrainingArguments(
+        str(folder), num_train_epochs=2, report_to="none", use_cpu=True, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    return kind(
+        Regression(),
+        arguments,
+        train_dataset=[{"x": torch.ones(2), "labels": torch.ones(1)}] * 16,
+        callbacks=[as_trainer_callback(monitor)],
+    )
+
+
+def test_in_a_trainer(tmp_path, capsys):
+    """With the step's output there are the same lines."""
+    trainer(MFTrainer, tmp_path, LossMonitor()).train()
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loss is" in line]
+    assert [line.partition(",")[0] for line in lines] == [
+        f"epoch: {epoch} step: {step}" for epoch in (1, 2) for step in (1, 2)
+    ]
+
+
+def test_in_a_stock_trainer_it_says_what_is_missing(tmp_path, capsys, caplog):
+    """Once."""
+    with caplog.at_level(logging.WARNING, logger="mfwrap"):
+        trainer(Trainer, tmp_path, LossMonitor()).train()
+
+    assert len([line for line in caplog.messages if "LossMonitor gets no step" in line]) == 1
+    assert "loss is" not in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""Metrics by MindSpore's names are what one counts by hand."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as sklearn_metrics
+
+from mfwrap.model_metrics import EvaluationMetrics, MeanLoss, named_metrics
+
+CPU = torch.device("cpu")
+NAMES = {"accuracy", "acc", "top_1_accuracy", "precision", "recall", "F1", "confusion_matrix"}
+
+
+@given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_metrics_are_those_of_a_count_by_hand(seed, sizes):
+    """scikit-learn's and numpy's numbers over all samples, however they are batched."""
+    Accelerator(cpu=True)
+    generator = np.random.default_rng(seed)
+    num_classes = 6
+    scores = generator.normal(size=(sum(sizes), num_classes)).astype(np.float32)
+    labels = generator.integers(num_classes, size=sum(sizes))
+    losses = generator.normal(size=sum(sizes))
+    metrics = EvaluationMetrics(named_metrics({*NAMES, "top_5_accuracy", "loss"}), (0, 1, 2), CPU)
+    parts = zip(*(torch.from_numpy(a).split(sizes) for a in (losses, scores, labels)), strict=True)
+    for loss, score, label in parts:
+        metrics.update((loss.mean(), score, label))
+    found = metrics.compute()
+
+    guesses = scores.argmax(axis=1)
+    every = {"labels": list(range(num_classes)), "average": None, "zero_division": 0}
+    expected = {
+        **dict.fromkeys(("accuracy", "acc", "top_1_accuracy"), np.mean(guesses == labels)),
+        "precision": sklearn_metrics.precision_score(labels, guesses, **every),
+        "recall": sklearn_metrics.recall_score(labels, guesses, **every),
+        "F1": sklearn_metrics.f1_score(labels, guesses, **every),
+        "confusion_matrix": sklearn_metrics.confusion_matrix(
+            labels, guesses, labels=list(range(num_classes))
+        ),
+        "top_5_accuracy": np.mean(
+            [label in row.argsort()[-5:] for row, label in zip(scores, labels, strict=True)]
+        ),
+        "loss": losses.mean(),
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_errors_are_means_over_elements():
+    """Of targets of several elements, too."""
+    metrics = EvaluationMetrics(named_metrics(["mae", "mse"]), (0, 1, 2), CPU)
+    metrics.update((torch.zeros(()), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2)))
+
+    assert metrics.compute() == {"mae": 2.5, "mse": 7.5}
+
+
+def test_one_hot_labels_are_classes():
+    """Of the scores' own shape."""
+    metrics = EvaluationMetrics(named_metrics({"a": "accuracy"}), (0, 1, 2), CPU)
+    metrics.update((0, torch.eye(3), torch.eye(3).roll(1, 0)))
+    metrics.update((0, torch.eye(3), torch.eye(3)))
+
+    assert metrics.compute() == {"a": 0.5}
+
+
+def test_an_evaluation_begins_with_nothing():
+    """A metric forgets the evaluation before."""
+    Accelerator(cpu=True)
+    named = named_metrics({"loss", "accuracy"})
+    for right in (1.0, 0.0):
+        metrics = EvaluationMetrics(named, (0, 1, 2), CPU)
+        metrics.update((torch.tensor(right), torch.eye(2), torch.tensor([0, 1]) * int(right)))
+        found = metrics.compute()
+        assert found["loss"] == right
+        assert found["accuracy"] == (1.0 if right else 0.5)
+
+
+def test_a_mean_of_no_batches_is_an_error():
+    """Rather than a nan."""
+    with pytest.raises(RuntimeError, match="at least one batch"):
+        MeanLoss().compute()
+
+
+def test_outputs_that_lack_what_indexes_name_are_refused():
+    """With how many there were."""
+    metrics = EvaluationMetrics(named_metrics({"loss"}), (0, 1, 2), CPU)
+
+    with pytest.raises(ValueError, match=r"`eval_indexes` \[0, 1, 2\] name, got 2 outputs"):
+        metrics.update((0, 0))
+    accuracy = EvaluationMetrics(named_metrics({"accuracy"}), (0, 1, 2), CPU)
+    with pytest.raises(ValueError, match=r"shape \(N, C, ...\), got \(3,\)"):
+        accuracy.update((0, torch.zeros(3), torch.zeros(3)))
+
+
+def test_without_torchmetrics_the_loss_is_left(monkeypatch):
+    """And the others say what to install."""
+    monkeypatch.setitem(sys.modules, "torchmetrics.regression", None)
+
+    assert named_metrics({"loss"})
+    with pytest.raises(ImportError, match=r"pip install 'mfwrap\[metrics\]'"):
+        named_metrics({"mse"})

@@ -1,0 +1,43 @@
+"""Two ranks train and evaluate as one process on all of the data."""
+
+import socket
+
+import pytest
+import torch
+from torch import multiprocessing, nn
+
+from mfwrap import Model
+from model_ranks import NUM_RANKS, loader, run_rank
+from model_runs import classifier, sgd
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Let both ranks run; return where their results are."""
+    path = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(run_rank, args=(str(path), port), nprocs=NUM_RANKS)
+    return path
+
+
+def test_two_ranks_train_as_one_process_on_the_whole_data(folder):
+    """Batches of both ranks together are one; metrics count each sample once."""
+    network = classifier()
+    model = Model(network, nn.CrossEntropyLoss(), sgd(network), metrics={"loss", "accuracy"})
+    model.train(2, loader(32, 8))
+    metrics = model.eval(loader(15, 15))
+
+    for rank in range(NUM_RANKS):
+        result = torch.load(folder / f"rank{rank}.pt")
+        for ours, theirs in zip(result["weights"], network.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-6)
+        assert result["metrics"] == pytest.approx(metrics, rel=1e-6)
+
+
+def test_the_main_process_saves(folder):
+    """Once for all."""
+    assert [(folder / f"rank{rank}").exists() for rank in range(NUM_RANKS)] == [True, False]

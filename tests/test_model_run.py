@@ -1,0 +1,159 @@
+"""Callbacks of both kinds hear what MindSpore's and the Trainer's hear, in their order."""
+
+import pytest
+from torch import nn
+from transformers import TrainerCallback
+
+from mfwrap import Model
+from mfwrap.callbacks import Callback
+from model_runs import Notes, ScriptedMetric, batches, classifier, sgd
+
+
+def model(**settings) -> Model:
+    """Return a model to train."""
+    network = classifier()
+    return Model(network, nn.CrossEntropyLoss(), sgd(network), **settings)
+
+
+STEP = ["on_train_step_begin", "on_train_step_end"]
+EVALUATION = [
+    *("on_eval_begin", "on_eval_epoch_begin", "on_eval_step_begin", "on_eval_step_end"),
+    *("on_eval_epoch_end", "on_eval_end"),
+]
+
+
+def test_a_training_is_told_in_mindspores_order():
+    """An evaluation stands before the end of its epoch."""
+    notes = Notes()
+    model(metrics={"loss"}).fit(2, batches(2), batches(1), 2, callbacks=notes)
+
+    epoch = ["on_train_epoch_begin", *STEP, *STEP]
+    assert notes.calls == [
+        "on_train_begin",
+        *(*epoch, "on_train_epoch_end"),
+        *(*epoch, *EVALUATION, "on_train_epoch_end"),
+        "on_train_end",
+    ]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_stop_ends_the_step_and_still_ends_epoch_and_training(evaluates):
+    """As in MindSpore, with the evaluation that is due."""
+    notes = Notes(stop_at=1)
+    valid = batches(1) if evaluates else None
+    model(metrics={"loss"}).fit(3, batches(3), valid, callbacks=notes)
+
+    assert notes.calls == [
+        *("on_train_begin", "on_train_epoch_begin", *STEP),
+        *(EVALUATION if evaluates else []),
+        *("on_train_epoch_end", "on_train_end"),
+    ]
+
+
+def test_a_stop_is_a_stop_for_both_kinds():
+    """A Trainer's callback that asks for the end is seen in MindSpore's context."""
+    notes = Notes()
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 2
+
+    class Sees(Callback):
+        def on_train_end(self, run_context):
+            notes.calls.append(run_context.get_stop_requested())
+
+    model().train(3, batches(3), callbacks=[Stops(), notes, Sees()])
+
+    assert notes.calls.count("on_train_step_end") == 2
+    assert notes.calls[-1] is True
+
+
+def test_an_epoch_may_be_broken_off_alone():
+    """`should_epoch_stop` goes on with the next epoch."""
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_epoch_stop = True
+
+    notes = Notes("cur_epoch_num")
+    model().train(3, batches(3), callbacks=[Breaks(), notes])
+
+    ends = [t for c, t in zip(notes.calls, notes.told, strict=True) if c == "on_train_step_end"]
+    assert ends == [(1,), (2,), (3,)]
+
+
+def test_what_a_run_tells():
+    """Numbers count from 1, those of steps over all epochs of this training."""
+    notes = Notes("cur_epoch_num", "cur_step_num", "batch_num", "epoch_num", "mode")
+    model().train(4, batches(2), callbacks=notes, initial_epoch=2)
+
+    ends = [t for c, t in zip(notes.calls, notes.told, strict=True) if c == "on_train_step_end"]
+    assert ends == [
+        (3, 1, 2, 2, "train"),
+        (3, 2, 2, 2, "train"),
+        (4, 3, 2, 2, "train"),
+        (4, 4, 2, 2, "train"),
+    ]
+
+
+def test_what_transformers_callbacks_are_told():
+    """The Trainer's state and metrics by the Trainer's names."""
+    seen = []
+
+    class Sees(TrainerCallback):
+        def on_step_end(self, args, state, control, model, optimizer, train_dataloader, **_):
+            seen.append((state.global_step, state.max_steps, state.epoch, len(train_dataloader)))
+
+        def on_epoch_end(self, args, state, control, **_):
+            seen.append(control.should_evaluate)
+
+        def on_evaluate(self, args, state, control, metrics, **_):
+            seen.append((sorted(metrics), control.should_evaluate))
+
+    fitted = model(metrics={"value": ScriptedMetric(1.0)})
+    fitted.fit(3, batches(2), batches(1), [3], callbacks=[Sees()], initial_epoch=1)
+
+    assert seen == [
+        *((3, 6, 1.5, 2), (4, 6, 2.0, 2), False),
+        *((5, 6, 2.5, 2), (6, 6, 3.0, 2), True),
+        (["eval_loss", "eval_value"], False),
+    ]
+
+
+def test_older_names_are_called_in_train_and_refused_in_fit():
+    """They cannot tell training from evaluation."""
+    calls = []
+
+    class Older(Callback):
+        def step_end(self, run_context):
+            calls.append(run_context.original_args().mode)
+
+    trained = model(metrics={"loss"})
+    trained.train(1, batches(2), callbacks=Older())
+    trained.eval(batches(1), callbacks=Older())
+
+    assert calls == ["train", "train", "eval"]
+    with pytest.raises(ValueError, match=r"Older with \['step_end'\]"):
+        trained.fit(1, batches(1), callbacks=Older())
+
+
+def test_callbacks_are_left_when_a_run_raises():
+    """As the context managers that they are, and averages are put back."""
+    left = []
+
+    class Context(Callback):
+        def __exit__(self, kind, error, traceback):
+            left.append(kind)
+
+        def on_train_step_end(self, run_context):
+            raise KeyError
+
+    class Averages(TrainerCallback):
+        def put_weights_back(self):
+            left.append("weights")
+
+    with pytest.raises(KeyError):
+        model().train(1, batches(1), callbacks=[Context(), Averages()])
+    model().train(1, batches(1), callbacks=[Averages()])
+
+    assert left == ["weights", KeyError]
