@@ -1,0 +1,196 @@
+"""The panels of a run page, as plotly figures."""
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+
+from mfwrap.run_drawing import Panel, color_of, finite, label, line, points, smoothed
+from mfwrap.run_maps import norms_by_rank, norms_by_step
+from mfwrap.run_record import Curve, RunRecord
+
+__all__ = ["panels_of"]
+
+_THROUGHPUT = ("throughput", "_per_second", "flops", "mfu")
+_OWN_PANEL = {
+    *("loss", "eval_loss", "ema_eval_loss", "learning_rate", "loss_scale", "global_norm"),
+    *("overflow", "overflows", "applied_updates", "skipped_updates", "max_grad_norm"),
+}
+
+
+def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
+    """Return the panels that the runs have numbers for.
+
+    Args:
+        runs: At least one. Of several, each has a colour of its own in every panel.
+    """
+    panels = [
+        _loss(runs),
+        _lines(runs, "learning_rate", "Learning rate", "Of the first parameter group."),
+        _loss_scale(runs),
+        _global_norm(runs),
+        *norms_by_step(runs),
+        *norms_by_rank(runs),
+        _choice(
+            runs,
+            "throughput",
+            "Throughput",
+            lambda name: any(word in name for word in _THROUGHPUT),
+        ),
+        _choice(
+            runs,
+            "others",
+            "Everything else that was recorded",
+            lambda name: name not in _OWN_PANEL and not any(w in name for w in _THROUGHPUT),
+        ),
+    ]
+    shown = [panel for panel in panels if panel.figure.data]
+    steps = [s for run in runs for curve in run.curves.values() for s in curve.steps]
+    if steps:
+        room = 0.01 * (max(steps) - min(steps)) + 0.5
+        for panel in shown:
+            if panel.has_steps:
+                panel.figure.update_xaxes(range=[min(steps) - room, max(steps) + room])
+    return shown
+
+
+def _loss(runs: Sequence[RunRecord]) -> Panel:
+    figure = go.Figure()
+    for number, run in enumerate(runs):
+        color = color_of(number)
+        if curve := run.curves.get("loss"):
+            raw = line(curve, label(run, "training, each step", runs), color, opacity=0.5)
+            raw.update(line_width=1)
+            figure.add_trace(raw)
+            figure.add_trace(line(smoothed(curve), label(run, "training, smoothed", runs), color))
+            _add_not_finite(figure, curve, label(run, "loss not finite", runs))
+        for key, words, symbol in (
+            ("eval_loss", "evaluation", "circle"),
+            ("ema_eval_loss", "evaluation, averaged weights", "diamond-open"),
+        ):
+            if curve := run.curves.get(key):
+                name = label(run, words, runs)
+                marks = points(curve.steps, finite(curve.values), name, color=color)
+                figure.add_trace(marks.update(marker_symbol=symbol, marker_line_width=2))
+    note = "Of this rank's tokens, unscaled. Crosses: not finite."
+    return Panel("loss", "Loss", note, figure)
+
+
+def _add_not_finite(figure: go.Figure, curve: Curve, name: str) -> None:
+    steps = [s for s, v in zip(curve.steps, curve.values, strict=True) if not math.isfinite(v)]
+    if steps:
+        top = max((v for v in curve.values if math.isfinite(v)), default=0.0)
+        figure.add_trace(points(steps, [top] * len(steps), name, symbol="x", color="#c0392b"))
+
+
+def _lines(runs: Sequence[RunRecord], key: str, title: str, note: str) -> Panel:
+    figure = go.Figure()
+    for number, run in enumerate(runs):
+        if curve := run.curves.get(key):
+            figure.add_trace(line(curve, label(run, title, runs), color_of(number)))
+    return Panel(key, title, note, figure)
+
+
+def _loss_scale(runs: Sequence[RunRecord]) -> Panel:
+    note = "As the next step uses it, logarithmic. Crosses: steps whose gradients overflowed."
+    panel = _lines(runs, "loss_scale", "Loss scale", note)
+    panel.figure.update_traces(line_shape="hv")
+    panel.figure.update_yaxes(type="log", **_powers_of_two(runs))
+    for number, run in enumerate(runs):
+        scale = run.curves.get("loss_scale")
+        steps = _overflow_steps(run)
+        if scale is not None and steps:
+            at = dict(zip(scale.steps, scale.values, strict=True))
+            values = [at.get(step) for step in steps]
+            name = label(run, "overflow", runs)
+            panel.figure.add_trace(
+                points(steps, values, name, symbol="x", color=color_of(number), line_width=1)
+            )
+    return panel
+
+
+def _powers_of_two(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the ticks of an axis of loss scales: at most a dozen powers of two."""
+    scales = [
+        scale
+        for run in runs
+        for scale in run.curves.get("loss_scale", Curve()).values
+        if 0 < scale < math.inf
+    ]
+    low, high = min(scales, default=1.0), max(scales, default=1.0)
+    lowest, highest = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    ticks = range(lowest, highest + 1, max(1, math.ceil((highest - lowest) / 12)))
+    return {"tickvals": [2.0**tick for tick in ticks], "ticktext": [f"2^{tick}" for tick in ticks]}
+
+
+def _overflow_steps(run: RunRecord) -> list[int]:
+    """Return steps that are recorded to have overflowed, or after which the count is higher."""
+    if curve := run.curves.get("overflow"):
+        return [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
+    curve = run.curves.get("overflows", Curve())
+    counted = pairwise([(0, 0.0), *zip(curve.steps, curve.values, strict=True)])
+    return [step for (_, before), (step, count) in counted if count > before]
+
+
+def _global_norm(runs: Sequence[RunRecord]) -> Panel:
+    note = "L2 norm of all unscaled gradients before clipping, logarithmic."
+    panel = _lines(runs, "global_norm", "Global norm", note)
+    panel.figure.update_yaxes(type="log", dtick="D2", exponentformat="power")
+    for number, run in enumerate(runs):
+        curve = run.curves.get("global_norm")
+        if curve is None:
+            continue
+        _add_not_finite(panel.figure, curve, label(run, "norm not finite", runs))
+        spikes = [a for a in run.anomalies if a.get("kind") == "spike" and "global_norm" in a]
+        if spikes:
+            steps, norms = [a["step"] for a in spikes], [float(a["global_norm"]) for a in spikes]
+            mark = {"symbol": "triangle-up", "color": color_of(number), "size": 11}
+            panel.figure.add_trace(points(steps, norms, label(run, "spike", runs), **mark))
+        if run.max_grad_norm is not None and math.isfinite(run.max_grad_norm):
+            panel.figure.add_hline(
+                run.max_grad_norm,
+                line={"dash": "dash", "width": 1.5, "color": color_of(number)},
+                annotation_text=f"clipped above {run.max_grad_norm:g}",
+                annotation_position="top left",
+            )
+    return panel
+
+
+def _choice(
+    runs: Sequence[RunRecord], name: str, title: str, belongs: Callable[[str], bool]
+) -> Panel:
+    """Return a panel of all curves that belong to it, of which one kind is shown at a time."""
+    kinds = sorted({key for run in runs for key in run.curves if belongs(key)})
+    figure = go.Figure()
+    of_kind: list[str] = []
+    for kind in kinds:
+        for number, run in enumerate(runs):
+            if curve := run.curves.get(kind):
+                figure.add_trace(line(curve, label(run, kind, runs), color_of(number)))
+                figure.data[-1].visible = kind == kinds[0]
+                of_kind.append(kind)
+    if len(kinds) > 1:
+        figure.update_layout(
+            updatemenus=[
+                {
+                    "x": 0,
+                    "xanchor": "left",
+                    "y": 1.05,
+                    "yanchor": "bottom",
+                    "buttons": [
+                        {
+                            "label": html.escape(kind),
+                            "method": "update",
+                            "args": [{"visible": [each == kind for each in of_kind]}],
+                        }
+                        for kind in kinds
+                    ],
+                }
+            ]
+        )
+    only = kinds[0] if kinds else ""
+    note = "The menu chooses which." if len(kinds) > 1 else html.escape(only)
+    return Panel(name, title, note, figure)

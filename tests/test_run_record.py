@@ -1,0 +1,90 @@
+"""A run's folder is read back as it was written."""
+
+import json
+import math
+
+import pytest
+
+from mfwrap.run_record import Curve, read_run
+from run_folders import GROUPS, write_lines, write_run, write_trainer_run
+
+
+def test_a_run_of_the_cell(tmp_path):
+    """Curves, norms of each rank, and anomalies by step."""
+    run = read_run(write_run(tmp_path / "first", num_ranks=3))
+
+    assert run.name == "first"
+    assert run.curves["learning_rate"] == Curve(
+        list(range(1, 41)), [step / 1000 for step in range(1, 41)]
+    )
+    assert run.curves["eval_loss"] == Curve([0, 40], [5.0, 1.25])
+    assert run.curves["ema_eval_loss"] == Curve([40], [1.125])
+    assert math.isnan(run.curves["loss"].values[19])
+    assert run.curves["global_norm"].values[19] == math.inf
+    assert run.curves["overflow"].values[18:21] == [0.0, 1.0, 0.0]
+    assert [list(groups) for groups in run.local_norms.values()] == [list(GROUPS)] * 3
+    assert run.local_norms[2]["layers.1"].values[9] == pytest.approx(0.9)
+    assert [anomaly["step"] for anomaly in run.anomalies] == [12, 30]
+    assert run.max_grad_norm == 1.5
+    assert run.last_step() == 40
+    assert not {"step", "epoch", "local_norm"} & run.curves.keys()
+
+
+def test_a_run_of_the_trainer(tmp_path):
+    """The log of the checkpoint of most steps; its names are those of the step's output."""
+    run = read_run(write_trainer_run(tmp_path))
+
+    assert run.curves["loss"] == Curve([2, 4, 6, 8, 10], [3.0 / s for s in (2, 4, 6, 8, 10)])
+    assert run.curves["global_norm"].values == [2.0] * 5
+    assert run.curves["eval_loss"] == Curve([10], [0.1])
+    assert run.local_norms == {0: {"embed": Curve([2, 4, 6, 8, 10], [1.0, 2.0, 3.0, 4.0, 5.0])}}
+    # A summary of the whole training is no step.
+    assert "train_loss" not in run.curves
+
+
+def test_the_state_of_the_folder_itself_comes_first(tmp_path):
+    """As ``trainer.save_state()`` writes it at the end."""
+    write_trainer_run(tmp_path)
+    log = [{"step": 12, "loss": 0.25}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+
+    assert read_run(tmp_path).curves == {"loss": Curve([12], [0.25])}
+
+
+def test_what_was_recorded_last_counts(tmp_path):
+    """A resumed run records some steps again; the last line may be torn."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": s, "loss": s} for s in (1, 2, 3, 2, 3)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
+
+    assert read_run(tmp_path).curves == {"loss": Curve([1, 2, 3], [1.0, 2.0, 9.0])}
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        ({}, FileNotFoundError, "must be the folder of a run, got .* with neither"),
+        ({"anomalies.jsonl": '{"step": 1}\n'}, FileNotFoundError, "with neither"),
+        (
+            {"metrics.jsonl": "[1]\n{}\n"},
+            ValueError,
+            "line 1 of .* must be a JSON object",
+        ),
+        ({"trainer_state.json": "{"}, ValueError, "trainer_state.json must be .* no JSON"),
+        ({"trainer_state.json": "{}"}, ValueError, "got no list `log_history`"),
+        ({"trainer_state.json": '{"log_history": [1]}'}, ValueError, "got no list `log_history`"),
+    ],
+)
+def test_what_is_no_run(tmp_path, files, error, message):
+    """It is said what was expected."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+
+    with pytest.raises(error, match=message):
+        read_run(tmp_path)
+
+
+def test_no_folder(tmp_path):
+    """A file is no run, nor is nothing."""
+    with pytest.raises(FileNotFoundError, match="which is none"):
+        read_run(tmp_path / "nothing")
