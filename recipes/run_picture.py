@@ -30,38 +30,69 @@ _STYLE: Any = {
 }
 
 
-def draw_run(metrics: Path, picture: Path, *, max_grad_norm: float, title: str) -> None:
-    """Draw three panels over a common axis of steps.
+def draw_run(
+    metrics: Path,
+    picture: Path,
+    *,
+    max_grad_norm: float | None,
+    title: str,
+    loss_title: str = "Loss, in nats per byte",
+) -> None:
+    """Draw up to three panels over a common axis of steps: those that there are numbers for.
 
     Args:
         metrics: JSON lines with ``step``; those of training steps have the names of
             `LocalNormStepOutput`, those of evaluations ``eval_loss`` and maybe ``ema_eval_loss``.
         picture: PNG file that is written.
-        max_grad_norm: Limit of the global norm, drawn as a line.
+        max_grad_norm: Limit of the global norm, drawn as a line; ``None`` draws none.
         title: Heading.
+        loss_title: Heading of the panel of losses.
+
+    Raises:
+        ValueError: If there is no training step.
     """
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [_numbers(json.loads(line)) for line in metrics.read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
-    evaluations = [record for record in records if "eval_loss" in record]
+    if not steps:
+        msg = f"`metrics` must hold a training step, got {metrics} with none"
+        raise ValueError(msg)
+    evaluations = [record for record in records if {"eval_loss", "ema_eval_loss"} & record.keys()]
+    has_norm = steps[0].get("global_norm") is not None
+    has_layers = bool(steps[0].get("local_norm"))
+    heights = [3.0] + [2.0] * has_norm + [2.4] * has_layers
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
-        loss, norm, layers = figure.subplots(
-            3, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2, 2.4]}
-        )
+        figure = Figure(figsize=(9, sum(heights) * 8 / 7.4), dpi=150, layout="constrained")
+        panels = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )[:, 0]
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        _draw_loss(loss, steps, evaluations)
-        _draw_norm(norm, steps, max_grad_norm)
-        mesh = _draw_layers(layers, steps)
-        figure.colorbar(mesh, ax=layers, pad=0.01, label="L2 norm", format="{x:g}")
-        layers.set_xlabel("step")
-        layers.set_xlim(0.5, steps[-1]["step"] + 0.5)
+        panels[0].set_title(loss_title)
+        _draw_loss(panels[0], steps, evaluations)
+        if has_norm:
+            _draw_norm(panels[1], steps, max_grad_norm)
+        if has_layers:
+            mesh = _draw_layers(panels[-1], steps)
+            figure.colorbar(mesh, ax=panels[-1], pad=0.01, label="L2 norm", format="{x:g}")
+        panels[-1].set_xlabel("step")
+        panels[-1].set_xlim(0.5, steps[-1]["step"] + 0.5)
         figure.savefig(picture)
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with ``"nan"`` and ``"inf"``, which JSON has no numbers for, as numbers."""
+    return {
+        key: _numbers(value)
+        if isinstance(value, dict)
+        else float(value)
+        if isinstance(value, str)
+        else value
+        for key, value in record.items()
+    }
 
 
 def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
     numbers = [record["step"] for record in steps]
     losses = np.array([record["loss"] for record in steps])
-    axes.set_title("Loss, in nats per byte")
     axes.plot(numbers, losses, color=_FAINT, linewidth=0.8, label="training, each step")
     axes.plot(numbers, _smoothed(losses), color=_RAW, linewidth=1.8, label="training, smoothed")
     # The larger one first, because the two losses often fall on one point.
@@ -83,6 +114,8 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[s
     _mark_skips(axes, steps)
     axes.legend(loc="upper right")
     axes.set_ylim(bottom=0)
+    if not evaluations:
+        return
     final = evaluations[-1]
     results = [f"{final[key]:.3f} {name}" for key, name in _RESULTS if key in final]
     axes.annotate(
@@ -96,15 +129,16 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[s
 _RESULTS = (("eval_loss", "raw"), ("ema_eval_loss", "averaged"))
 
 
-def _draw_norm(axes: Axes, steps: list[dict[str, Any]], max_grad_norm: float) -> None:
+def _draw_norm(axes: Axes, steps: list[dict[str, Any]], max_grad_norm: float | None) -> None:
     axes.set_title("Global norm of the gradients, before clipping")
     numbers = [record["step"] for record in steps]
     axes.plot(numbers, [record["global_norm"] for record in steps], color=_RAW, linewidth=1)
-    axes.axhline(max_grad_norm, color=_AVERAGED, linewidth=1, linestyle="--")
-    axes.annotate(
-        "clipped above", (1, max_grad_norm), xycoords=("axes fraction", "data"), color=_AVERAGED,
-        ha="right", va="bottom", textcoords="offset points", xytext=(-4, 2),
-    )  # fmt: skip
+    if max_grad_norm is not None:
+        axes.axhline(max_grad_norm, color=_AVERAGED, linewidth=1, linestyle="--")
+        axes.annotate(
+            "clipped above", (1, max_grad_norm), xycoords=("axes fraction", "data"),
+            color=_AVERAGED, ha="right", va="bottom", textcoords="offset points", xytext=(-4, 2),
+        )  # fmt: skip
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

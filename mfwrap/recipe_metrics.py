@@ -1,0 +1,135 @@
+"""The numbers of each step and each evaluation of a run, in its file ``metrics.jsonl``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
+from mfwrap.outputs import StepReport
+
+__all__ = ["METRICS_FILE", "RECIPE_FILE", "MetricsRecorder", "results_of"]
+
+METRICS_FILE = "metrics.jsonl"
+RECIPE_FILE = "recipe.yaml"
+
+
+@final
+class MetricsRecorder(TrainerCallback):
+    """Write a record of each step, with the names of `StepOutput`, and of each evaluation.
+
+    The numbers stay on the device until the Trainer logs, evaluates or saves, where it waits
+    anyway. Written by the main process alone. A run that is resumed goes on behind its checkpoint.
+
+    Args:
+        folder: Of the run.
+        evaluates_average: Whether evaluations within the training see averaged weights.
+    """
+
+    def __init__(self, folder: Path, *, evaluates_average: bool) -> None:
+        self._path = folder / METRICS_FILE
+        self._prefix = "ema_" if evaluates_average else ""
+        self._lines = JsonLines(self._path)
+        self._reports: list[tuple[int, StepReport]] = []
+        self._is_training = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        state: TrainerState,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Keep the records up to the step that the run goes on from."""
+        self._reports.clear()
+        self._is_training = True
+        if not state.is_world_process_zero or not self._path.exists():
+            return
+        records = read_json_lines(self._path)
+        self._path.unlink()
+        self._lines = JsonLines(self._path)
+        for record in records:
+            if record["step"] <= state.global_step and state.global_step:
+                self._lines.append(record)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        state: TrainerState,
+        *_: Any,
+        step_report: StepReport | None = None,
+        **__: Any,
+    ) -> None:
+        """Keep the report of the step."""
+        if state.is_world_process_zero and step_report is not None:
+            self._reports.append((state.global_step, step_report))
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        """Write the steps since the last time."""
+        self.write_steps()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write the steps since the last time."""
+        self.write_steps()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Write the last steps."""
+        self._is_training = False
+        self.write_steps()
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        state: TrainerState,
+        *_: Any,
+        metrics: dict[str, float] | None = None,
+        **__: Any,
+    ) -> None:
+        """Write an evaluation within the training."""
+        if state.is_world_process_zero and self._is_training and metrics is not None:
+            self.write_steps()
+            results = {self._prefix + name: value for name, value in results_of(metrics).items()}
+            self._lines.append({"step": state.global_step, **results})
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a record of its own."""
+        self._lines.append(record)
+
+    def write_steps(self) -> None:
+        """Write the steps since the last time, with one copy from the device for each field."""
+        if not self._reports:
+            return
+        steps = [step for step, _ in self._reports]
+        reports = [report for _, report in self._reports]
+        self._reports.clear()
+        outputs = [report.output for report in reports]
+        names = reports[0].local_norm_names
+        columns = {
+            name: _column([getattr(output, name) for output in outputs])
+            for name in outputs[0]._fields
+            if name != "size"
+        } | {"skipped": _column([report.skipped for report in reports])}
+        for index, step in enumerate(steps):
+            record = {name: None if c is None else c[index] for name, c in columns.items()}
+            norms = record.get("local_norm")
+            if norms is not None:
+                record["local_norm"] = dict(zip(names, norms, strict=True))
+            self._lines.append({"step": step, **record})
+
+
+def _column(values: list[Tensor | None]) -> list[Any] | None:
+    tensors = [value for value in values if value is not None]
+    return torch.stack(tensors).tolist() if len(tensors) == len(values) else None
+
+
+def results_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what a Trainer's evaluation has found, without its timings."""
+    timings = ("_runtime", "_per_second", "_time")
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("eval_") and not name.endswith(timings)
+    }

@@ -1,0 +1,252 @@
+"""MindFormers' YAML files as recipes."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import yaml
+
+from mfwrap.recipe_yaml import RecipeDocument
+
+__all__ = ["ImportedRecipe", "import_mindformers"]
+
+_AS_THEY_STAND = ("optimizer", "lr_schedule", "callbacks", "monitor_config")
+_TASKS: Mapping[str, str] = {
+    "CausalLanguageModelingTrainer": "causal_lm",
+    "image_classification": "image_classification",
+    "ImageClassificationTrainer": "image_classification",
+    "sequence_classification": "sequence_classification",
+    "text_classification": "sequence_classification",
+    "TextClassificationTrainer": "sequence_classification",
+    "text_generation": "causal_lm",
+    "token_classification": "token_classification",
+    "TokenClassificationTrainer": "token_classification",
+}
+_DATA: Mapping[str, dict[str, Any]] = {
+    "causal_lm": {"type": "python_topics"},
+    "image_classification": {"type": "digits"},
+    "sequence_classification": {"type": "docstrings"},
+    "token_classification": {"type": "python_tokens"},
+}
+"""Data that are there, in the place of MindRecord files."""
+
+_DEFAULT_MODELS: Mapping[str, dict[str, Any]] = {
+    "causal_lm": {"model_type": "llama"},
+    "image_classification": {"model_type": "vit"},
+    "sequence_classification": {"model_type": "bert"},
+    "token_classification": {"model_type": "bert"},
+}
+_MODEL_TYPES: Mapping[str, str] = {
+    "BertConfig": "bert",
+    "Blip2Config": "blip-2",
+    "BloomConfig": "bloom",
+    "GPT2Config": "gpt2",
+    "LlamaConfig": "llama",
+    "Qwen2Config": "qwen2",
+    "Qwen3Config": "qwen3",
+    "T5Config": "t5",
+    "ViTConfig": "vit",
+}
+_MODEL_KEYS: Mapping[str, str] = {
+    "hidden_act": "hidden_act",
+    "hidden_size": "hidden_size",
+    "image_size": "image_size",
+    "intermediate_size": "intermediate_size",
+    "max_position_embedding": "max_position_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+    "n_kv_heads": "num_key_value_heads",
+    "num_attention_heads": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_key_value_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
+    "patch_size": "patch_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "vocab_size": "vocab_size",
+}
+"""MindFormers' names in ``model_config``, and transformers'."""
+
+
+class ImportedRecipe(NamedTuple):
+    """A recipe that a MindFormers file has become."""
+
+    text: str
+    """YAML."""
+
+    notes: list[str]
+    """What was left out or changed, one line each."""
+
+
+def import_mindformers(text: str, name: str) -> ImportedRecipe:
+    """Return the recipe that trains as a MindFormers file says.
+
+    Its ``runner_wrapper``, ``optimizer``, ``lr_schedule``, ``callbacks`` and ``monitor_config``
+    are taken as they stand. Data are not: MindRecord files are MindSpore's own, so that the recipe
+    begins with data that are there.
+
+    Args:
+        text: The MindFormers file.
+        name: Its name, for errors.
+
+    Raises:
+        RecipeError: If it is no YAML mapping, or trains what no recipe can.
+    """
+    document = RecipeDocument.parse(text, name)
+    converter = _Converter(document)
+    recipe = converter.recipe()
+    notes = converter.notes
+    comments = "".join(f"# {note}\n" for note in [f"From MindFormers' {name}.", *notes])
+    body = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    return ImportedRecipe(comments + body, notes)
+
+
+@final
+class _Converter:
+    """Takes over section after section, and notes what has no place.
+
+    Args:
+        document: The MindFormers file.
+    """
+
+    def __init__(self, document: RecipeDocument) -> None:
+        self._document = document
+        self._left = dict(document.data)
+        self.notes: list[str] = []
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the recipe's sections, those that are not empty."""
+        task = self._task()
+        model, sequence_length = self._model(task)
+        data = dict(_DATA[task])
+        if self._left.pop("train_dataset", None) is not None:
+            self.notes.append(f"data: put your own here; {data['type']} are data that are there")
+        if sequence_length is not None and task == "causal_lm":
+            data["sequence_length"] = sequence_length
+        sections = {
+            "task": task,
+            "model": model,
+            "data": data,
+            "training": self._training(),
+            "runner_wrapper": self._wrapper(),
+            **{name: self._left.pop(name, None) for name in _AS_THEY_STAND},
+        }
+        self._tensorboard(sections)
+        self._nan_check(sections)
+        self._note_the_rest()
+        return {name: value for name, value in sections.items() if value}
+
+    def _section(self, name: str, holder: dict[str, Any] | None = None) -> dict[str, Any]:
+        value = (self._left if holder is None else holder).pop(name, None)
+        if value is not None and not isinstance(value, dict):
+            raise self._document.error((name,), f"must be a mapping, got {value!r}")
+        return dict(value or {})
+
+    def _task(self) -> str:
+        trainer = self._section("trainer")
+        said = trainer.get("type") or trainer.get("task_name") or "CausalLanguageModelingTrainer"
+        if said not in _TASKS:
+            says = f"must be one of {sorted(_TASKS)}, got {said!r}"
+            raise self._document.error(("trainer",), says)
+        return _TASKS[said]
+
+    def _model(self, task: str) -> tuple[dict[str, Any], int | None]:
+        section = self._section("model")
+        # Both forms: model.model_config, and model_config with the class beside.
+        settings = self._section("model_config", section) or self._section("model_config")
+        path = self._left.pop("pretrained_model_dir", None)
+        sequence_length = settings.pop("seq_length", None)
+        if isinstance(path, str) and path:
+            return {"path": path}, sequence_length
+        said = settings.pop("type", None)
+        kind = _MODEL_TYPES.get(str(said), settings.pop("model_type", None))
+        config: dict[str, Any] = {"model_type": kind} if kind else dict(_DEFAULT_MODELS[task])
+        if said is not None and kind is None:
+            self.notes.append(f"model: {said} is not known here, so it is a {config['model_type']}")
+        for key, value in settings.items():
+            if key in _MODEL_KEYS and value is not None:
+                config[_MODEL_KEYS[key]] = value
+            else:
+                self.notes.append(f"model: without {key}")
+        if isinstance(sequence_length, int) and task == "causal_lm":
+            config.setdefault("max_position_embeddings", sequence_length)
+        return {"config": config}, sequence_length
+
+    def _training(self) -> dict[str, Any]:
+        runner = self._section("runner_config")
+        training: dict[str, Any] = {}
+        names = {
+            "epochs": "num_train_epochs",
+            "batch_size": "per_device_train_batch_size",
+            "gradient_accumulation_steps": "gradient_accumulation_steps",
+            "stop_step": "max_steps",
+        }
+        for key, value in runner.items():
+            if key not in names:
+                self.notes.append(f"runner_config: without {key}")
+            elif value is not None and (key != "stop_step" or value):
+                training[names[key]] = value
+        for key in ("output_dir", "seed"):
+            if self._left.get(key) is not None:
+                training[key] = self._left.pop(key)
+        self._accumulate_pipeline(training)
+        self._evaluate(training)
+        return training
+
+    def _accumulate_pipeline(self, training: dict[str, Any]) -> None:
+        parallel = self._left.get("parallel_config")
+        if not isinstance(parallel, dict) or not isinstance(parallel.get("micro_batch_num"), int):
+            return
+        stages, number = parallel.get("pipeline_stage"), parallel["micro_batch_num"]
+        if isinstance(stages, int) and stages > 1 and number > 1:
+            training["gradient_accumulation_steps"] = number
+            self.notes.append("training: the micro-batches of the pipeline are accumulated")
+
+    def _evaluate(self, training: dict[str, Any]) -> None:
+        evaluates = self._left.pop("do_eval", False)
+        steps = self._left.pop("eval_step_interval", 100)
+        epochs = self._left.pop("eval_epoch_interval", -1)
+        if not evaluates:
+            return
+        if isinstance(epochs, int) and epochs > 0:
+            training["eval_strategy"] = "epoch"
+        else:
+            training |= {"eval_strategy": "steps", "eval_steps": steps}
+
+    def _wrapper(self) -> dict[str, Any]:
+        wrapper = self._section("runner_wrapper")
+        if wrapper.get("type") in {"MFPipelineWithLossScaleCell", "pipeline_wrapper"}:
+            wrapper["type"] = "MFTrainOneStepCell"
+            self.notes.append("runner_wrapper: without a pipeline, so MFTrainOneStepCell")
+        if wrapper.pop("micro_batch_num", None) is not None:
+            self.notes.append("runner_wrapper: without micro_batch_num")
+        for key in ("use_skip_data_by_global_norm", "calculate_per_token_loss"):
+            if self._left.pop(key, False):
+                wrapper[key] = True
+        return wrapper
+
+    def _tensorboard(self, sections: dict[str, Any]) -> None:
+        tensorboard = self._section("tensorboard")
+        folder = tensorboard.pop("tensorboard_dir", None)
+        monitors = [
+            one
+            for one in sections["callbacks"] or []
+            if isinstance(one, dict) and one.get("type") == "MFLossMonitor"
+        ]
+        if isinstance(folder, str) and folder and monitors:
+            kept = {"log_loss_scale_to_tensorboard", "log_timers_to_tensorboard"}
+            monitors[0] |= {"tensorboard_dir": folder} | {
+                key: value for key, value in tensorboard.items() if key in kept
+            }
+
+    def _nan_check(self, sections: dict[str, Any]) -> None:
+        if not self._left.pop("check_for_nan_in_loss_and_grad", False):
+            return
+        config = sections["monitor_config"]
+        if isinstance(config, dict) and config.get("monitor_on"):
+            sections["monitor_config"] = config | {"check_for_nan_in_loss_and_grad": True}
+        else:
+            monitor = {"type": "TrainingStateMonitor", "check_for_nan_in_loss_and_grad": True}
+            sections["callbacks"] = [*(sections["callbacks"] or []), monitor]
+
+    def _note_the_rest(self) -> None:
+        self.notes += [f"without {name}" for name in self._left]

@@ -1,0 +1,133 @@
+"""Running a recipe."""
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from transformers import set_seed
+
+from mfwrap.callbacks import EMACallback
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.recipe import Recipe, check_columns
+from mfwrap.recipe_metrics import RECIPE_FILE, MetricsRecorder, results_of
+from mfwrap.recipe_objects import REFUSALS, RecipeObjects
+from mfwrap.recipe_schedule import scheduled
+
+__all__ = ["RunResult", "build_trainer", "run_recipe"]
+
+
+class RunResult(NamedTuple):
+    """What a run has left behind."""
+
+    folder: Path
+    """Holds ``recipe.yaml``, ``metrics.jsonl``, checkpoints, ``model`` and maybe ``model_ema``."""
+
+    metrics: dict[str, float]
+    """Of the last evaluation; names of averaged weights begin with ``ema_``."""
+
+
+def run_recipe(recipe: Recipe, *, resume: str | bool = False) -> RunResult:
+    """Train, evaluate raw and averaged weights, and save both.
+
+    Args:
+        recipe: What to run.
+        resume: Folder of a checkpoint to go on from, or ``True`` for the newest of the run.
+
+    Raises:
+        RecipeError: If the data do not have what the task needs.
+        ValueError: If there is no whole checkpoint to resume from.
+    """
+    trainer, recorder = build_trainer(recipe)
+    folder = Path(recipe.arguments.output_dir or "")
+    if trainer.is_world_process_zero():
+        folder.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(recipe.document.data, sort_keys=False, allow_unicode=True)
+        (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
+    trainer.train(resume_from_checkpoint=resume or None)
+    return RunResult(folder, _finish(trainer, recorder, folder))
+
+
+def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
+    """Return the Trainer of a recipe, and what records its metrics.
+
+    Raises:
+        RecipeError: If the data do not have what the task needs.
+    """
+    arguments, task = recipe.arguments, recipe.task
+    # Weights are drawn before a Trainer sets the seed.
+    set_seed(arguments.seed)
+    with arguments.main_process_first():
+        keywords = _keywords(recipe)
+    if arguments.eval_strategy != "no" and keywords["eval_dataset"] is None:
+        says = "must hold out rows for `training.eval_strategy`, got none"
+        raise recipe.document.error(("data",), says)
+    callbacks = [make() for make in recipe.make_callbacks]
+    recorder = MetricsRecorder(
+        Path(arguments.output_dir or ""),
+        evaluates_average=any(isinstance(one, EMACallback) for one in callbacks),
+    )
+    step = recipe.step
+    trainer = scheduled(task.trainer(), recipe.schedule)(
+        args=arguments,
+        callbacks=[recorder, *callbacks],
+        step=step.config,
+        scale_sense=None if step.make_scale is None else step.make_scale(),
+        ema=recipe.make_average,
+        **keywords,
+    )
+    _normalise_loss(recipe, trainer)
+    return trainer, recorder
+
+
+def _keywords(recipe: Recipe) -> dict[str, Any]:
+    try:
+        rows = recipe.data.rows()
+    except REFUSALS as error:
+        data = recipe.document.data["data"]
+        raise RecipeObjects(recipe.document).refusal(("data",), data, error) from error
+    check_columns(recipe.document, recipe.task, rows.train.column_names)
+    keywords = recipe.task.build(recipe.model, recipe.data, rows)
+    if recipe.peft is None and recipe.task.needs_reference:
+        # A model without its adapter is its own reference.
+        return keywords | {"ref_model": copy.deepcopy(keywords["model"])}
+    if recipe.peft is None:
+        return keywords
+    if recipe.task.takes_peft:
+        return keywords | {"peft_config": recipe.peft}
+    from peft import get_peft_model  # noqa: PLC0415  (slow, and of an extra)
+
+    return keywords | {"model": get_peft_model(keywords["model"], recipe.peft)}
+
+
+def _normalise_loss(recipe: Recipe, trainer: Any) -> None:
+    per_token = recipe.step.calculate_per_token_loss
+    if per_token and not trainer.model_accepts_loss_kwargs:
+        says = "must be left out or False with a model that is not told the number of targets"
+        path = ("runner_wrapper", "calculate_per_token_loss")
+        raise recipe.document.error(path, says)
+    if per_token is False:
+        trainer.model_accepts_loss_kwargs = False
+
+
+def _finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, float]:
+    """Evaluate and save raw weights, and averaged ones where there is an average."""
+    average = _average(trainer)
+    metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
+    trainer.save_model(str(folder / "model"))
+    if average is not None:
+        with average.swap():
+            if trainer.eval_dataset is not None:
+                averaged = results_of(trainer.evaluate())
+                metrics |= {f"ema_{name}": value for name, value in averaged.items()}
+            trainer.save_model(str(folder / "model_ema"))
+    if metrics and trainer.is_world_process_zero():
+        recorder.write({"step": trainer.state.global_step, **metrics})
+    return metrics
+
+
+def _average(trainer: Any) -> ExponentialMovingAverage | None:
+    """Return the Trainer's average, or that of an `EMACallback`."""
+    found: list[ExponentialMovingAverage | None] = [trainer.ema]
+    found += [one.ema for one in trainer.callback_handler.callbacks if isinstance(one, EMACallback)]
+    return next((one for one in found if one is not None), None)

@@ -1,0 +1,200 @@
+"""Rows that come with what is installed: Python's documentation and source, scikit-learn's data."""
+
+import ast
+import io
+import itertools
+import keyword
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal, NamedTuple, final
+
+import numpy as np
+from datasets import Dataset
+
+from mfwrap.recipes.data_source import DataSource, Rows
+
+__all__ = [
+    "DiabetesSource",
+    "DigitsSource",
+    "DocstringsSource",
+    "PythonTokensSource",
+    "PythonTopicsSource",
+]
+
+_MODULES = (
+    "argparse", "ast", "bdb", "calendar", "codecs", "configparser", "datetime", "difflib", "dis",
+    "fractions", "ftplib", "heapq", "imaplib", "inspect", "ipaddress", "locale", "mailbox",
+    "optparse", "pathlib", "pickle", "pickletools", "plistlib", "random", "shutil", "smtplib",
+    "socket", "statistics", "string", "subprocess", "tarfile", "textwrap", "threading", "tokenize",
+    "turtle", "typing", "uuid", "warnings", "weakref", "zipfile",
+)  # fmt: skip
+"""Modules of the standard library, those of them that are there."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PythonTopicsSource(DataSource):
+    """The topics of Python's ``help()``; every tenth is held out. Column: ``text``."""
+
+    type: Literal["python_topics"] = "python_topics"
+
+    known_columns = frozenset({"text"})
+
+    def read(self) -> Rows:
+        texts = [topics[name] for name in sorted(topics)]
+        return Rows(
+            Dataset.from_dict({"text": [text for i, text in enumerate(texts) if i % 10]}),
+            Dataset.from_dict({"text": texts[::10]}),
+        )
+
+
+class _Described(NamedTuple):
+    module: str
+    signature: str
+    docstring: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DocstringsSource(DataSource):
+    """Functions of the standard library and their docstrings.
+
+    Columns: ``prompt``, the function's signature; ``completion``, the first paragraph of its
+    docstring; ``messages``, both as a conversation; ``chosen``, the same paragraph, and
+    ``rejected``, that of another function; ``text``, the whole docstring, and ``label``, its
+    module.
+    """
+
+    type: Literal["docstrings"] = "docstrings"
+
+    known_columns = frozenset(
+        {"prompt", "completion", "messages", "chosen", "rejected", "text", "label"}
+    )
+
+    def read(self) -> Rows:
+        found = [one for module, source in _sources() for one in _described(module, source)]
+        paragraphs = [one.docstring.split("\n\n")[0] for one in found]
+        prompts = [f"What does {one.signature} do?\n" for one in found]
+        # Half the list further, so that it is hardly ever of the same module.
+        others = paragraphs[len(found) // 2 :] + paragraphs[: len(found) // 2]
+        columns = {
+            "prompt": prompts,
+            "completion": paragraphs,
+            "messages": [_conversation(*pair) for pair in zip(prompts, paragraphs, strict=True)],
+            "chosen": paragraphs,
+            "rejected": others,
+            "text": [one.docstring for one in found],
+            "label": [one.module for one in found],
+        }
+        return Rows(Dataset.from_dict(columns), None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PythonTokensSource(DataSource):
+    """Lines of the standard library. Columns: ``tokens``, and what kind each is, ``labels``."""
+
+    type: Literal["python_tokens"] = "python_tokens"
+
+    known_columns = frozenset({"tokens", "labels"})
+
+    def read(self) -> Rows:
+        lines = [line for _, source in _sources() for line in _token_lines(source)]
+        columns = {
+            "tokens": [[token for token, _ in line] for line in lines],
+            "labels": [[kind for _, kind in line] for line in lines],
+        }
+        return Rows(Dataset.from_dict(columns), None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DigitsSource(DataSource):
+    """scikit-learn's hand-written digits. Columns: ``image``, 8 x 8 in [0, 1]; ``label``."""
+
+    type: Literal["digits"] = "digits"
+
+    known_columns = frozenset({"image", "label"})
+
+    def read(self) -> Rows:
+        # Slow to load, and of an extra.
+        from sklearn.datasets import load_digits  # noqa: PLC0415
+
+        digits = load_digits()
+        images = (digits.images / 16).astype(np.float32)
+        return Rows(
+            Dataset.from_dict({"image": images.tolist(), "label": digits.target.tolist()}), None
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DiabetesSource(DataSource):
+    """scikit-learn's diabetes study. Columns: ``features``, ten numbers; ``target``.
+
+    The target, a measure of the disease's progression, has mean 0 and variance 1.
+    """
+
+    type: Literal["diabetes"] = "diabetes"
+
+    known_columns = frozenset({"features", "target"})
+
+    def read(self) -> Rows:
+        from sklearn.datasets import load_diabetes  # noqa: PLC0415
+
+        study = load_diabetes()
+        features = (study.data / study.data.std(axis=0)).astype(np.float32)
+        target = ((study.target - study.target.mean()) / study.target.std()).astype(np.float32)
+        columns = {"features": features.tolist(), "target": target.tolist()}
+        return Rows(Dataset.from_dict(columns), None)
+
+
+def _conversation(question: str, answer: str) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    """Yield name and source of each module that is there."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    for module in _MODULES:
+        file = folder / f"{module}.py"
+        if file.exists():
+            yield module, file.read_text(encoding="utf-8")
+
+
+def _described(module: str, source: str) -> Iterator[_Described]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+            signature = f"{module}.{node.name}({ast.unparse(node.args)})"
+            yield _Described(module, signature, docstring)
+
+
+_KINDS = {
+    tokenize.NUMBER: "number",
+    tokenize.STRING: "string",
+    tokenize.OP: "operator",
+    tokenize.COMMENT: "comment",
+}
+
+
+def _token_lines(source: str) -> Iterator[list[tuple[str, str]]]:
+    """Yield the tokens of each line of code that has more than two, with their kinds."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    for _, line in itertools.groupby(tokens, key=lambda token: token.start[0]):
+        kinds = [(token.string, _kind(token)) for token in line]
+        known = [(text, kind) for text, kind in kinds if kind is not None]
+        if len(known) > 2:
+            yield known
+
+
+def _kind(token: tokenize.TokenInfo) -> str | None:
+    if token.type == tokenize.NAME:
+        return "keyword" if keyword.iskeyword(token.string) else "name"
+    return _KINDS.get(token.type)

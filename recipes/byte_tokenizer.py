@@ -1,0 +1,43 @@
+"""A tokenizer that needs no download: one token for each byte of UTF-8."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+__all__ = ["byte_tokenizer"]
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|reply|>' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 256 bytes and five marks, with a chat template.
+
+    Its padding is ``<|pad|>``, its end of a text ``<|end|>``.
+
+    Example:
+        >>> tokenizer = byte_tokenizer()
+        >>> len(tokenizer), len(tokenizer("naïve")["input_ids"])
+        (261, 6)
+        >>> tokenizer.decode(tokenizer("naïve")["input_ids"])
+        'naïve'
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",  # noqa: S106  (no password)
+        eos_token="<|end|>",  # noqa: S106
+        extra_special_tokens=["<|system|>", "<|user|>", "<|reply|>"],
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = _CHAT_TEMPLATE
+    return made

@@ -1,0 +1,170 @@
+"""The model of a recipe: a checkpoint, or a configuration to begin from."""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mfwrap.recipes.byte_tokenizer import byte_tokenizer
+from mfwrap.recipes.perceptron import Perceptron, PerceptronConfig
+from mfwrap.recipes.sections import Section
+
+__all__ = ["BYTES", "ModelSettings", "vocabulary_of"]
+
+BYTES = "bytes"
+"""Name of the tokenizer that is built, not loaded."""
+
+_PRECISIONS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Section):
+    """The section ``model``.
+
+    Raises:
+        ValueError: If there is not exactly one of `path` and `config`, or `config` has a key that
+            its model does not know.
+    """
+
+    path: str | None = None
+    """Checkpoint to go on from: name on the Hugging Face hub, or folder."""
+
+    config: dict[str, Any] | None = None
+    """Model to begin from random weights: ``model_type`` and what its configuration takes."""
+
+    tokenizer: str | None = None
+    """Name on the hub, folder, or ``bytes``; by default the checkpoint's, and ``bytes`` with a
+    `config`."""
+
+    revision: str | None = None
+    """Branch, tag or commit of `path` on the hub."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights that are trained."""
+
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = (
+        None
+    )
+    """How attention is computed; by default as transformers chooses."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no model."""
+        if (self.path is None) == (self.config is None):
+            got = "none" if self.path is None else "both"
+            msg = f"`path` or `config` must be given, one of the two, got {got}"
+            raise ValueError(msg)
+        if self.config is not None:
+            self._check_config(self.config)
+        if self.revision is not None and self.path is None:
+            msg = f"`revision` must go with `path`, got {self.revision!r} without"
+            raise ValueError(msg)
+
+    @property
+    def model_type(self) -> str | None:
+        """Kind of model that begins from random weights; ``None`` with a checkpoint."""
+        return None if self.config is None else self.config["model_type"]
+
+    def make_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Build or load the tokenizer, with padding."""
+        name = self.tokenizer or self.path or BYTES
+        if name == BYTES:
+            return byte_tokenizer()
+        revision = {} if self.revision is None else {"revision": self.revision}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **revision)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:
+        """Build or load the model.
+
+        Args:
+            auto_class: Of transformers, ``AutoModelForCausalLM`` for one; a `Perceptron` needs
+                none.
+            implied: What the data say of its configuration; a `config` that says otherwise is
+                right.
+        """
+        settings: dict[str, Any] = {"dtype": _PRECISIONS[self.dtype]}
+        if self.attn_implementation is not None:
+            settings["attn_implementation"] = self.attn_implementation
+        if self.path is not None:
+            return self._loaded(auto_class, settings, implied)
+        config = self._configuration(implied)
+        if isinstance(config, PerceptronConfig):
+            network: nn.Module = Perceptron(config)
+            network.to(settings["dtype"])
+        else:
+            network = auto_class.from_config(config, **settings)
+        return network
+
+    def _loaded(
+        self, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
+    ) -> nn.Module:
+        # A checkpoint has its own vocabulary and shape; of labels the data know more.
+        about_labels = {k: v for k, v in implied.items() if k in {"num_labels", "id2label"}}
+        if self.revision is not None:
+            settings["revision"] = self.revision
+        if about_labels:
+            settings["ignore_mismatched_sizes"] = True
+        loader = auto_class if auto_class is not None else Perceptron
+        model: nn.Module = loader.from_pretrained(self.path, **settings, **about_labels)
+        return model
+
+    def _configuration(self, implied: dict[str, Any]) -> PreTrainedConfig:
+        given = dict(self.config or {})
+        kind = given.pop("model_type")
+        known = _config_keys(kind)
+        settings = {k: v for k, v in implied.items() if k in known or k in _OF_ALL} | given
+        if kind == PerceptronConfig.model_type:
+            return PerceptronConfig(**settings)
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
+        return config
+
+    def _check_config(self, config: dict[str, Any]) -> None:
+        kind = config.get("model_type")
+        kinds = [*CONFIG_MAPPING, PerceptronConfig.model_type]
+        if not isinstance(kind, str) or kind not in kinds:
+            guess = difflib.get_close_matches(str(kind), kinds, n=1)
+            hint = f"; did you mean {guess[0]!r}?" if guess else ""
+            msg = f"`config.model_type` must be a model of transformers, got {kind!r}{hint}"
+            raise ValueError(msg)
+        known = _config_keys(kind) | _OF_ALL | {"model_type"}
+        for key in config:
+            if key not in known:
+                guess = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {guess[0]!r}?" if guess else ""
+                msg = f"`config.{key}` must be a key of {kind!r} models, got another{hint}"
+                raise ValueError(msg)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what a tokenizer says of the configuration of a model."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
+
+
+_OF_ALL = frozenset({"num_labels", "id2label", "label2id", "problem_type"})
+"""What every configuration takes."""
+
+
+def _config_keys(kind: str) -> set[str]:
+    """Return what the configuration of a kind of model takes."""
+    if kind == PerceptronConfig.model_type:
+        return {"num_features", "hidden_size", "num_hidden_layers"}
+    config_class: Any = CONFIG_MAPPING[kind]
+    return {field.name for field in dataclasses.fields(config_class)}

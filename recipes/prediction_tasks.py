@@ -1,0 +1,229 @@
+"""Models that name a class, or say a number."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset, List
+from torch import Tensor
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
+
+from mfwrap.recipes.data_source import DataSource, Rows
+from mfwrap.recipes.models import ModelSettings, vocabulary_of
+
+__all__ = [
+    "build_image_classification",
+    "build_regression",
+    "build_sequence_classification",
+    "build_token_classification",
+]
+
+_DEFAULT_LENGTH = 512
+_IGNORED = -100
+
+
+def build_sequence_classification(
+    model: ModelSettings, data: DataSource, rows: Rows
+) -> dict[str, Any]:
+    """Return what a Trainer needs to name the class of texts; metric ``accuracy``."""
+    tokenizer = model.make_tokenizer()
+    length = data.sequence_length or _DEFAULT_LENGTH
+    labels = _labels(rows, "label")
+
+    def encoded(texts: Dataset) -> Dataset:
+        def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
+            tokens = tokenizer(batch["text"], truncation=True, max_length=length)
+            return {**tokens, "labels": [labels.index(label) for label in batch["label"]]}
+
+        return _mapped(texts, encode)
+
+    return {
+        "model": model.make_model(
+            AutoModelForSequenceClassification, **labels.settings, **vocabulary_of(tokenizer)
+        ),
+        **_datasets(rows, encoded),
+        "data_collator": DataCollatorWithPadding(tokenizer),
+        "processing_class": tokenizer,
+        "compute_metrics": accuracy,
+    }
+
+
+def build_token_classification(
+    model: ModelSettings, data: DataSource, rows: Rows
+) -> dict[str, Any]:
+    """Return what a Trainer needs to name the class of words; metric ``accuracy``.
+
+    The first token of a word has its label, the others have none.
+    """
+    tokenizer = model.make_tokenizer()
+    length = data.sequence_length or _DEFAULT_LENGTH
+    labels = _labels(rows, "labels")
+
+    def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = tokenizer(
+            batch["tokens"], is_split_into_words=True, truncation=True, max_length=length
+        )
+        of_words = [[labels.index(label) for label in row] for row in batch["labels"]]
+        of_tokens = [_first_tokens(tokens.word_ids(i), row) for i, row in enumerate(of_words)]
+        return {**tokens, "labels": of_tokens}
+
+    return {
+        "model": model.make_model(
+            AutoModelForTokenClassification, **labels.settings, **vocabulary_of(tokenizer)
+        ),
+        **_datasets(rows, lambda texts: _mapped(texts, encode)),
+        "data_collator": DataCollatorForTokenClassification(tokenizer),
+        "processing_class": tokenizer,
+        "compute_metrics": accuracy,
+    }
+
+
+def build_image_classification(
+    model: ModelSettings, data: DataSource, rows: Rows
+) -> dict[str, Any]:
+    """Return what a Trainer needs to name the class of images; metric ``accuracy``.
+
+    An ``image`` is a PIL image, or its numbers in [0, 1], ``(H, W)`` or ``(H, W, C)``; all have
+    one size. What the model sees is in [-1, 1].
+    """
+    del data
+    labels = _labels(rows, "label")
+    num_channels, height, _ = _pixels(rows.train[0]["image"]).shape
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {
+            "pixel_values": torch.stack([_pixels(one["pixel_values"]) for one in examples]),
+            "labels": torch.tensor([labels.index(one["labels"]) for one in examples]),
+        }
+
+    def renamed(images: Dataset) -> Dataset:
+        # The Trainer keeps columns that the model has as arguments.
+        names = {"image": "pixel_values", "label": "labels"}
+        return images.select_columns(list(names)).rename_columns(names)
+
+    return {
+        "model": model.make_model(
+            AutoModelForImageClassification,
+            image_size=height,
+            num_channels=num_channels,
+            **labels.settings,
+        ),
+        **_datasets(rows, renamed),
+        "data_collator": collate,
+        "compute_metrics": accuracy,
+    }
+
+
+def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
+    """Return what a Trainer needs to predict a number; metrics ``mse`` and ``r2``."""
+    del data
+
+    def kept(table: Dataset) -> Dataset:
+        return table.select_columns(["features", "target"]).rename_column("target", "labels")
+
+    return {
+        "model": model.make_model(None, num_features=len(rows.train[0]["features"])),
+        **_datasets(rows, kept),
+        "data_collator": default_data_collator,
+        "compute_metrics": regression_errors,
+    }
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Return the share of labels that are predicted.
+
+    Args:
+        prediction: transformers' ``EvalPrediction`` with logits, shape ``(..., classes)``, and
+            labels, -100 where there is none.
+    """
+    logits = prediction.predictions
+    targets = prediction.label_ids
+    counted = targets != _IGNORED
+    hits = (np.argmax(logits, axis=-1) == targets) & counted
+    return {"accuracy": float(hits.sum() / max(1, counted.sum()))}
+
+
+def regression_errors(prediction: Any) -> dict[str, float]:
+    """Return the mean squared error and the share of the variance that is explained.
+
+    Args:
+        prediction: transformers' ``EvalPrediction``, shapes ``(N,)``.
+    """
+    targets = prediction.label_ids
+    mse = float(np.mean((prediction.predictions - targets) ** 2))
+    variance = float(np.var(targets))
+    return {"mse": mse, "r2": 1 - mse / variance if variance else float("nan")}
+
+
+class _Labels:
+    """The classes that rows are of, in the order of their names."""
+
+    def __init__(self, names: list[str], values: list[Any]) -> None:
+        self._numbers = {value: number for number, value in enumerate(values)}
+        self.settings = {
+            "num_labels": len(names),
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: number for number, name in enumerate(names)},
+        }
+
+    def index(self, value: Any) -> int:
+        """Return the number of a class.
+
+        Raises:
+            ValueError: If no row is of that class.
+        """
+        if value not in self._numbers:
+            msg = f"`label` must be one of {list(self._numbers)}, got {value!r}"
+            raise ValueError(msg)
+        return self._numbers[value]
+
+
+def _labels(rows: Rows, column: str) -> _Labels:
+    feature = rows.train.features[column]
+    inner = feature.feature if isinstance(feature, List) else feature
+    if isinstance(inner, ClassLabel):
+        return _Labels(list(inner.names), list(range(len(inner.names))))
+    values = [value for part in rows if part is not None for value in part[column]]
+    if isinstance(feature, List):
+        values = [value for row in values for value in row]
+    found = sorted(set(values))
+    return _Labels([str(value) for value in found], found)
+
+
+def _datasets(rows: Rows, prepare: Callable[[Dataset], Dataset]) -> dict[str, Dataset | None]:
+    evaluation = rows.evaluation
+    return {
+        "train_dataset": prepare(rows.train),
+        "eval_dataset": None if evaluation is None else prepare(evaluation),
+    }
+
+
+def _mapped(rows: Dataset, encode: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Dataset:
+    return rows.map(encode, batched=True, remove_columns=rows.column_names)
+
+
+def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:
+    """Return the label of each token's word where it is the word's first, -100 elsewhere."""
+    before = [None, *words]
+    return [
+        _IGNORED if word is None or word == last else labels[word]
+        for last, word in zip(before, words, strict=False)
+    ]
+
+
+def _pixels(image: Any) -> Tensor:
+    """Return an image as ``(C, H, W)``, float32, in [-1, 1]."""
+    values = np.asarray(image)
+    scale = 255 if values.dtype == np.uint8 else 1
+    if values.ndim == 2:
+        values = values[..., None]
+    pixels = torch.from_numpy(values.astype(np.float32) / scale).permute(2, 0, 1)
+    return pixels.mul(2).sub(1).contiguous()

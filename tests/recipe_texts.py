@@ -1,0 +1,43 @@
+"""Small recipes that several tests read and run."""
+
+import copy
+
+import yaml
+
+SMALL_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+RECIPE = {
+    "task": "regression",
+    "model": {"config": {"model_type": "perceptron", "hidden_size": 8, "num_hidden_layers": 1}},
+    "data": {"type": "diabetes", "max_train_samples": 64, "max_eval_samples": 16},
+    "training": {
+        "max_steps": 6,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.01,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+    },
+}
+"""A run of a tenth of a second."""
+
+
+def recipe_text(**sections) -> str:
+    """Return the recipe with sections merged in; ``None`` takes one out."""
+    recipe = copy.deepcopy(RECIPE)
+    for name, section in sections.items():
+        if section is None:
+            recipe.pop(name, None)
+        elif isinstance(section, dict) and isinstance(recipe.get(name), dict):
+            recipe[name] |= section
+        else:
+            recipe[name] = section
+    return yaml.safe_dump(recipe, sort_keys=False)

@@ -1,0 +1,219 @@
+"""The command line: what it prints, writes, and exits with."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.shell_completion import ShellComplete
+from PIL import Image
+
+from mfwrap.cli import cli, main
+from mfwrap.recipe_library import shipped_recipes
+from recipe_texts import recipe_text
+
+
+def call(capsys, *arguments):
+    """Return exit code, output and errors of a command."""
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return left.value.code, output.out, output.err
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Return the file of a small recipe, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "small.yaml"
+    file.write_text(recipe_text(training={"save_strategy": "steps", "save_steps": 3}))
+    return file
+
+
+def test_train_and_plot(recipe, capsys):
+    """A run ends with 0 and its results, leaves its folder, and can be drawn."""
+    code, out, _ = call(capsys, "train", recipe, "--set", "ema.decay=0.5")
+    folder = Path("runs/small")
+
+    assert code == 0
+    assert "ema_eval_loss: " in out
+    assert out.endswith(f"run folder: {folder}\n")
+    assert call(capsys, "plot", folder)[:2] == (0, f"wrote {folder / 'run.png'}\n")
+    with Image.open(folder / "run.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_resume(recipe, capsys):
+    """A run goes on from its newest checkpoint, or from one that is named."""
+    call(capsys, "train", recipe, "--set", "training.max_steps=3")
+    code, _, _ = call(capsys, "train", recipe, "--resume")
+    steps = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
+
+    assert code == 0
+    assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4, 5, 6]
+    assert call(capsys, "train", recipe, "--resume", "runs/small/checkpoint-3")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train"], "Missing argument 'RECIPE'"),
+        (["frob"], "No such command 'frob'"),
+        (["train", "RECIPE", "--sett", "a=1"], "--sett"),
+        (["train", "missing.yaml"], "missing.yaml: must be a file or the name of a shipped"),
+        (["validate", "causal_lmm"], "did you mean 'causal_lm'?"),
+        (["validate", "RECIPE", "--set", "training.max_step=1"], "did you mean `max_steps`?"),
+        (["validate", "RECIPE", "--set", "ema.decay=2"], "`ema.decay` must be in [0, 1), got 2"),
+        (["train", "RECIPE", "--resume"], "must hold a checkpoint"),
+        (["train", "RECIPE", "--resume", "nowhere"], "must be the folder of a checkpoint"),
+        (["plot", "nowhere"], "must be the folder of a run"),
+        (["init", "causal_lmm"], "did you mean 'causal_lm'?"),
+        (["import-mindformers", "nowhere"], "must be a MindFormers YAML file"),
+    ],
+)
+def test_bad_input(recipe, capsys, arguments, says):
+    """Bad input is one line on standard error and exit code 2, never a traceback."""
+    words = [str(recipe) if word == "RECIPE" else word for word in arguments]
+    code, out, err = call(capsys, *words)
+
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.startswith("mfwrap: ")
+    assert err.count("\n") == 1
+
+
+def test_a_run_that_fails(recipe, capsys):
+    """It ends with 1, one line, and the traceback in its folder."""
+    first = call(capsys, "train", recipe, "--set", "training.learning_rate=1e38",
+                 "--set", "runner_wrapper.max_consecutive_skips=1")  # fmt: skip
+    code, _, err = first
+
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "the run failed: RuntimeError" in err
+    assert "Traceback" in Path("runs/small/error_rank_0.txt").read_text()
+
+
+def test_validate(recipe, capsys):
+    """A recipe that fits is said to, and nothing is written."""
+    assert call(capsys, "validate", recipe) == (0, f"{recipe}: valid\n", "")
+    assert list(Path.cwd().iterdir()) == [recipe]
+
+
+def test_keys_without_meaning_are_one_line(recipe, capsys):
+    """MindFormers' own keys are named on standard error, and the recipe is valid."""
+    entry = "callbacks=[{type: MFLossMonitor, micro_batch_num: 2}, {type: SummaryMonitor}]"
+    code, _, err = call(capsys, "validate", recipe, "--set", entry)
+
+    assert (code, err.count("\n")) == (0, 1)
+    assert "callbacks.0.micro_batch_num, callbacks.1 (SummaryMonitor)" in err
+
+
+def test_recipes_lists_all(capsys):
+    """Every shipped recipe has its line."""
+    _, out, _ = call(capsys, "recipes")
+
+    assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
+
+
+def test_init(recipe, capsys):
+    """A shipped recipe is written once, as it is, and never over a file."""
+    assert call(capsys, "init", "regression")[0] == 0
+    assert Path("regression.yaml").read_text() == shipped_recipes()["regression"].text
+    code, _, err = call(capsys, "init", "regression")
+    assert code == 2
+    assert "must be a new file" in err
+    assert call(capsys, "init", "regression", "--output", "b.yaml")[0] == 0
+
+
+def test_import_mindformers(recipe, capsys):
+    """A MindFormers file becomes a recipe on standard output; what is left out is said."""
+    Path("mf.yaml").write_text("runner_wrapper: {use_clip_grad: True}\nprofile: False\n")
+    code, out, err = call(capsys, "import-mindformers", "mf.yaml")
+
+    assert code == 0
+    assert "runner_wrapper:\n  use_clip_grad: true\n" in out
+    assert "without profile" in err
+    assert call(capsys, "import-mindformers", "mf.yaml", "--output", "r.yaml")[0] == 0
+    assert Path("r.yaml").read_text() == out
+
+
+@pytest.mark.parametrize("command", ["", *sorted(cli.commands)])
+def test_help_has_examples(capsys, command):
+    """Each command explains itself by an example, but for the one without arguments."""
+    code, out, _ = call(capsys, *filter(None, [command, "--help"]))
+
+    assert code == 0
+    assert ("Example" in out) == (command != "recipes")
+
+
+def test_completion():
+    """A shell completes commands and names of recipes."""
+    complete = ShellComplete(cli, {}, "mfwrap", "_MFWRAP_COMPLETE")
+    commands = [item.value for item in complete.get_completions([], "")]
+    names = [item.value for item in complete.get_completions(["train"], "reg")]
+
+    assert set(commands) >= set(cli.commands)
+    assert "regression" in names
+
+
+def program(*words, env=None, **options):
+    """Run a program of its own."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def test_as_a_module(recipe):
+    """``python -m mfwrap`` is the command line, with its exit code."""
+    result = program("-m", "mfwrap", "validate", recipe, "--set", "task=x")
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("mfwrap: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"],
+        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+         "--main_process_port", "29532", "--num_machines", "1", "--mixed_precision", "no",
+         "--dynamo_backend", "no"],
+    ],
+    ids=["torchrun", "accelerate"],
+)  # fmt: skip
+def test_on_two_processes(recipe, launcher, tmp_path):
+    """Under a launcher two processes train one model on two halves of each batch."""
+    result = program(
+        *launcher, "-m", "mfwrap", "train", recipe,
+        "--set", "training.per_device_train_batch_size=4", timeout=200,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("run folder: ") == 1
+    alone = program(
+        "-m", "mfwrap", "train", recipe, "--set", f"training.output_dir={tmp_path / 'alone'}"
+    )
+    assert alone.returncode == 0, alone.stderr
+    weights = [
+        torch.cat([p.flatten() for p in _weights(folder).values()])
+        for folder in (Path("runs/small"), tmp_path / "alone")
+    ]
+
+    assert torch.allclose(*weights, atol=1e-5)
+
+
+def _weights(folder):
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    return load_file(folder / "model" / "model.safetensors")

@@ -1,0 +1,231 @@
+"""MindFormers' YAML files become recipes, and their sections are taken as they stand."""
+
+import pytest
+import yaml
+
+from mfwrap.recipe import RecipeError, parse_recipe
+from mfwrap.recipe_mindformers import import_mindformers
+
+WRAPPER = """
+runner_wrapper:
+  type: MFTrainOneStepCell
+  scale_sense:
+    type: DynamicLossScaleUpdateCell
+    loss_scale_value: 65536
+    scale_factor: 2
+    scale_window: 1000
+  use_clip_grad: True
+  max_grad_norm: 1.0
+"""
+FULL = """
+use_skip_data_by_global_norm: False
+check_for_nan_in_loss_and_grad: False
+calculate_per_token_loss: False
+output_dir: './output'
+do_eval: False
+eval_step_interval: 100
+eval_epoch_interval: -1
+runner_config:
+  epochs: 2
+  batch_size: 1
+  sink_mode: True
+  sink_size: 1
+  gradient_accumulation_steps: 1
+  stop_step: 0
+runner_wrapper:
+  type: MFTrainOneStepCell
+  scale_sense:
+    type: DynamicLossScaleUpdateCell
+    loss_scale_value: 65536
+    scale_factor: 2
+    scale_window: 1000
+  use_clip_grad: True
+  max_grad_norm: 1.0
+  local_norm: False
+optimizer:   {type: AdamW, betas: [0.9, 0.95], eps: 1.e-8, weight_decay: 0.0}
+lr_schedule:
+  {type: CosineWithWarmUpLR, learning_rate: 1.e-5, lr_end: 1.e-6, warmup_ratio: 0.01,
+   total_steps: -1}
+callbacks:
+  - type: MFLossMonitor
+    per_print_times: 1
+monitor_config:
+  monitor_on: True
+  dump_path: './dump'
+  target: ['layers.0.', 'layers.1.']
+  invert: False
+  step_interval: 1
+  local_loss_format: ['log', 'tensorboard']
+  device_local_loss_format: ['log', 'tensorboard']
+  local_norm_format: ['log', 'tensorboard']
+  device_local_norm_format: ['log', 'tensorboard']
+  optimizer_state_format: null
+  weight_state_format: null
+  throughput_baseline: null
+  print_struct: False
+  check_for_global_norm: False
+  global_norm_spike_threshold: 3.0
+  global_norm_spike_count_threshold: 10
+tensorboard:
+  tensorboard_dir: 'worker/tensorboard'
+  tensorboard_queue_size: 10
+  log_loss_scale_to_tensorboard: True
+  log_timers_to_tensorboard: True
+profile: False
+parallel: {parallel_mode: 1, gradients_mean: False, full_batch: False}
+parallel_config: {data_parallel: 1, model_parallel: 4, pipeline_stage: 4, micro_batch_num: 4}
+micro_batch_interleave_num: 1
+"""
+FILES = {
+    "full": FULL,
+    "llama": """
+seed: 42
+run_mode: 'train'
+trainer: {type: CausalLanguageModelingTrainer, model_name: 'llama2_7b'}
+model:
+  model_config:
+    type: LlamaConfig
+    batch_size: 1
+    seq_length: 64
+    hidden_size: 32
+    num_layers: 2
+    num_heads: 4
+    vocab_size: 32000
+    rms_norm_eps: 1.0e-5
+    use_flash_attention: True
+  arch: {type: LlamaForCausalLM}
+train_dataset: {data_loader: {type: MindDataset, dataset_dir: ''}}
+optimizer: {type: FP32StateAdamWeightDecay, beta1: 0.9, beta2: 0.95, eps: 1.e-8}
+lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 3.e-4, warmup_ratio: 0.03, total_steps: -1}
+"""
+    + WRAPPER,
+    "fixed": "runner_wrapper: {type: MFTrainOneStepCell, scale_sense: 1.0, use_clip_grad: True}\n",
+    "adaptive": """
+runner_wrapper:
+  type: MFTrainOneStepCell
+  scale_sense:
+    type: AdaptiveLossScaleUpdateCell
+    loss_scale_value: 4294967296
+    scale_factor: 2
+    scale_window: 20
+    max_scale_window: 1000
+    min_scale_window: 20
+""",
+    "fixed_cell": """
+runner_wrapper:
+  scale_sense: {type: FixedLossScaleUpdateCell, loss_scale_value: 1024}
+""",
+    "pipeline": """
+runner_wrapper: {type: MFPipelineWithLossScaleCell, micro_batch_num: 8, use_clip_grad: True}
+parallel_config: {pipeline_stage: 2, micro_batch_num: 8}
+runner_config: {epochs: 1, batch_size: 2}
+""",
+    "skip": """
+use_skip_data_by_global_norm: True
+runner_wrapper: {use_clip_grad: True, max_grad_norm: 1.0}
+monitor_config: {monitor_on: True, global_norm_spike_threshold: 3.0}
+""",
+    "nan_check": "check_for_nan_in_loss_and_grad: True\n" + WRAPPER,
+    "evaluation": "do_eval: True\neval_step_interval: 50\nrunner_config: {epochs: 1}\n",
+    "linear": "lr_schedule: {type: LinearWithWarmUpLR, learning_rate: 1.e-4, warmup_steps: 10}\n",
+    "constant": "lr_schedule: {type: ConstantWarmUpLR, learning_rate: 1.e-4, warmup_steps: 0}\n",
+    "polynomial": """
+lr_schedule:
+  {type: PolynomialWithWarmUpLR, learning_rate: 1.e-4, lr_end: 1.e-6, warmup_steps: 5, power: 2.0}
+""",
+    "vit": """
+trainer: {type: ImageClassificationTrainer}
+model: {model_config: {type: ViTConfig, hidden_size: 32, num_hidden_layers: 1,
+        num_attention_heads: 2, intermediate_size: 64, patch_size: 2, image_size: 8}}
+""",
+    "bert": """
+trainer: {type: TokenClassificationTrainer}
+model: {model_config: {type: BertConfig, hidden_size: 32, num_layers: 1, num_heads: 2}}
+""",
+}
+"""Files in the manner of MindFormers' own, whole and in parts."""
+
+
+def imported(name):
+    """Return the recipe that a file becomes, read again, without its warning."""
+    result = import_mindformers(FILES[name], f"{name}.yaml")
+    # A model of full size takes no memory, and a while.
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    overrides = [f"model.config.{key}={value}" for key, value in small.items()]
+    if name not in {"vit", "bert"}:
+        overrides.append("model.config.num_attention_heads=4")
+    return parse_recipe(result.text, name, [*overrides, "training.use_cpu=true"]), result
+
+
+@pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
+@pytest.mark.parametrize("name", FILES)
+def test_files_become_valid_recipes(name):
+    """Every file becomes a recipe that fits."""
+    recipe, result = imported(name)
+
+    assert recipe.document.data["task"] in result.text
+    assert result.text.startswith(f"# From MindFormers' {name}.yaml.\n")
+
+
+@pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
+def test_sections_stand_as_they_are():
+    """Five sections are copied to the letter; only the curves' folder goes to its monitor."""
+    original = yaml.safe_load(FULL)
+    recipe = yaml.safe_load(import_mindformers(FULL, "full.yaml").text)
+
+    assert recipe["monitor_config"] == original["monitor_config"]
+    assert recipe["runner_wrapper"] == original["runner_wrapper"]
+    assert recipe["optimizer"] == original["optimizer"] | {"eps": 1e-8}
+    assert float(recipe["lr_schedule"]["learning_rate"]) == 1e-5
+    (monitor,) = recipe["callbacks"]
+    assert monitor["tensorboard_dir"] == "worker/tensorboard"
+
+
+@pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
+def test_numbers_arrive():
+    """What the file says is what the Trainer and the step are given."""
+    recipe, _ = imported("llama")
+    arguments = recipe.arguments
+
+    assert (arguments.learning_rate, arguments.adam_beta2) == (3e-4, 0.95)
+    assert (arguments.seed, arguments.max_grad_norm) == (42, 1.0)
+    assert recipe.step.make_scale().get_loss_scale() == 65536
+    assert recipe.schedule.settings == {"warmup_ratio": 0.03}
+    assert recipe.model.config["vocab_size"] == 32000
+    assert recipe.data.sequence_length == 64
+
+
+def test_switches_find_their_place():
+    """Switches of the top become settings of the step, of the monitor or of the training."""
+    skip, _ = imported("skip")
+    check, _ = imported("nan_check")
+    evaluation, _ = imported("evaluation")
+    pipeline, _ = imported("pipeline")
+
+    assert skip.step.config.use_skip_data_by_global_norm
+    assert skip.step.config.global_norm_spike_threshold == 3.0
+    assert len(skip.make_callbacks) == len(check.make_callbacks) == 1
+    assert (evaluation.arguments.eval_strategy, evaluation.arguments.eval_steps) == ("steps", 50)
+    assert pipeline.arguments.gradient_accumulation_steps == 8
+
+
+def test_what_is_left_out_is_said():
+    """Sections without a place are named, one note each, in the recipe too."""
+    result = import_mindformers(FULL, "full.yaml")
+
+    assert {"without parallel", "without profile"} <= set(result.notes)
+    assert all(f"# {note}\n" in result.text for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trainer: {type: ImageToTextRetrievalTrainer}\n", "`trainer` must be one of"),
+        ("runner_config: 3\n", "`runner_config` must be a mapping, got 3"),
+        ("- a\n", "must be a mapping of sections"),
+    ],
+)
+def test_what_cannot_be_imported(text, says):
+    """An error names file and section."""
+    with pytest.raises(RecipeError, match=says):
+        import_mindformers(text, "m.yaml")
