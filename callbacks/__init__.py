@@ -1,6 +1,47 @@
-"""Monitors of a training run, each a ``transformers.TrainerCallback``."""
+"""Monitors of a training run.
 
+Those of MindFormers are transformers' callbacks, for a Trainer and for `Model`. Those of MindSpore
+are `Callback`s, for `Model`; `as_trainer_callback` makes one fit a Trainer.
+"""
+
+from mfwrap.callbacks.checkpoint_config import CheckpointConfig
+from mfwrap.callbacks.checkpoint_health import newest_healthy_checkpoint
+from mfwrap.callbacks.checkpoint_monitor import CheckpointMonitor
+from mfwrap.callbacks.early_stopping import EarlyStopping
 from mfwrap.callbacks.ema_callback import EMACallback
+from mfwrap.callbacks.eval_callback import EvalCallback
+from mfwrap.callbacks.history import History
+from mfwrap.callbacks.lambda_callback import LambdaCallback
+from mfwrap.callbacks.learning_rate_scheduler import LearningRateScheduler
 from mfwrap.callbacks.loss_monitor import MFLossMonitor
+from mfwrap.callbacks.model_checkpoint import ModelCheckpoint
+from mfwrap.callbacks.plain_loss_monitor import LossMonitor
+from mfwrap.callbacks.profile_monitor import ProfileMonitor
+from mfwrap.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
+from mfwrap.callbacks.replica_check import ReplicaCheck
+from mfwrap.callbacks.time_monitor import TimeMonitor
+from mfwrap.callbacks.training_state_monitor import TrainingStateMonitor
+from mfwrap.model import Callback, RunContext, as_trainer_callback
 
-__all__ = ["EMACallback", "MFLossMonitor"]
+__all__ = [
+    "Callback",
+    "CheckpointConfig",
+    "CheckpointMonitor",
+    "EMACallback",
+    "EarlyStopping",
+    "EvalCallback",
+    "History",
+    "LambdaCallback",
+    "LearningRateScheduler",
+    "LossMonitor",
+    "MFLossMonitor",
+    "ModelCheckpoint",
+    "ProfileMonitor",
+    "ReduceLROnPlateau",
+    "ReplicaCheck",
+    "RunContext",
+    "TimeMonitor",
+    "TrainingStateMonitor",
+    "as_trainer_callback",
+    "newest_healthy_checkpoint",
+]

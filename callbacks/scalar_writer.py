@@ -5,7 +5,7 @@ from typing import Any, final
 
 from mfwrap.callbacks.loss_record import StepRecord
 
-__all__ = ["ScalarWriter"]
+__all__ = ["ScalarWriter", "summary_writer_class"]
 
 _SECONDS_PER_DAY = 86400
 
@@ -29,12 +29,7 @@ class ScalarWriter:
     """
 
     def __init__(self, directory: Path, *, loss_scale: bool, timers: bool) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow, and optional)
-        except ImportError as error:
-            msg = '`tensorboard_dir` needs TensorBoard; pip install "mfwrap[tensorboard]"'
-            raise ImportError(msg) from error
-        self._make_writer = SummaryWriter
+        self._make_writer = summary_writer_class()
         self._writer: Any = None
         self._directory = directory
         self._loss_scale = loss_scale
@@ -82,3 +77,17 @@ class ScalarWriter:
             samples_per_second = record.throughput * record.num_processes
             scalars["B-samples-per-day"] = samples_per_second * _SECONDS_PER_DAY / 1e9
         return scalars
+
+
+def summary_writer_class() -> Any:
+    """Return torch's writer of events files.
+
+    Raises:
+        ImportError: If TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow, and optional)
+    except ImportError as error:
+        msg = '`tensorboard_dir` needs TensorBoard; pip install "mfwrap[tensorboard]"'
+        raise ImportError(msg) from error
+    return SummaryWriter

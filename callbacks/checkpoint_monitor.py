@@ -1,0 +1,275 @@
+"""MindFormers' checkpoint callback: when to save, what to keep, what is healthy."""
+
+import functools
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mfwrap import DeferredReads, LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.callbacks.arguments import check_bool, check_int, check_positive_number
+from mfwrap.callbacks.checkpoint_health import (
+    CheckpointHealth,
+    has_bad_weights,
+    health_of,
+    record_health,
+    recorded_health,
+)
+from mfwrap.callbacks.norm_history import GlobalNormHistory
+from mfwrap.callbacks.rank_evidence import exchanged
+from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.run_size import num_processes
+
+__all__ = ["CheckpointMonitor"]
+
+_PREFIX = "checkpoint-"
+
+
+@final
+class CheckpointMonitor(TrainerCallback):
+    """Let a Trainer save by steps or time, keep the last checkpoints, and record their health.
+
+    The Trainer writes ``checkpoint-<step>``; set its ``save_strategy`` to ``"no"``, unless it shall
+    save more, and leave its ``save_total_limit`` alone. The last update of a training is saved,
+    too.
+
+    ``checkpoint_health.jsonl`` in the run folder has a line for each checkpoint (`CheckpointHealth`
+    has the fields). It is healthy if its weights are finite, the loss of its last update was, too,
+    at most `most_skips` updates in a row had been skipped, and the norm of its gradients was usual:
+    on all ranks. `newest_healthy_checkpoint` finds the one to resume from. A file that breaks off
+    says nothing of a checkpoint, and then it is not healthy.
+
+    By time, the main process decides; the others hear of it a step later, without a wait.
+
+    Source: MindFormers, ``CheckpointMonitor``.
+
+    Args:
+        save_checkpoint_steps: Steps from one checkpoint to the next; 0 for none by steps.
+        save_checkpoint_seconds: Seconds from one to the next; 0 for none by time.
+        keep_checkpoint_max: How many are kept; 0 for all. The newest healthy one and the
+            Trainer's best one are kept besides.
+        use_checkpoint_health_monitor: Record their health.
+        embedding_local_norm_threshold: From which local norm of an embedding's gradient on a
+            checkpoint is not healthy; ``None`` for none. It is the norm, of which MindFormers'
+            number is the square.
+        embedding_pattern: Regular expression of groups of local norms that are embeddings.
+        most_skips: How many skipped updates in a row are no sign of illness.
+        clock: Returns seconds from an arbitrary start.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or the Trainer deletes checkpoints, too.
+    """
+
+    def __init__(
+        self,
+        save_checkpoint_steps: int = 0,
+        save_checkpoint_seconds: float = 0,
+        keep_checkpoint_max: int = 5,
+        *,
+        use_checkpoint_health_monitor: bool = True,
+        embedding_local_norm_threshold: float | None = None,
+        embedding_pattern: str = "embed|wte",
+        most_skips: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (
+            ("save_checkpoint_steps", save_checkpoint_steps),
+            ("keep_checkpoint_max", keep_checkpoint_max),
+            ("most_skips", most_skips),
+        ):
+            check_int(name, value, minimum=0)
+        check_bool("use_checkpoint_health_monitor", use_checkpoint_health_monitor)
+        if save_checkpoint_seconds != 0:
+            check_positive_number("save_checkpoint_seconds", save_checkpoint_seconds)
+        if embedding_local_norm_threshold is not None:
+            check_positive_number("embedding_local_norm_threshold", embedding_local_norm_threshold)
+        if not save_checkpoint_steps and not save_checkpoint_seconds:
+            msg = "`save_checkpoint_steps` or `save_checkpoint_seconds` must be > 0, got 0 for both"
+            raise ValueError(msg)
+        self._steps, self._seconds = save_checkpoint_steps, save_checkpoint_seconds
+        self._keep = keep_checkpoint_max
+        self._records_health = use_checkpoint_health_monitor
+        self._embedding_limit = embedding_local_norm_threshold
+        self._embedding = re.compile(embedding_pattern)
+        self._most_skips = most_skips
+        self._clock = clock
+        self._saved_at = 0.0
+        self._reads: DeferredReads | None = None
+        self._is_time = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._history = GlobalNormHistory(10.0)
+        self._last: dict[str, float] = {}
+        self._is_spike = False
+        self._reads = None
+        self._is_time = False
+        self._saved_at = self._clock()
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Start the clock.
+
+        Raises:
+            ValueError: If the Trainer has a ``save_total_limit``.
+        """
+        if self._keep and args.save_total_limit is not None:
+            msg = (
+                "`save_total_limit` must be None where `keep_checkpoint_max` decides, got "
+                f"{args.save_total_limit}; or set keep_checkpoint_max=0"
+            )
+            raise ValueError(msg)
+        self._begin()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *_: Any,
+        step_output: StepOutput | LocalNormStepOutput | None = None,
+        step_report: StepReport | None = None,
+        **__: Any,
+    ) -> None:
+        """Ask for a checkpoint, if it is time; keep what tells its health."""
+        del args
+        self._flush()
+        by_steps = bool(self._steps) and state.global_step % self._steps == 0
+        if by_steps or self._is_time or state.global_step >= state.max_steps:
+            control.should_save = True
+            self._is_time = False
+            # From here, too, because all ranks come here at the same step.
+            self._saved_at = self._clock()
+        self._keep_values(step_output, step_report)
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
+        """Record the health of the checkpoint that has been written; delete what is too old."""
+        del control
+        self._flush()
+        self._is_time = False
+        run_folder = Path(args.output_dir or ".")
+        folder = run_folder / f"{_PREFIX}{state.global_step}"
+        if self._records_health:
+            health = self._health(folder.name, state.global_step, model)
+            if state.is_world_process_zero and folder.is_dir():
+                record_health(run_folder, health)
+                if not health.healthy:
+                    reasons = ", ".join(health.reasons)
+                    run_logger(__name__).warning("%s is not healthy: %s", folder.name, reasons)
+        if self._keep and state.is_world_process_zero:
+            self._rotate(run_folder, state.best_model_checkpoint)
+        self._saved_at = self._clock()
+
+    def _keep_values(self, output: Any, report: StepReport | None) -> None:
+        """Start copying what is asked for later; on several ranks, tell them the time."""
+        values: dict[str, Tensor] = {}
+        if output is not None:
+            values = {"loss": output.loss, "overflow": output.overflow}
+            if output.global_norm is not None:
+                values["global_norm"] = output.global_norm
+        if report is not None:
+            values["consecutive_skips"] = report.consecutive_skips
+            embedding = self._embedding_norm(report)
+            if embedding is not None:
+                values["embedding_norm"] = embedding
+        if self._seconds:
+            values["is_time"] = self._time_flag(values.get("loss"))
+        if not values:
+            return
+        device = next(iter(values.values())).device
+        together = torch.stack(
+            [value.detach().float().reshape(()).to(device) for value in values.values()]
+        )
+        if self._reads is None:
+            self._reads = DeferredReads(device)
+        self._reads.submit(together, functools.partial(self._receive, tuple(values)))
+
+    def _embedding_norm(self, report: StepReport) -> Tensor | None:
+        output = report.output
+        if self._embedding_limit is None or not isinstance(output, LocalNormStepOutput):
+            return None
+        numbers = [
+            number
+            for number, name in enumerate(report.local_norm_names)
+            if self._embedding.search(name)
+        ]
+        return torch.stack([output.local_norm[n] for n in numbers]).max() if numbers else None
+
+    def _time_flag(self, like: Tensor | None) -> Tensor:
+        is_time = self._clock() - self._saved_at >= self._seconds
+        device = torch.device("cpu") if like is None else like.device
+        flag = torch.full((), float(is_time), device=device)
+        if num_processes() > 1:
+            torch.distributed.broadcast(flag, src=0)
+        return flag
+
+    def _flush(self) -> None:
+        if self._reads is not None:
+            self._reads.flush()
+
+    def _receive(self, names: Sequence[str], host_values: Sequence[float]) -> None:
+        self._last = dict(zip(names, host_values, strict=True))
+        self._is_time = bool(self._last.pop("is_time", False)) or self._is_time
+        norm = self._last.get("global_norm")
+        self._is_spike = norm is not None and self._history.is_spike(norm)
+        if norm is not None:
+            self._history.add(norm)
+
+    def _health(self, name: str, step: int, model: nn.Module | None) -> CheckpointHealth:
+        known = self._last
+        skips = known.get("consecutive_skips")
+        own = health_of(
+            loss=known.get("loss"),
+            global_norm=known.get("global_norm"),
+            overflow=bool(known.get("overflow", False)),
+            consecutive_skips=None if skips is None else int(skips),
+            embedding_norm=known.get("embedding_norm"),
+            embedding_limit=self._embedding_limit,
+            most_skips=self._most_skips,
+            is_spike=self._is_spike,
+            weights_are_bad=model is not None and has_bad_weights(model),
+        )
+        reasons = tuple(dict.fromkeys(one for of_rank in exchanged(own) for one in of_rank))
+        return CheckpointHealth(
+            checkpoint=name,
+            step=step,
+            healthy=not reasons,
+            reasons=reasons,
+            loss=known.get("loss"),
+            global_norm=known.get("global_norm"),
+            embedding_norm=known.get("embedding_norm"),
+            consecutive_skips=None if skips is None else int(skips),
+        )
+
+    def _rotate(self, run_folder: Path, best: str | None) -> None:
+        """Delete the oldest checkpoints; what is half deleted bears no checkpoint's name."""
+        doomed = run_folder / "deleted.partial"
+        shutil.rmtree(doomed, ignore_errors=True)
+        steps = {
+            int(path.name.removeprefix(_PREFIX)): path
+            for path in run_folder.glob(f"{_PREFIX}*")
+            if path.is_dir() and path.name.removeprefix(_PREFIX).isdigit()
+        }
+        ordered = [steps[step] for step in sorted(steps)]
+        kept = set(ordered[-self._keep :])
+        healthy = recorded_health(run_folder)
+        kept |= set([path for path in ordered if healthy.get(path.name)][-1:])
+        if best is not None:
+            kept |= {path for path in ordered if path.resolve() == Path(best).resolve()}
+        for path in ordered:
+            if path not in kept:
+                path.rename(doomed)
+                shutil.rmtree(doomed)

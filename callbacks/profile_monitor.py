@@ -1,0 +1,134 @@
+"""MindFormers' profiler callback, over torch's profiler."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from mfwrap.callbacks.arguments import check_bool, check_int
+from mfwrap.callbacks.loss_monitor_settings import directory_name
+from mfwrap.callbacks.rank_evidence import this_rank
+from mfwrap.callbacks.run_log import run_logger
+
+__all__ = ["ProfileMonitor"]
+
+
+@final
+class ProfileMonitor(TrainerCallback):
+    """Profile some steps of a training.
+
+    ``<output_path>/rank_<n>`` gets ``trace.json``, for Perfetto or ``chrome://tracing``, and
+    ``operators.txt``, the operators by the time they took. Where `start_step` is > 1, the profiler
+    warms up in the step before it. A training that ends earlier leaves what there is.
+
+    Source: MindFormers, ``ProfileMonitor``.
+
+    Args:
+        start_step: First step that is profiled, counted from 1 in each run, resumed or not.
+        stop_step: Last one.
+        output_path: Folder; ``None`` for ``profile`` in ``args.output_dir``.
+        profile_rank_ids: Ranks that profile; ``None`` for all.
+        profile_memory: Record allocations, too.
+        with_stack: Record Python's stack of each operator, too.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the steps are in no order; at ``on_train_begin`` if no folder is known.
+    """
+
+    def __init__(
+        self,
+        start_step: int = 1,
+        stop_step: int = 10,
+        output_path: str | Path | None = None,
+        *,
+        profile_rank_ids: Sequence[int] | None = None,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        check_int("start_step", start_step, minimum=1)
+        check_int("stop_step", stop_step, minimum=start_step)
+        check_bool("profile_memory", profile_memory)
+        check_bool("with_stack", with_stack)
+        for rank in profile_rank_ids or ():
+            check_int("profile_rank_ids", rank, minimum=0)
+        self._start_step, self._stop_step = start_step, stop_step
+        self._output_path = directory_name("output_path", output_path)
+        self._ranks = None if profile_rank_ids is None else tuple(profile_rank_ids)
+        self._profile_memory, self._with_stack = profile_memory, with_stack
+        self._profiler: profile | None = None
+        self._num_steps = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        """Begin to profile, or to wait for the first step that is."""
+        del state
+        self._stop()
+        rank = this_rank()
+        if self._ranks is not None and rank not in self._ranks:
+            return
+        folder = self._folder(args) / f"rank_{rank}"
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._num_steps = 0
+        self._profiler = profile(
+            activities=activities,
+            schedule=self._schedule(),
+            on_trace_ready=lambda profiler: self._write(profiler, folder),
+            profile_memory=self._profile_memory,
+            with_stack=self._with_stack,
+        )
+        self._profiler.start()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Go on to the next step."""
+        if self._profiler is None:
+            return
+        self._num_steps += 1
+        self._profiler.step()
+        if self._num_steps >= self._stop_step:
+            self._stop()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Write what there is."""
+        self._stop()
+
+    def _schedule(self) -> Any:
+        warmup = int(self._start_step > 1)
+        with warnings.catch_warnings():
+            # Whoever wants the first step wants what it takes to start.
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
+            return schedule(
+                skip_first=self._start_step - 1 - warmup,
+                wait=0,
+                warmup=warmup,
+                active=self._stop_step - self._start_step + 1,
+                repeat=1,
+            )
+
+    def _folder(self, args: TrainingArguments | None) -> Path:
+        if self._output_path is not None:
+            return Path(self._output_path)
+        if args is None or args.output_dir is None:
+            msg = "`output_path` must be given in a loop of your own, got None"
+            raise ValueError(msg)
+        return Path(args.output_dir) / "profile"
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _write(self, profiler: profile, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=100)
+        (folder / "operators.txt").write_text(table, encoding="utf-8")
+        run_logger(__name__).info("Profile written to %s", folder)

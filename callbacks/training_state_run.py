@@ -1,0 +1,303 @@
+"""One run of training as the training state monitor sees it."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mfwrap import DeferredReads, StepReport
+from mfwrap.callbacks.anomaly_log import AnomalyLog
+from mfwrap.callbacks.culprit import CulpritFinder, StepEvidence, StepNumbers
+from mfwrap.callbacks.metric_writers import MetricWriters
+from mfwrap.callbacks.run_size import RunLength, RunPosition
+from mfwrap.callbacks.state_checks import SpikeCount, SpikeGuard, check_finite
+from mfwrap.callbacks.state_metrics import Metric, PackedMetrics, StateMetrics
+from mfwrap.callbacks.step_clock import StepClock
+from mfwrap.callbacks.step_values import PackedValues, StepValues, pack
+from mfwrap.callbacks.training_state_settings import TrainingStateSettings
+
+__all__ = ["RunParts", "TrainingStateRun"]
+
+_LINEARITY = "throughput_linearity"
+
+
+class RunParts(NamedTuple):
+    """What a run is monitored with."""
+
+    length: RunLength
+    writers: MetricWriters
+    finder: CulpritFinder | None
+    anomalies: AnomalyLog
+    spike_guard: SpikeGuard | None
+    spike_count: SpikeCount | None
+
+
+class _Step(NamedTuple):
+    """What is known on the host when a step ends."""
+
+    number: int
+    position: RunPosition
+    packed: PackedValues | None
+    """The last of its values are those of `_EXTRAS`."""
+
+    metrics: tuple[Metric, ...]
+    linearity: float | None
+    evidence: StepEvidence
+
+
+_EXTRAS = ("skipped", "consecutive_skips", "scale_before")
+
+
+@final
+class TrainingStateRun:
+    """Follow the steps of a run; their values arrive a step late.
+
+    Args:
+        settings: Of the monitor.
+        parts: What it is monitored with.
+        clock: Of the steps.
+        global_step: Steps done before the first one.
+        samples_per_process: Of one update on one process; 0 is unknown.
+        is_main: Whether this is the main process.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingStateSettings,
+        parts: RunParts,
+        *,
+        clock: StepClock,
+        global_step: int,
+        samples_per_process: float,
+        is_main: bool,
+    ) -> None:
+        self.parts = parts
+        self.clock = clock
+        self._settings = settings
+        self._metrics = StateMetrics(settings)
+        self._samples = samples_per_process
+        self._is_main = is_main
+        self._reads: DeferredReads | None = None
+        self._weights_have_moved = False
+        self._last_scale: float | None = None
+        self.last_step = global_step
+        self.has_outputs = False
+        """A step of this run has had an output."""
+
+    def end_step(
+        self,
+        global_step: int,
+        output: Any,
+        report: StepReport | None,
+        *,
+        scale_before: Tensor | None,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Act on the step before; keep what is needed of this one. Does not wait for it.
+
+        Args:
+            global_step: Steps done, this one included.
+            output: Of the step; ``None`` if there is none.
+            report: Of the step; ``None`` if there is none.
+            scale_before: Shape ``()``: the loss scale that the step used; ``None`` if unknown.
+            model: Whose weights are shown.
+            optimizer: Whose state is shown.
+        """
+        # What is still pending was decided before this step's update, which is done by now.
+        self.flush(weights_have_moved=True)
+        if self.parts.finder is not None and self.parts.finder.recorder is not None:
+            self.parts.finder.recorder.end_step()
+        self.clock.end_step()
+        self.last_step = global_step
+        names = () if report is None else report.local_norm_names
+        is_due = global_step % self._settings.step_interval == 0
+        shown = PackedMetrics((), None)
+        if is_due:
+            shown = self._metrics.of_step(output, names, model, optimizer)
+        skipped = _skipped(output, report)
+        evidence = StepEvidence((), None, None)
+        if self.parts.finder is not None:
+            applied = None if skipped is None else ~skipped
+            evidence = self.parts.finder.end_step(output, names, applied)
+        packed = None
+        if output is not None:
+            self.has_outputs = True
+            packed = _with_extras(pack(output), skipped, report, scale_before)
+        step = _Step(
+            number=global_step,
+            position=self.parts.length.position(global_step),
+            packed=packed,
+            metrics=shown.metrics,
+            linearity=self._linearity() if is_due else None,
+            evidence=evidence,
+        )
+        self._submit(step, shown.values)
+
+    def _submit(self, step: _Step, shown: Tensor | None) -> None:
+        values = [] if step.packed is None else [step.packed.tensor]
+        if shown is not None:
+            values.append(shown)
+        if not values:
+            self._write(step, [])
+            return
+        device = values[0].device
+        if self._reads is None:
+            self._reads = DeferredReads(device)
+        together = torch.cat([value.to(device, non_blocking=True) for value in values])
+        self._reads.submit(together, functools.partial(self._receive, step))
+
+    def flush(self, *, weights_have_moved: bool = False) -> None:
+        """Wait for what is pending of the last step, and act on it.
+
+        Args:
+            weights_have_moved: A later update has been done already.
+
+        Raises:
+            RuntimeError: As `SpikeGuard.check`.
+            ValueError: As `check_finite` and `SpikeCount.check`.
+        """
+        if self._reads is not None:
+            self._weights_have_moved = weights_have_moved
+            self._reads.flush()
+
+    def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
+        """Judge what a loop without outputs logs.
+
+        Raises:
+            RuntimeError: As `flush`.
+            ValueError: As `flush`.
+        """
+        numbers = {
+            name: float(value)
+            for name in ("loss", "grad_norm")
+            if isinstance(value := logs.get(name), (int, float))
+        }
+        if "loss" not in numbers:
+            return
+        norm = numbers.get("grad_norm")
+        overflow = norm is not None and not math.isfinite(norm)
+        values = StepValues(loss=numbers["loss"], overflow=overflow, global_norm=norm)
+        self._judge(_numbers(global_step, values), StepEvidence((), None, None))
+
+    def _receive(self, step: _Step, host_values: Sequence[float]) -> None:
+        num_values = 0 if step.packed is None else len(step.packed.names)
+        self._write(step, host_values[num_values:])
+        if step.packed is None:
+            return
+        named = dict(zip(step.packed.names, host_values[:num_values], strict=True))
+        extras = {name: named.pop(name) for name in _EXTRAS if name in named}
+        plain = PackedValues(names=tuple(named), tensor=step.packed.tensor)
+        values = plain.unpack(list(named.values()))
+        numbers = _numbers(step.number, values, extras, last_scale=self._last_scale)
+        self._last_scale = values.loss_scale
+        self._judge(numbers, step.evidence)
+
+    def _write(self, step: _Step, values: Sequence[float]) -> None:
+        metrics, shown = list(step.metrics), list(values)
+        if step.linearity is not None:
+            formats = {"log"} | self._settings.formats
+            if self._settings.tensorboard_dir is not None:
+                formats |= {"tensorboard"}
+            metrics.append(Metric(_LINEARITY, tuple(sorted(formats))))
+            shown.append(step.linearity)
+        if metrics:
+            self.parts.writers.write(step.position, metrics, shown)
+
+    def _judge(self, numbers: StepNumbers, evidence: StepEvidence) -> None:
+        parts, settings = self.parts, self._settings
+        anomaly = None
+        if parts.finder is not None:
+            moved = self._weights_have_moved
+            anomaly = parts.finder.judge(numbers, evidence, weights_have_moved=moved)
+            is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")
+            if anomaly is not None and (self._is_main or not is_shared):
+                parts.anomalies.write(anomaly)
+        is_ordinary = numbers.overflow and parts.finder is not None and anomaly is None
+        if settings.check_for_nan_in_loss_and_grad and not is_ordinary:
+            check_finite(numbers)
+        if numbers.global_norm is not None and not numbers.overflow:
+            for check in (parts.spike_guard, parts.spike_count):
+                if check is not None:
+                    check.check(numbers.step, numbers.global_norm)
+
+    def _linearity(self) -> float | None:
+        baseline = self._settings.throughput_baseline
+        if baseline is None:
+            return None
+        seconds = self.clock.end_lap()
+        return self._samples / seconds / baseline if seconds and self._samples else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes on after a resume, as JSON can hold it; call `flush` first."""
+        parts = self.parts
+        return {
+            "global_step": self.last_step,
+            "last_scale": self._last_scale,
+            "finder": None if parts.finder is None else parts.finder.state_dict(),
+            "spike_count": None if parts.spike_count is None else parts.spike_count.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, if it is of the step that the run begins at."""
+        if state["global_step"] != self.last_step:
+            return
+        self._last_scale = state["last_scale"]
+        for part, saved in (
+            (self.parts.finder, state["finder"]),
+            (self.parts.spike_count, state["spike_count"]),
+        ):
+            if part is not None and saved is not None:
+                part.load_state_dict(saved)
+
+    def close(self) -> None:
+        """Close files, and let go of what was recorded."""
+        self.parts.writers.close()
+        if self.parts.finder is not None and self.parts.finder.recorder is not None:
+            self.parts.finder.recorder.close()
+
+
+def _skipped(output: Any, report: StepReport | None) -> Tensor | None:
+    if report is not None:
+        return report.skipped
+    overflow: Tensor | None = getattr(output, "overflow", None)
+    return overflow
+
+
+def _with_extras(
+    packed: PackedValues,
+    skipped: Tensor | None,
+    report: StepReport | None,
+    scale_before: Tensor | None,
+) -> PackedValues:
+    consecutive = None if report is None else report.consecutive_skips
+    extras = dict(zip(_EXTRAS, (skipped, consecutive, scale_before), strict=True))
+    known = {name: value for name, value in extras.items() if value is not None}
+    device = packed.tensor.device
+    values = [
+        value.detach().float().reshape(1).to(device, non_blocking=True) for value in known.values()
+    ]
+    return PackedValues(names=(*packed.names, *known), tensor=torch.cat([packed.tensor, *values]))
+
+
+def _numbers(
+    step: int,
+    values: StepValues,
+    extras: Mapping[str, float] | None = None,
+    *,
+    last_scale: float | None = None,
+) -> StepNumbers:
+    extras = {} if extras is None else extras
+    return StepNumbers(
+        step=step,
+        loss=values.loss,
+        overflow=bool(values.overflow),
+        global_norm=values.global_norm,
+        loss_scale=extras.get("scale_before", last_scale),
+        skipped=bool(extras.get("skipped", False)),
+        consecutive_skips=int(extras.get("consecutive_skips", 0)),
+    )

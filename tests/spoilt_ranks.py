@@ -1,0 +1,45 @@
+"""What each of two ranks does in the tests of the search for a culprit."""
+
+import os
+from pathlib import Path
+
+from torch import distributed
+
+from mfwrap.callbacks import TrainingStateMonitor
+from spoilt_blocks import Fault, train_blocks
+
+__all__ = ["NUM_RANKS", "RANK_FAULTS", "run_rank"]
+
+NUM_RANKS = 2
+RANK_FAULTS: dict[str, dict[int, list[Fault]]] = {
+    "one after the other": {
+        0: [Fault(6, "activation", block=3, micro_batch=1), Fault(20, "data", row=4)],
+        1: [Fault(3, "gradient", block=1), Fault(12, "activation", block=0, value="inf")],
+    },
+    "both at once": {
+        0: [Fault(5, "activation", block=2)],
+        1: [Fault(5, "activation", block=2)],
+    },
+    "none": {0: [], 1: []},
+}
+"""By run and rank."""
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Do every run as one of the ranks; the monitors leave their files in folders of the runs."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "localhost",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+    }
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
+    )
+    for name, faults in RANK_FAULTS.items():
+        monitor = TrainingStateMonitor(
+            folder=Path(folder) / name, replay=True, local_loss_format="jsonl"
+        )
+        train_blocks(monitor, faults[rank], num_steps=24)
+    distributed.destroy_process_group()

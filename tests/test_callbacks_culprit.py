@@ -1,0 +1,216 @@
+"""Planted faults are found where they were planted, and nothing is found where none was."""
+
+import random
+
+import pytest
+import torch
+
+from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.callbacks.culprit import CulpritFinder, StepNumbers
+from spoilt_blocks import NUM_BLOCKS, Fault, batches_of, records_of, train_blocks
+
+KINDS = ("activation", "gradient", "weight gradient", "data")
+FAULTS_OF_A_RUN = 5
+NUM_RUNS = 20
+
+
+def random_faults(seed: int) -> list[Fault]:
+    """Return faults in steps of one run, the last of them maybe a weight that blows up."""
+    dice = random.Random(seed)  # noqa: S311  (no secret)
+    # Not in neighbouring steps, of which only the first is replayed; a spike has to have a history.
+    steps = [*sorted(dice.sample(range(2, 21, 2), FAULTS_OF_A_RUN - 1)), 28 + dice.randrange(2)]
+    kinds = [dice.choice(KINDS) for _ in steps]
+    kinds[-1] = dice.choice([*KINDS, "blow-up", "blow-up"])
+    return [
+        Fault(
+            step,
+            kind,
+            block=dice.randrange(NUM_BLOCKS),
+            value=dice.choice(["nan", "inf"]),
+            micro_batch=dice.randrange(2),
+            row=dice.randrange(6),
+        )
+        for step, kind in zip(steps, kinds, strict=True)
+    ]
+
+
+def check_record(record, fault, *, replayed: bool) -> None:
+    """Fail if a record does not name what was planted."""
+    assert (record["step"], record["ranks"]) == (fault.step, [0])
+    kinds = {"activation": "loss_not_finite", "data": "loss_not_finite", "blow-up": "spike"}
+    assert record["kind"] == kinds.get(fault.kind, "gradient_not_finite")
+    assert record["skipped"] is (fault.kind != "blow-up")
+    if fault.kind == "weight gradient":
+        # It was not part of the computation, and a replay does not find it again.
+        assert [group["name"] for group in record["gradients"]] == [
+            f"blocks.{fault.block}.linear.weight"
+        ]
+        assert "where" not in record
+    if fault.kind == "blow-up":
+        assert (
+            record["name"] == record["weights"][0]["name"] == f"blocks.{fault.block}.linear.weight"
+        )
+        assert record["weights"][0]["norm"] > 1e3 * record["weights"][0]["norm_before"]
+    if fault.kind in {"gradient", "weight gradient", "blow-up"}:
+        assert record["layer"] == f"blocks.{fault.block}"
+    if replayed and fault.kind in {"activation", "gradient", "data"}:
+        assert record["is_replay_exact"]
+        assert record["micro_batch"] == fault.micro_batch
+        batch = batches_of(fault.step, 0, 2, [])[fault.micro_batch]
+        assert record["indices"] == batch.indices.tolist()
+        where = {"data": "input"}.get(fault.kind, fault.kind)
+        assert record["where"] == where
+    if replayed and fault.kind == "activation":
+        assert (record["layer"], record["name"]) == (f"blocks.{fault.block}",) * 2
+    if replayed and fault.kind == "data":
+        assert (record["name"], record["rows"]) == ("inputs", [fault.row])
+        assert "layer" not in record
+    if not replayed and fault.kind in {"activation", "data"}:
+        assert "layer" not in record
+
+
+@pytest.mark.parametrize("seed", range(NUM_RUNS))
+def test_planted_faults(seed, tmp_path):
+    """A hundred faults: step, rank, layer, micro-batch and rows are those that were planted."""
+    faults = random_faults(seed)
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    train_blocks(monitor, faults, num_steps=30)
+    records = records_of(tmp_path)
+
+    assert monitor.num_scale_overflows == 0
+    # A weight that has blown up stays so.
+    first = {record["step"]: record for record in reversed(records)}
+    blow_up = faults[-1].step if faults[-1].kind == "blow-up" else 99
+    assert [step for step in sorted(first) if step <= blow_up] == [f.step for f in faults]
+    for fault in faults:
+        check_record(first[fault.step], fault, replayed=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_replay(kind, tmp_path):
+    """What goes wrong in the backward has its layer; of the forward only the step is known."""
+    fault = Fault(25, kind, block=1)
+    train_blocks(TrainingStateMonitor(folder=tmp_path), [fault], num_steps=26)
+    (record,) = records_of(tmp_path)
+
+    check_record(record, fault, replayed=False)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_clean_runs(seed, tmp_path):
+    """Warm-up, clipping and a loss scale that looks for its level twice raise no alarm."""
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    scale = DynamicLossScaleUpdateCell(2.0**70, 2, 3)
+    train_blocks(monitor, num_steps=45, num_micro_batches=1, seed=seed, scale=scale)
+
+    assert records_of(tmp_path) == []
+    # From 2**70 down to where squares fit into float32, and up again every third step.
+    assert monitor.num_scale_overflows > 10
+
+
+@pytest.mark.parametrize("step", [3, 25])
+def test_a_fault_while_the_scale_is_high_but_not_too_high(step, tmp_path):
+    """A dynamic scale that falls does not hide a gradient that is nan for another reason."""
+    fault = Fault(step, "weight gradient", block=2)
+    monitor = TrainingStateMonitor(folder=tmp_path)
+    train_blocks(monitor, [fault], scale=DynamicLossScaleUpdateCell(2.0**30, 2, 1000))
+
+    assert [record["step"] for record in records_of(tmp_path)] == [step]
+    assert monitor.num_scale_overflows == 0
+
+
+def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
+    """Of a run that has diverged each step is recorded, and only the first is replayed."""
+    faults = [Fault(step, "activation", block=0) for step in range(22, 27)]
+    train_blocks(
+        TrainingStateMonitor(folder=tmp_path, replay=True),
+        faults,
+        scale=FixedLossScaleUpdateCell(2.0**16),
+    )
+    records = records_of(tmp_path)
+
+    assert [record["step"] for record in records] == [22, 23, 24, 25, 26]
+    assert [record["consecutive_skips"] for record in records] == [1, 2, 3, 4, 5]
+    assert ["is_replay_exact" in record for record in records] == [True] + 4 * [False]
+
+
+def test_usual_norms_go_on_after_a_resume(tmp_path):
+    """A spike right after a resume is seen by what was usual before it."""
+    first = TrainingStateMonitor(folder=tmp_path / "first")
+    network = train_blocks(first, num_steps=25)
+    later = TrainingStateMonitor(folder=tmp_path / "later")
+    state = first.state()["attributes"]["saved_run"]
+    fault = Fault(27, "blow-up", block=3)
+    train_blocks(later, [fault], network=network, saved_run=state, first_step=26, num_steps=28)
+    record = records_of(tmp_path / "later")[0]
+
+    check_record(record, fault, replayed=False)
+    known = [group["usual_norm"] for group in record["gradients"]]
+    assert all(usual > 0 for usual in known)
+    assert record["usual_global_norm"] == pytest.approx(
+        torch.tensor(state["finder"]["global_norm"]["mean_log"]).exp().item(), rel=0.1
+    )
+
+
+def test_without_local_norms(tmp_path, caplog):
+    """Step and rank are recorded, and it is said once why the layer is not."""
+    monitor = TrainingStateMonitor(folder=tmp_path)
+    train_blocks(monitor, [Fault(25, "weight gradient")], local_norm=False)
+    (record,) = records_of(tmp_path)
+    said = [r.getMessage() for r in caplog.records if "cannot show" in r.getMessage()]
+
+    assert (record["step"], "layer" in record) == (25, False)
+    assert said == [
+        (
+            "TrainingStateMonitor cannot show without StepConfig(local_norm=True): local norms, "
+            "the layer of an anomaly"
+        )
+    ]
+
+
+def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
+    """The fault is found with the weights of a step later, and the record says so."""
+    fault = Fault(25, "activation", block=3, micro_batch=1)
+    train_blocks(
+        TrainingStateMonitor(folder=tmp_path, replay=True), [fault], sends_pre_optimizer_step=False
+    )
+    (record,) = records_of(tmp_path)
+
+    assert (record["name"], record["micro_batch"]) == ("blocks.3", 1)
+    assert record["is_replay_exact"] is False
+
+
+@pytest.mark.parametrize("loss", [1.0, float("nan")])
+def test_a_loss_of_one_rank(loss):
+    """One that is not finite though gradients are is a record of its rank; norms are learned."""
+    finder = CulpritFinder(None, spike_factor=10.0, limit=1e19)
+    found = []
+    for step, norm in enumerate([2.0] * 25 + [500.0], start=1):
+        numbers = StepNumbers(
+            step=step,
+            loss=loss,
+            overflow=False,
+            global_norm=norm,
+            loss_scale=None,
+            skipped=False,
+            consecutive_skips=0,
+        )
+        evidence = finder.end_step(torch.tensor(loss), (), None)
+        found.append(finder.judge(numbers, evidence, weights_have_moved=False))
+    kinds = [None if anomaly is None else anomaly.kind for anomaly in found]
+
+    assert kinds == [None if loss == 1.0 else "loss_not_finite"] * 25 + ["spike"]
+    assert found[-1].usual_global_norm == pytest.approx(2.0)
+
+
+def test_monitoring_changes_nothing(tmp_path):
+    """Weights after a run with a replay are bitwise those of the run without a monitor's search."""
+    faults = [Fault(10, "activation", block=1), Fault(14, "gradient", block=2)]
+    watching = TrainingStateMonitor(folder=tmp_path, replay=True)
+    watched = train_blocks(watching, faults, num_steps=16)
+    plain = train_blocks(TrainingStateMonitor(find_culprit=False), faults, num_steps=16)
+
+    assert len(records_of(tmp_path)) == 2
+    for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,87 @@
+"""Records in a file: whole lines, whatever happens to the process that writes them."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(records=st.lists(st.dictionaries(st.text(), plain), max_size=5))
+def test_what_is_written_is_read(records, tmp_path_factory):
+    """Any records come back, in their order, from the same file or one that is gone on with."""
+    path = tmp_path_factory.mktemp("lines") / "new" / "records.jsonl"
+    for record in records:
+        JsonLines(path).append(record)
+
+    assert (read_json_lines(path) if records else []) == records
+
+
+def test_what_is_not_finite_is_a_word(tmp_path):
+    """Every line is JSON that any reader takes; ``float`` gets the number back."""
+    path = tmp_path / "records.jsonl"
+    JsonLines(path).append({"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5,)})
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert record == {"a": "nan", "b": ["inf", {"c": "-inf"}], "d": [1.5]}
+    assert float(record["b"][1]["c"]) == -math.inf
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+def test_a_torn_line(length, tmp_path):
+    """A last line that broke off is left out when read, and cut off when the run goes on."""
+    path = tmp_path / "records.jsonl"
+    whole, torn = b'{"step": 1}\n', b'{"step": 2, "x": 1}\n'
+    path.write_bytes(whole + torn[:length])
+    expected = [{"step": 1}] + ([{"step": 2, "x": 1}] if length == len(torn) - 1 else [])
+
+    assert read_json_lines(path) == expected
+    JsonLines(path).append({"step": 3})
+    assert read_json_lines(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_broken_line_within(tmp_path):
+    """Anything but the last line that is no object is named."""
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"step": 1}\n[2]\n{"step": 3}\n')
+
+    with pytest.raises(ValueError, match=re.escape(f"line 2 of {path} must be a JSON object")):
+        read_json_lines(path)
+
+
+def test_a_killed_process_leaves_its_lines(tmp_path):
+    """What was appended before SIGKILL is there."""
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from mfwrap.callbacks.json_lines import JsonLines\n"
+        "lines = JsonLines(Path(sys.argv[1]))\n"
+        "for step in range(3):\n"
+        "    lines.append({'step': step})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = tmp_path / "records.jsonl"
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+
+    assert ended.returncode == -signal.SIGKILL
+    assert read_json_lines(path) == [{"step": 0}, {"step": 1}, {"step": 2}]

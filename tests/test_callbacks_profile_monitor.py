@@ -1,0 +1,81 @@
+"""Profiles hold the steps that were asked for, and no others."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from mfwrap.callbacks import ProfileMonitor
+
+
+def run(monitor, *, num_steps=5, args=None):
+    """Train for some steps, each of which has an operator of its own."""
+    state, control = TrainerState(), TrainerControl()
+    monitor.on_train_begin(args, state, control)
+    for step in range(1, num_steps + 1):
+        with torch.profiler.record_function(f"step {step} itself"):
+            torch.ones(3).sum()
+        state.global_step = step
+        monitor.on_step_end(args, state, control)
+    monitor.on_train_end(args, state, control)
+
+
+def steps_in(folder) -> set[int]:
+    """Return the steps that a trace shows."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    found = (re.fullmatch(r"step (\d+) itself", event.get("name", "")) for event in events)
+    return {int(match[1]) for match in found if match}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"), [(1, 1, {1}), (1, 3, {1, 2, 3}), (2, 3, {2, 3}), (4, 9, {4, 5})]
+)
+def test_steps(first, last, expected, tmp_path):
+    """From the first to the last one, and what there is of a run that ends earlier."""
+    run(ProfileMonitor(first, last, tmp_path))
+
+    assert steps_in(tmp_path / "rank_0") == expected
+    assert "aten::sum" in (tmp_path / "rank_0" / "operators.txt").read_text()
+
+
+def test_each_run_is_profiled(tmp_path):
+    """A second training of the same callback writes its own steps, into the run folder."""
+    monitor = ProfileMonitor(2, 2, profile_memory=True, with_stack=True)
+    for name in ("first", "second"):
+        run(monitor, args=TrainingArguments(str(tmp_path / name), use_cpu=True))
+
+    for name in ("first", "second"):
+        assert steps_in(tmp_path / name / "profile" / "rank_0") == {2}
+
+
+def test_other_ranks(tmp_path):
+    """A rank that is not asked for writes nothing."""
+    run(ProfileMonitor(1, 2, tmp_path / "profile", profile_rank_ids=[1, 2]))
+
+    assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"start_step": 0}, ValueError, "`start_step` must be >= 1, got 0"),
+        ({"start_step": 5, "stop_step": 4}, ValueError, "`stop_step` must be >= 5, got 4"),
+        ({"start_step": "1"}, TypeError, "`start_step` must be an int, got '1'"),
+        ({"profile_memory": 1}, TypeError, "`profile_memory` must be a bool, got 1"),
+        ({"profile_rank_ids": [-1]}, ValueError, "`profile_rank_ids` must be >= 0, got -1"),
+        ({"output_path": 1}, TypeError, "`output_path` must be a path or None, got 1"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(settings, error, message):
+    """An argument that does not fit is refused at construction."""
+    with pytest.raises(error, match=re.escape(message)):
+        ProfileMonitor(**settings)
+
+
+def test_a_folder_is_needed():
+    """A loop of one's own has to name it."""
+    with pytest.raises(ValueError, match="`output_path` must be given in a loop of your own"):
+        run(ProfileMonitor())

@@ -1,0 +1,124 @@
+"""What ends a training: in a real loop, a step late at the most."""
+
+import json
+import math
+import re
+
+import pytest
+
+from mfwrap import DynamicLossScaleUpdateCell
+from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.callbacks.culprit import StepNumbers
+from mfwrap.callbacks.state_checks import SpikeCount, SpikeGuard, check_finite
+from spoilt_blocks import Fault, records_of, train_blocks
+
+NAN, INF = math.nan, math.inf
+
+
+def numbers(**values) -> StepNumbers:
+    """Return the numbers of a step that is in order but for these."""
+    fine = {
+        "step": 3,
+        "loss": 1.0,
+        "overflow": False,
+        "global_norm": 2.0,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "consecutive_skips": 0,
+    }
+    return StepNumbers(**fine | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss": NAN}, "there is nan in loss of step 3 with value nan, terminate training"),
+        ({"loss": INF}, "there is inf in loss of step 3"),
+        ({"global_norm": INF, "overflow": True}, "there is inf in global_norm of step 3"),
+        ({"global_norm": None, "overflow": True}, "the gradients of step 3 are not finite"),
+    ],
+)
+def test_what_is_not_finite(values, message):
+    """The name, the value and the step are said."""
+    check_finite(numbers())
+    check_finite(numbers(global_norm=None))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_finite(numbers(**values))
+
+
+def test_a_training_ends_at_a_nan(tmp_path):
+    """After the next backward, before its update; the culprit is on record."""
+    monitor = TrainingStateMonitor(check_for_nan_in_loss_and_grad=True, folder=tmp_path)
+    with pytest.raises(ValueError, match="there is nan in loss of step 5"):
+        train_blocks(monitor, [Fault(5, "activation")], num_steps=9)
+
+    assert [record["step"] for record in records_of(tmp_path)] == [5]
+
+
+def test_an_ordinary_overflow_does_not_end_a_training(tmp_path):
+    """A loss scale may look for its level, where MindFormers would end."""
+    monitor = TrainingStateMonitor(check_for_nan_in_loss_and_grad=True, folder=tmp_path)
+    scale = DynamicLossScaleUpdateCell(2.0**70, 2, 100)
+    train_blocks(monitor, num_steps=9, scale=scale)
+
+    assert monitor.num_scale_overflows > 3
+
+
+def test_a_spike_ends_a_training_once(tmp_path):
+    """At the same step of the run that is started again it is let pass, and both are on record."""
+    settings = {"check_for_global_norm": True, "global_norm_spike_threshold": 1e3}
+    fault = Fault(4, "blow-up", block=1)
+    with pytest.raises(RuntimeError, match=r"`global_norm` of step 4 must be < 1000.0, got \d+"):
+        train_blocks(TrainingStateMonitor(folder=tmp_path, **settings), [fault], num_steps=4)
+    train_blocks(TrainingStateMonitor(folder=tmp_path, **settings), [fault], num_steps=4)
+    norms = json.loads((tmp_path / "abnormal_global_norm.json").read_text())
+
+    assert list(norms) == ["4"]
+    assert len(norms["4"]) == 2
+    assert norms["4"][0] == norms["4"][1] > 1e3
+
+
+def test_a_norm_at_the_threshold_is_a_spike(tmp_path, caplog):
+    """As in MindFormers; one below is none. A second time is said in the log."""
+    guard = SpikeGuard(3.0, tmp_path, writes=False)
+    guard.check(1, 2.999)
+    for step in (2, 3):
+        with pytest.raises(RuntimeError, match=f"of step {step} must be < 3.0, got 3.0"):
+            guard.check(step, 3.0)
+    guard.check(2, NAN)
+
+    assert [r.getMessage() for r in caplog.records] == [
+        (
+            "The global norm nan of step 2 is still greater or equal than threshold 3.0, continue "
+            "training."
+        )
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spikes_in_a_row(caplog):
+    """A norm below the threshold starts the count anew; nan counts."""
+    count = SpikeCount(2.5, 3)
+    for step, norm in enumerate([3.0, NAN, 1.0, 2.5, 3.0], start=1):
+        count.check(step, norm)
+    assert count.state_dict() == {"num_in_a_row": 2}
+    later = SpikeCount(2.5, 3)
+    later.load_state_dict(count.state_dict())
+    message = (
+        "Current global norm 3.0 of step 6 has been 3 consecutive times greater than threshold "
+        "2.5, stop training..."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        later.check(6, 3.0)
+
+
+def test_skipped_spikes_end_a_training(tmp_path):
+    """Counted over the steps of a loop."""
+    monitor = TrainingStateMonitor(
+        folder=tmp_path,
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=1e3,
+        global_norm_spike_count_threshold=3,
+    )
+    with pytest.raises(ValueError, match="of step 7 has been 3 consecutive times greater"):
+        train_blocks(monitor, [Fault(5, "blow-up", block=2)], num_steps=12)

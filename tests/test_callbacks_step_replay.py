@@ -1,0 +1,202 @@
+"""A replay finds where something that is not finite arises, and leaves no trace."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.callbacks.step_recorder import StepRecorder, inner_network
+from mfwrap.callbacks.step_replay import Origin, replay_step
+
+NAN, INF = math.nan, math.inf
+
+
+class Network(nn.Module):
+    """Two layers with dropout and running statistics; returns its loss if it gets targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(4, 1)
+        self.outputs: list[torch.Tensor] = []
+
+    def forward(self, inputs, targets=None, **others):
+        """Return a dict with the loss, or the outputs."""
+        self.others = others
+        outputs = self.last(self.drop(self.norm(self.first(inputs)))).squeeze(1)
+        self.outputs.append(outputs.detach())
+        if targets is None:
+            return outputs
+        return {"loss": (outputs - targets).square().mean(), "outputs": outputs}
+
+
+def recorded(*calls, network=None):
+    """Return the recorder of a step with these calls, each a pair of positionals and keywords."""
+    network = Network() if network is None else network
+    recorder = StepRecorder(network)
+    for positional, keywords in calls:
+        network(*positional, **keywords)
+    recorder.end_step()
+    return recorder
+
+
+def call(rows=3, **keywords):
+    """Return a call that is in order."""
+    return (torch.randn(rows, 4), torch.randn(rows)), keywords
+
+
+def test_a_step_in_order():
+    """Nothing is found where all is finite."""
+    assert replay_step(recorded(call(), call(rows=5)), 2.0**16) is None
+
+
+def test_nothing_is_left_behind():
+    """Generators, buffers and gradients are as before; the replay draws the step's numbers."""
+    recorder = recorded(call(), call())
+    network = recorder.network
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    gradients = [torch.randn_like(parameter) for parameter in network.parameters()]
+    for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+    generator = torch.get_rng_state()
+    hooks = [len(module._forward_hooks) for module in network.modules()]
+
+    assert replay_step(recorder, 8.0) is None
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert [len(module._forward_hooks) for module in network.modules()] == hooks
+    for original, again in zip(network.outputs[:2], network.outputs[2:], strict=True):
+        assert torch.equal(original, again)
+    assert replay_step(recorder, 8.0) is None
+
+
+def test_a_weight():
+    """A weight that is not finite is named itself."""
+    recorder = recorded(call(), call())
+    with torch.no_grad():
+        recorder.network.last.bias.fill_(INF)
+
+    assert replay_step(recorder, 1.0) == Origin("weight", "last.bias", 0)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_an_input(value):
+    """Named as the network's forward names it, with its rows and the indices of the batch."""
+    (inputs, targets), _ = call()
+    inputs[1:, 2] = value
+    indices = torch.tensor([7, 3, 9])
+    recorder = recorded(call(), ((inputs, targets), {"batch": {"indices": indices}}))
+    expected = Origin("input", "inputs", 1, rows=(1, 2), indices=(7, 3, 9))
+
+    assert replay_step(recorder, 1.0) == expected
+
+
+def test_a_mask_may_be_minus_infinity():
+    """In what no gradient passes, -inf is no fault."""
+    recorder = recorded(call(mask=torch.full((3, 3), -INF)))
+
+    assert replay_step(recorder, 1.0) is None
+
+
+def test_a_loss():
+    """What is not finite in no module but in the loss."""
+    recorder = recorded(((torch.randn(3, 4), torch.full((3,), -INF)), {}))
+
+    assert replay_step(recorder, 1.0) == Origin("loss", "", 0)
+
+
+def test_a_scale_that_is_too_high():
+    """With the loss scale of the step, the gradients overflow as they did in it."""
+    recorder = recorded(call())
+
+    assert replay_step(recorder, 3e38).where == "gradient"
+    assert replay_step(recorder, 1.0) is None
+
+
+def test_a_weights_gradient():
+    """Of a gradient that goes wrong behind all modules, the weight is named."""
+    network = Network()
+    network.first.weight.register_hook(lambda gradient: gradient * NAN)
+
+    assert replay_step(recorded(call(), network=network), 1.0) == Origin(
+        "gradient", "first.weight", 0
+    )
+
+
+def test_the_gradient_nearest_to_the_loss_comes_first():
+    """Backward reaches the last module first; those before it only inherit."""
+    network = Network()
+    for module in (network.first, network.norm):
+        module.register_forward_hook(
+            lambda _, __, output: output.register_hook(lambda gradient: gradient * NAN) and None
+        )
+
+    assert replay_step(recorded(call(), network=network), 1.0) == Origin("gradient", "norm", 0)
+
+
+def test_a_loss_outside_of_the_network():
+    """Only the forward is watched."""
+    network = Network()
+    network.first.weight.register_hook(lambda gradient: gradient * NAN)
+    outside = ((torch.randn(3, 4),), {})
+    assert replay_step(recorded(outside, network=network), 1.0) is None
+    network.drop.register_forward_hook(lambda _, __, output: output * NAN)
+    assert replay_step(recorded(outside, network=network), 1.0) == Origin("activation", "drop", 0)
+
+
+def test_autocast_is_that_of_the_call():
+    """What was computed in bfloat16 is computed in it again."""
+    network = Network()
+    with torch.autocast("cpu", torch.bfloat16):
+        recorder = recorded(call(), network=network)
+
+    assert replay_step(recorder, 1.0) is None
+    assert [output.dtype for output in network.outputs] == [torch.bfloat16] * 2
+
+
+def test_only_training_is_recorded():
+    """Evaluations, and what is under no_grad, are no part of a step; old steps are let go."""
+    network = Network()
+    recorder = StepRecorder(network)
+    positional, _ = call()
+    network(*positional)
+    with torch.no_grad():
+        network(*positional)
+    network.eval()
+    network(*positional)
+    recorder.end_step()
+    assert [each.positional[0] is positional[0] for each in recorder.last_step] == [True]
+    recorder.end_step()
+    assert recorder.last_step == []
+    recorder.close()
+    network.train()(*positional)
+    recorder.end_step()
+    assert recorder.last_step == []
+
+
+def test_what_cannot_be_recorded():
+    """A compiled network's hooks would be compiled, too."""
+    assert inner_network(torch.compile(Network(), backend="eager")) is None
+    assert isinstance(inner_network(Network()), Network)
+
+
+def test_an_error_of_the_network_leaves_all_as_it_was():
+    """It is raised, with generators and recorder in order."""
+    network = Network()
+    recorder = recorded(call(), network=network)
+    handle = network.drop.register_forward_pre_hook(lambda *_: 1 / 0)
+    generator = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match=re.escape("division by zero")):
+        replay_step(recorder, 1.0)
+    handle.remove()
+
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert recorder.is_on
+    assert replay_step(recorder, 1.0) is None
