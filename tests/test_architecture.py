@@ -13,40 +13,70 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LEVELS = (
     {
+        "absent_names",
         "arguments",
+        "callback_files",
         "callers",
+        "checkpoint_folders",
         "checkpoints",
         "deferred_schedule",
         "devices",
         "random_states",
+        "run_context",
+        "sharded",
         "termination",
     },
-    {"outputs", "config", "wrappers"},
-    {"averaged_tensors"},
+    {"data_position", "gradient_request", "outputs", "config", "warm_up", "wrappers"},
+    {"rank_termination"},
+    {"norms", "shard_updates"},
+    {"norm_reduction"},
+    {"averaged_tensors", "averaging", "ema_arguments", "gradient_call", "schedule_formulas"},
     {"loss_scale", "gradients", "optimizers", "ema", "deferred", "micro_batches", "step_files"},
+    {"cosine_schedules", "functional", "warm_up_schedules"},
     {"adaptive_loss_scale", "scale_sense", "parameters", "losses", "update_counts"},
+    {"loss_scale_managers", "schedules"},
+    {"amp", "fsdp_parts", "local_norm", "ranks"},
+    {"fsdp_local_norm"},
     {"accumulation", "measurement", "shared_state", "step_state"},
     {"update"},
     {"base_cells", "optimizer_window"},
     {"cell", "loop_clipping"},
-    {"loop_step"},
+    {"accelerate_ddp", "loop_step", "sharded_checkpoint"},
     {"accelerate_classes", "accelerate_setup"},
     {"accelerate"},
     {"trainer_checkpoint", "trainer_events", "trainer_log", "trainer_settings"},
+    {"amp_level", "callback_adapter", "model_data", "model_metrics"},
+    {"evaluation", "train_network"},
+    {"model_run", "model_updates"},
+    {"model_loop"},
+    {"trainer_saving"},
     {"trainer", "model"},
     {"callbacks"},
-    {"recipe", "cli"},
+    {"run_record"},
+    {"run_drawing"},
+    {"run_maps"},
+    {"run_panels"},
+    {"run_page"},
     {"recipes"},
+    {"recipe_names", "recipe_yaml"},
+    {"recipe_format", "recipe_objects"},
+    {"recipe_callbacks", "recipe_metrics", "recipe_peft", "recipe_schedule", "recipe_step"},
+    {"recipe_training"},
+    {"recipe"},
+    {"recipe_mindformers", "recipe_run"},
+    {"cli"},
 )
 """The rooms, lowest first. A room imports from lower levels only, never from its own."""
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MAY_IMPORT_TRANSFORMERS = {
-    *{"trainer", "trainer_checkpoint", "trainer_events", "trainer_settings"},
-    *{"model", "callbacks", "recipe", "cli", "recipes"},
+    *{"trainer", "trainer_checkpoint", "trainer_events", "trainer_saving", "trainer_settings"},
+    *{"callback_adapter", "model_data", "model_run"},
+    *{"model", "callbacks", "cli", "recipes"},
+    *{"recipe", "recipe_callbacks", "recipe_metrics", "recipe_run", "recipe_training"},
 }
 FOLDERS = {"callbacks", "recipes"}
-PUBLIC = {"accelerate", "trainer", "callbacks"}
+PUBLIC = {"accelerate", "model", "trainer", "callbacks"}
 """What the folders may import beside the names of ``mfwrap`` itself and their own files."""
 
 

@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 class OwnStep(AdamW):
     """An optimizer of one's own, which knows nothing of ``grad_scale`` and ``found_inf``."""
 
-    def step(self, closure=None):  # noqa: ARG002  (torch's signature)
+    def step(self, closure=None):
         """Move against the sign of a momentum."""
         for group in self.param_groups:
             for parameter in group["params"]:
