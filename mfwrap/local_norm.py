@@ -1,19 +1,16 @@
 """Norms of a rank's own gradients, from before they are reduced over ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.arguments import described
 from mfwrap.devices import on_device
 from mfwrap.norms import sum_of_squares
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 __all__ = [
     "CommunicationHook",
@@ -25,7 +22,9 @@ __all__ = [
     "tap",
 ]
 
-CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future[Tensor]]"]
+CommunicationHook = tuple[
+    Any, "Callable[[Any, distributed.GradBucket], torch.futures.Future[Tensor]]"
+]
 """``(state, hook)``, as ``DistributedDataParallel.register_comm_hook`` takes them."""
 
 
@@ -69,7 +68,7 @@ class GradientTap:
         self.squares: dict[int, Tensor] = {}
         """Shape ``()``, float32, by the parameter's ``id``: of its last reduction."""
 
-    def read(self, bucket: "GradBucket") -> None:
+    def read(self, bucket: "distributed.GradBucket") -> None:
         """Note the sums of squares of a bucket, whose gradients are read once."""
         if not self.readers:
             return
@@ -148,8 +147,9 @@ def _refuse_another(present: CommunicationHook, given: CommunicationHook | None)
 
 
 def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
+    # torch compares these annotations with the classes: strings would be refused.
     def tapping_hook(
-        state: GradientTap, bucket: "GradBucket"
+        state: GradientTap, bucket: distributed.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         state.read(bucket)
         inner_state, hook = state.communication_hook
