@@ -16,7 +16,9 @@ try:
     import click
     from click.shell_completion import CompletionItem
 
-    from mfwrap.recipe_yaml import RecipeDocument, RecipeError
+    from mfwrap.cli_output import is_first_process, say, warn_of, write_new
+    from mfwrap.cli_plot import plot
+    from mfwrap.recipe_yaml import RecipeError
 except ImportError as error:  # an ordinary install has no extra
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
 
@@ -112,7 +114,7 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None) -> None:
         _fail(checked, error)
     finally:
         _leave_process_group()
-    if _is_first_process():
+    if is_first_process():
         for name, value in result.metrics.items():
             click.echo(f"{name}: {value:.6g}")
         click.echo(f"run folder: {result.folder}")
@@ -158,7 +160,7 @@ def init(name: str, output: Path | None) -> None:
     shipped = shipped_recipes()
     text = shipped[name].text if name in shipped else find_recipe(name)[0]
     file = Path(f"{Path(name).stem}.yaml") if output is None else output
-    _write_new(file, text)
+    write_new(file, text)
     click.echo(f"wrote {file}; train it with: mfwrap train {file}")
 
 
@@ -179,39 +181,15 @@ def import_mindformers(file: Path, output: Path | None) -> None:
         msg = f"{file}: must be a MindFormers YAML file, got none"
         raise RecipeError(msg)
     imported = imported_from(find_recipe(str(file))[0], str(file))
-    _warn_of(str(file), imported.notes)
+    warn_of(str(file), imported.notes)
     if output is None:
         click.echo(imported.text, nl=False)
     else:
-        _write_new(output, imported.text)
+        write_new(output, imported.text)
         click.echo(f"wrote {output}")
 
 
-@cli.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), help="PNG; by default RUN/run.png.")
-def plot(run: Path, output: Path | None) -> None:
-    """Draw the loss and the norms of the folder RUN.
-
-    \b
-    Example:
-      mfwrap plot runs/causal_lm
-    """  # noqa: D301
-    from mfwrap.recipe_metrics import METRICS_FILE, RECIPE_FILE  # noqa: PLC0415
-    from mfwrap.recipes.run_picture import draw_run  # noqa: PLC0415
-
-    metrics = run / METRICS_FILE
-    if not metrics.is_file():
-        msg = f"{run}: must be the folder of a run with {METRICS_FILE}, got none"
-        raise RecipeError(msg)
-    picture = run / "run.png" if output is None else output
-    try:
-        limit = _limit(run / RECIPE_FILE)
-        draw_run(metrics, picture, max_grad_norm=limit, title=run.name, loss_title="Loss")
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        msg = f"{metrics}: must be the record of a run, got what cannot be drawn: {error}"
-        raise RecipeError(msg) from error
-    click.echo(f"wrote {picture}")
+cli.add_command(plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -227,13 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             standalone_mode=False,
         )
     except click.ClickException as error:
-        _say(f"{error.format_message()}; see mfwrap --help")
+        say(f"{error.format_message()}; see mfwrap --help")
         code = 2
     except RecipeError as error:
-        _say(str(error))
+        say(str(error))
         code = 2
     except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
+        say("interrupted")
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -247,7 +225,7 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
         warnings.simplefilter("ignore", RecipeWarning)
         recipe = parse_recipe(text, name, overrides)
     if recipe.without_meaning:
-        _warn_of(name, ["without a meaning here: " + ", ".join(recipe.without_meaning)])
+        warn_of(name, ["without a meaning here: " + ", ".join(recipe.without_meaning)])
     return recipe
 
 
@@ -265,6 +243,9 @@ def _check_resume(recipe: "Recipe", resume: str) -> None:
 
 
 def _silence_bars(recipe: "Recipe") -> None:
+    """Show no bars where the recipe wants none, or nobody would see them move."""
+    if not sys.stderr.isatty():
+        recipe.arguments.disable_tqdm = True
     if recipe.arguments.disable_tqdm:
         import datasets  # noqa: PLC0415
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -293,38 +274,3 @@ def _leave_process_group() -> None:
     from accelerate import PartialState  # noqa: PLC0415
 
     PartialState().destroy_process_group()
-
-
-def _limit(recipe: Path) -> float | None:
-    """Return the limit of the global norm that a run's recipe gives."""
-    if not recipe.is_file():
-        return None
-    data = RecipeDocument.parse(recipe.read_text(encoding="utf-8"), str(recipe)).data
-    for section in ("runner_wrapper", "training"):
-        limit = (data.get(section) or {}).get("max_grad_norm")
-        if isinstance(limit, (int, float)) and limit > 0:
-            return float(limit)
-    return None
-
-
-def _write_new(file: Path, text: str) -> None:
-    try:
-        with file.open("x", encoding="utf-8") as new:
-            new.write(text)
-    except OSError as error:
-        msg = f"{file}: must be a new file, got one that cannot be written: {error.strerror}"
-        raise RecipeError(msg) from error
-
-
-def _warn_of(name: str, notes: Sequence[str]) -> None:
-    for note in notes:
-        _say(f"warning: {name}: {note}")
-
-
-def _say(line: str) -> None:
-    if _is_first_process():
-        click.echo(f"mfwrap: {line}", err=True)
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -11,10 +11,11 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
 from mfwrap.outputs import StepReport
 
-__all__ = ["METRICS_FILE", "RECIPE_FILE", "MetricsRecorder", "results_of"]
+__all__ = ["METRICS_FILE", "RECIPE_FILE", "MetricsRecorder", "limit_of", "results_of"]
 
 METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"
+_LIMIT = "max_grad_norm"
 
 
 @final
@@ -23,6 +24,7 @@ class MetricsRecorder(TrainerCallback):
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, where it waits
     anyway. Written by the main process alone. A run that is resumed goes on behind its checkpoint.
+    The first record has the limit of the global norm, where there is one.
 
     Args:
         folder: Of the run.
@@ -37,22 +39,20 @@ class MetricsRecorder(TrainerCallback):
         self._is_training = False
 
     def on_train_begin(
-        self,
-        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
-        state: TrainerState,
-        *_: Any,
-        **__: Any,
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Keep the records up to the step that the run goes on from."""
         self._reports.clear()
         self._is_training = True
-        if not state.is_world_process_zero or not self._path.exists():
+        if not state.is_world_process_zero:
             return
-        records = read_json_lines(self._path)
-        self._path.unlink()
+        records = read_json_lines(self._path) if self._path.exists() else []
+        self._path.unlink(missing_ok=True)
         self._lines = JsonLines(self._path)
+        if args is not None and args.max_grad_norm:
+            self._lines.append({_LIMIT: args.max_grad_norm})
         for record in records:
-            if record["step"] <= state.global_step and state.global_step:
+            if 0 < record.get("step", 0) <= state.global_step:
                 self._lines.append(record)
 
     def on_step_end(
@@ -123,6 +123,16 @@ class MetricsRecorder(TrainerCallback):
 def _column(values: list[Tensor | None]) -> list[Any] | None:
     tensors = [value for value in values if value is not None]
     return torch.stack(tensors).tolist() if len(tensors) == len(values) else None
+
+
+def limit_of(metrics: Path) -> float | None:
+    """Return the limit of the global norm that the file of a run's numbers has; ``None`` if none.
+
+    Raises:
+        ValueError: If it holds what is no record.
+    """
+    limits = [record[_LIMIT] for record in read_json_lines(metrics) if _LIMIT in record]
+    return float(limits[-1]) if limits else None
 
 
 def results_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -152,7 +152,10 @@ class RecipeObjects:
     def _invalid(
         self, path: Path, value: Any, error: ValidationError, section: type[Any] | None
     ) -> RecipeError:
-        problems = error.errors(include_url=False)
+        # A misspelt key is the reason why another one is missing.
+        problems = sorted(
+            error.errors(include_url=False), key=lambda one: one["type"] not in _UNKNOWN_KEY
+        )
         problem = problems[0]
         at = _existing(problem["loc"], value)
         if problem["type"] in _UNKNOWN_KEY:

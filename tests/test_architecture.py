@@ -63,7 +63,8 @@ LEVELS = (
     {"recipe_callbacks", "recipe_metrics", "recipe_peft", "recipe_schedule", "recipe_step"},
     {"recipe_training"},
     {"recipe"},
-    {"recipe_mindformers", "recipe_run"},
+    {"cli_output", "recipe_mindformers", "recipe_run"},
+    {"cli_plot"},
     {"cli"},
 )
 """The rooms, lowest first. A room imports from lower levels only, never from its own."""

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mfwrap.recipe import Recipe, RecipeError, parse_recipe
@@ -90,9 +90,7 @@ def test_the_whole_recipe_is_valid():
     assert isinstance(checked(WHOLE), Recipe)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-@given(mutations())
-def test_mutated_recipes(mutation):
+def check_mutation(mutation):
     """A mutation is valid, or an error of one line that names the key or its section."""
     recipe, path = mutation
     result = checked(recipe)
@@ -105,21 +103,39 @@ def test_mutated_recipes(mutation):
     assert any(part in text for part in named), text
 
 
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(mutations())
+def test_mutated_recipes(mutation):
+    """Whatever the mutation, the answer is a recipe or one line."""
+    check_mutation(mutation)
+
+
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(mutations())
+def test_many_mutated_recipes(mutation):
+    """The same, of many more."""
+    check_mutation(mutation)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=10,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 @given(mutations())
 def test_mutated_recipes_train(tmp_path_factory, mutation):
-    """A mutation that is valid trains, unless it asks for what takes too long."""
+    """A mutation that is valid trains, or ends in an error that says why."""
     recipe, _ = mutation
-    if "training" not in recipe or not isinstance(recipe["training"], dict):
-        return
+    assume(isinstance(recipe.get("training"), dict))
     recipe["training"]["output_dir"] = str(tmp_path_factory.mktemp("run"))
     result = checked(recipe)
-    if not isinstance(result, Recipe) or not 0 < result.arguments.max_steps <= 20:
-        return
+    assume(isinstance(result, Recipe) and 0 < result.arguments.max_steps <= 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            run_recipe(result)
+            trained = run_recipe(result)
         except REFUSALS as error:
             assert str(error)  # noqa: PT017  (some runs may fail, and say why)
+        else:
+            assert (trained.folder / "metrics.jsonl").exists()
