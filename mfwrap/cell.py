@@ -85,6 +85,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         ValueError: If an argument is out of range, or two do not go together.
 
     Example:
+        >>> import torch
         >>> from mfwrap import DynamicLossScaleUpdateCell, WithLossCell
         >>> network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
         >>> optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)

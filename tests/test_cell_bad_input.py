@@ -22,7 +22,6 @@ def build(network: nn.Module | None = None, **settings) -> MFTrainOneStepCell:
 
 BAD_SCALES = {
     "word": ("dynamic", TypeError),
-    "None": (None, TypeError),
     "list": ([1.0], TypeError),
     "class of an update cell": (DynamicLossScaleUpdateCell, TypeError),
     "module": (nn.Identity(), TypeError),
