@@ -1,6 +1,6 @@
-"""Where the numbers of a step go: the log, TensorBoard, a file of JSON lines."""
+"""Where the numbers of a step go: the log, TensorBoard, a file of JSON lines, trackers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -23,24 +23,45 @@ class MetricWriters:
         logs: Write to the log; otherwise what is for the log is left out.
         tensorboard: Folder of the events file; ``None`` for none.
         json_lines: File of JSON lines; ``None`` for none.
+        log_to: Takes what is for trackers, with the step; ``None`` keeps it in `tracked`.
 
     Raises:
         ImportError: If `tensorboard` is given and TensorBoard is not installed.
     """
 
     def __init__(
-        self, *, logs: bool, tensorboard: Path | None = None, json_lines: Path | None = None
+        self,
+        *,
+        logs: bool,
+        tensorboard: Path | None = None,
+        json_lines: Path | None = None,
+        log_to: Callable[[dict[str, float], int], None] | None = None,
     ) -> None:
         self._logs = logs
+        self._log_to = log_to
+        self.tracked: dict[str, float] = {}
+        """What was for trackers last, by its tag."""
         self._events_folder = tensorboard
         self._make_events = None if tensorboard is None else summary_writer_class()
         self._events: Any = None
         self._lines = None if json_lines is None else JsonLines(json_lines)
 
     def write(
-        self, position: RunPosition, metrics: Sequence[Metric], values: Sequence[float]
+        self,
+        position: RunPosition,
+        metrics: Sequence[Metric],
+        values: Sequence[float],
+        step_numbers: Mapping[str, float],
     ) -> None:
-        """Write the numbers of one step, each where it belongs."""
+        """Write the numbers of one step, each where it belongs.
+
+        Args:
+            position: Of the step.
+            metrics: What is shown.
+            values: As many.
+            step_numbers: Loss, norm and so on, by their names: they stand in each record, and
+                go to `log_to`.
+        """
         by_format: dict[str, dict[str, float]] = {}
         for metric, value in zip(metrics, values, strict=True):
             for one in metric.formats:
@@ -50,7 +71,22 @@ class MetricWriters:
         self._write_events(position, by_format.get("tensorboard", {}))
         if self._lines is not None and "jsonl" in by_format:
             place = {"step": position.step, "epoch": position.epoch}
-            self._lines.append({**place, **by_format["jsonl"]})
+            self._lines.append({**place, **step_numbers, **by_format["jsonl"]})
+        if "trackers" in by_format:
+            self._track(position.step, by_format["trackers"], step_numbers)
+
+    def write_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Write what an evaluation has found to the file of JSON lines."""
+        if self._lines is not None and results:
+            self._lines.append({"step": step, **results})
+
+    def _track(
+        self, step: int, scalars: Mapping[str, float], step_numbers: Mapping[str, float]
+    ) -> None:
+        if self._log_to is None:
+            self.tracked |= scalars
+        else:
+            self._log_to({**step_numbers, **scalars}, step)
 
     def _log(self, position: RunPosition, scalars: Mapping[str, float]) -> None:
         length = position.length

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mfwrap.callbacks.expert_load import drop_rate, imbalance
+from mfwrap.callbacks.forward_watches import ForwardNumbers
+from mfwrap.callbacks.stable_rank import tagged_spectra
 from mfwrap.callbacks.tensor_norms import parameter_names, tensor_norms, trainable
 from mfwrap.callbacks.training_state_settings import TrainingStateSettings
 
@@ -21,7 +24,7 @@ class Metric(NamedTuple):
 
     tag: str
     formats: tuple[str, ...]
-    """Where it is written: of ``"log"``, ``"tensorboard"``, ``"jsonl"``."""
+    """Where it is written: of ``"log"``, ``"tensorboard"``, ``"jsonl"``, ``"trackers"``."""
 
 
 class PackedMetrics(NamedTuple):
@@ -68,26 +71,46 @@ class StateMetrics:
         self._target = Target(settings.target, invert=settings.invert)
         self._selected: tuple[tuple[str, ...], list[int], Tensor | None] | None = None
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether a step is shown, stable ranks aside, which have an interval of their own."""
+        return step % self._settings.step_interval == 0
+
     def of_step(
         self,
+        step: int,
         output: Any,
         norm_names: Sequence[str],
         model: nn.Module | None,
         optimizer: Optimizer | None,
+        forward: ForwardNumbers | None = None,
     ) -> PackedMetrics:
         """Return the numbers of one step.
 
         Args:
+            step: Its number.
             output: Of the step, a named tuple; ``None`` if there is none.
             norm_names: Of the groups of its local norms.
             model: Whose weights are shown; ``None`` if unknown.
             optimizer: Whose state is shown; ``None`` if unknown.
+            forward: What was seen in its forwards.
         """
-        metrics: list[Metric] = []
-        values: list[Tensor] = []
+        found = _Numbers()
+        if self.is_due(step):
+            self._add_output(found, output, tuple(norm_names))
+            if model is not None:
+                self._add_states(found, model, optimizer)
+            if forward is not None:
+                self._add_forward(found, forward)
+        stable_rank = self._settings.stable_rank_config
+        if model is not None and stable_rank.format and step % stable_rank.step_interval == 0:
+            tags, values = tagged_spectra(trainable(model), stable_rank)
+            found.add(tags, stable_rank.format, *values)
+        return found.packed()
+
+    def _add_output(self, found: "_Numbers", output: Any, norm_names: tuple[str, ...]) -> None:
         local_norm = getattr(output, "local_norm", None)
         if local_norm is not None:
-            self._add_local_norms(metrics, values, local_norm, tuple(norm_names))
+            self._add_local_norms(found, local_norm, norm_names)
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if loss is not None:
             for tag, formats in (
@@ -95,30 +118,19 @@ class StateMetrics:
                 ("device_accum_local_loss", self._settings.device_local_loss_format),
             ):
                 if formats:
-                    metrics.append(Metric(tag, formats))
-                    values.append(loss.detach().float().mean().reshape(1))
-        if model is not None:
-            self._add_states(metrics, values, model, optimizer)
-        if not values:
-            return PackedMetrics((), None)
-        device = values[0].device
-        moved = [value.to(device, non_blocking=True) for value in values]
-        return PackedMetrics(tuple(metrics), torch.cat(moved))
+                    found.add([tag], formats, loss.detach().float().mean())
 
-    def _add_local_norms(
-        self, metrics: list[Metric], values: list[Tensor], norms: Tensor, names: tuple[str, ...]
-    ) -> None:
+    def _add_local_norms(self, found: "_Numbers", norms: Tensor, names: tuple[str, ...]) -> None:
         settings = self._settings
         if settings.local_norm_format:
             numbers, index = self._selection(names, norms.device)
-            metrics += [
-                Metric(f"local_norm/{names[i]}", settings.local_norm_format) for i in numbers
-            ]
+            tags = [f"local_norm/{names[i]}" for i in numbers]
             # A copy in both cases: what is read later must not change meanwhile.
-            values.append(norms.clone() if index is None else norms.index_select(0, index))
+            shown = norms.clone() if index is None else norms.index_select(0, index)
+            found.add(tags, settings.local_norm_format, shown)
         if settings.device_local_norm_format:
-            metrics.append(Metric("device_local_norm", settings.device_local_norm_format))
-            values.append(norms.square().sum().sqrt().reshape(1))
+            total = norms.square().sum().sqrt()
+            found.add(["device_local_norm"], settings.device_local_norm_format, total)
 
     def _selection(
         self, names: tuple[str, ...], device: torch.device
@@ -131,13 +143,7 @@ class StateMetrics:
             self._selected = (names, numbers, index)
         return self._selected[1], self._selected[2]
 
-    def _add_states(
-        self,
-        metrics: list[Metric],
-        values: list[Tensor],
-        model: nn.Module,
-        optimizer: Optimizer | None,
-    ) -> None:
+    def _add_states(self, found: "_Numbers", model: nn.Module, optimizer: Optimizer | None) -> None:
         settings = self._settings
         if settings.optimizer_state_format and optimizer is not None:
             names = parameter_names(model)
@@ -149,11 +155,46 @@ class StateMetrics:
                     if key in optimizer.state.get(parameter, ())
                 }
                 if states:
-                    formats = settings.optimizer_state_format
-                    metrics += [Metric(f"{tag}/{name}", formats) for name in states]
-                    values.append(tensor_norms(list(states.values())))
+                    tags = [f"{tag}/{name}" for name in states]
+                    norms = tensor_norms(list(states.values()))
+                    found.add(tags, settings.optimizer_state_format, norms)
         if settings.weight_state_format:
-            metrics.append(Metric("weight_norm", settings.weight_state_format))
             weights = list(trainable(model).values())
             norm = tensor_norms(weights).square().sum().sqrt() if weights else torch.zeros(())
-            values.append(norm.reshape(1))
+            found.add(["weight_norm"], settings.weight_state_format, norm)
+
+    def _add_forward(self, found: "_Numbers", forward: ForwardNumbers) -> None:
+        settings = self._settings
+        for name, logits in forward.max_attention_logits.items():
+            tag = f"max_attention_logit/{name}"
+            tags = [f"{tag}/head_{head}" for head in range(len(logits))]
+            summary = torch.stack([logits.mean(), logits.max()])
+            formats = settings.max_attention_logit_format
+            found.add([*tags, f"{tag}/mean", f"{tag}/max"], formats, logits, summary)
+        for name, shares in forward.expert_shares.items():
+            tags = [f"expert_load/{name}/expert_{number}" for number in range(len(shares))]
+            found.add(tags, settings.expert_load_format, shares)
+            one = imbalance(shares)
+            found.add([f"expert_imbalance/{name}"], settings.expert_load_format, one)
+            if settings.expert_capacity_factor is not None:
+                one = drop_rate(shares, settings.expert_capacity_factor)
+                found.add([f"drop_rate/{name}"], settings.expert_load_format, one)
+
+
+class _Numbers:
+    """Numbers of a step while they are gathered."""
+
+    def __init__(self) -> None:
+        self._metrics: list[Metric] = []
+        self._values: list[Tensor] = []
+
+    def add(self, tags: Sequence[str], formats: tuple[str, ...], *values: Tensor) -> None:
+        self._metrics += [Metric(tag, formats) for tag in tags]
+        self._values += [value.float().reshape(-1) for value in values]
+
+    def packed(self) -> PackedMetrics:
+        if not self._values:
+            return PackedMetrics((), None)
+        device = self._values[0].device
+        moved = [value.to(device, non_blocking=True) for value in self._values]
+        return PackedMetrics(tuple(self._metrics), torch.cat(moved))

@@ -6,24 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from mfwrap import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.callbacks.loss_monitor_settings import directory_name
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.tensor_norms import inner_optimizer
-from mfwrap.callbacks.training_state_parts import (
-    log_structure,
-    missing_values,
-    run_parts,
-    samples_per_process,
-)
-from mfwrap.callbacks.training_state_run import TrainingStateRun
+from mfwrap.callbacks.training_state_events import TrainingStateEvents
 from mfwrap.callbacks.training_state_settings import (
     TrainingStateSettings,
     checked_formats,
+    checked_stable_rank,
     checked_target,
 )
 
@@ -31,7 +21,7 @@ __all__ = ["TrainingStateMonitor"]
 
 
 @final
-class TrainingStateMonitor(TrainerCallback, ExportableState):
+class TrainingStateMonitor(TrainingStateEvents, ExportableState):
     """Show the state of a training, and say who is to blame when a step goes wrong.
 
     ``on_step_end`` takes the output of the step as keyword ``step_output`` and its report as
@@ -40,8 +30,10 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
     loop does not send that), or earlier where the loop logs, evaluates, saves or ends.
 
     Each metric has a format: ``"log"`` (level INFO in the log ``mfwrap.callbacks``, on the main
-    process), ``"tensorboard"``, ``"jsonl"`` (``training_state.jsonl`` in the run folder; both on
-    every rank, those but 0 in files of their own), a list of these, or ``None``.
+    process), ``"tensorboard"``, ``"jsonl"`` (``training_state.jsonl`` in the run folder, each
+    record with loss, norm, rate and scale of the step; both on every rank, those but 0 in files of
+    their own), ``"trackers"`` (the trackers of `MFTrainer`'s ``report_to``, when it logs, or
+    `log_to`), a list of these, or ``None``.
 
     - `local_norm_format`: ``local_norm/<parameter>``, L2 norms of this rank's unscaled gradients;
       ``local_norm/<group>`` with groups. `device_local_norm_format`: ``device_local_norm``, of all.
@@ -50,6 +42,13 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
     - `optimizer_state_format`: ``adam_m_norm/<parameter>`` and ``adam_v_norm/<parameter>``.
     - `weight_state_format`: ``weight_norm``, of all trainable weights. These two read state and
       weights once in each step they are shown for.
+    - `max_attention_logit_format`: ``max_attention_logit/<module>/head_<i>``, ``/mean``, ``/max``,
+      over all micro-batches, as `AttentionLogits` sees it; computes the logits once more.
+    - `expert_load_format`: of mixture-of-experts networks ``expert_load/<module>/expert_<i>``, the
+      share of the tokens; ``expert_imbalance/<module>``, the largest share over the mean one; with
+      `expert_capacity_factor` ``drop_rate/<module>``, what such a capacity would drop.
+    - `stable_rank_config`: ``weight_stable_rank/<parameter>`` and ``weight_eigenvalue/<parameter>``
+      (``/expert_<i>``, ``/expert_max``, ``/expert_min``, ``/expert_mean`` of experts).
     - `throughput_baseline`: ``throughput_linearity``, samples a second and process over it.
 
     With `find_culprit` a step that overflows, spikes or has a loss that is not finite is written to
@@ -65,7 +64,8 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
     With a Trainer, usual norms and counts are part of the checkpoint.
 
     Source: MindFormers, ``TrainingStateMonitor`` and ``monitor_config``; `find_culprit`, `replay`,
-    `spike_factor`, `folder` and the format ``"jsonl"`` are ours.
+    `spike_factor`, `folder`, `log_to`, `expert_load_format` and the formats ``"jsonl"`` and
+    ``"trackers"`` are ours.
 
     Args:
         target: Regular expressions, searched for in names of parameters: which to show in
@@ -78,6 +78,12 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
         device_local_loss_format: As above.
         optimizer_state_format: As above.
         weight_state_format: As above.
+        max_attention_logit_format: As above.
+        expert_load_format: As above.
+        expert_capacity_factor: Capacity of an expert over its mean share; ``None`` for none.
+        stable_rank_config: Keys ``format``, ``step_interval`` (100), ``target``,
+            ``do_aggregation`` (False; True: of the whole of a sharded weight), ``moe_show_mode``
+            (``"full"``, ``"statistics"``, ``"all"``), ``power_iteration_num`` (5).
         throughput_baseline: Samples a second and process that count as 1; ``None`` for none.
         print_struct: Log the names of all trainable parameters and end after the first step.
         check_for_nan_in_loss_and_grad: Raise ``ValueError`` when the loss, or gradients for another
@@ -97,6 +103,8 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
         spike_factor: How many times the usual global norm is an anomaly.
         folder: Of the run; ``None`` for ``args.output_dir``.
         tensorboard_dir: Where curves go; ranks but 0 write to ``rank_<n>`` in it.
+        log_to: Takes numbers by their tags, and the step, on the main process: what is for
+            trackers in a loop of your own, as `accelerate.Accelerator.log` does.
         origin_epochs: As in `MFLossMonitor`.
         dataset_size: As in `MFLossMonitor`.
         initial_epoch: As in `MFLossMonitor`.
@@ -123,6 +131,10 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
         device_local_loss_format: str | Sequence[str] | None = None,
         optimizer_state_format: str | Sequence[str] | None = None,
         weight_state_format: str | Sequence[str] | None = None,
+        max_attention_logit_format: str | Sequence[str] | None = None,
+        expert_load_format: str | Sequence[str] | None = None,
+        expert_capacity_factor: float | None = None,
+        stable_rank_config: Mapping[str, Any] | None = None,
         throughput_baseline: float | None = None,
         print_struct: bool = False,
         check_for_nan_in_loss_and_grad: bool = False,
@@ -140,9 +152,10 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
         initial_epoch: int = 0,
         initial_step: int = 0,
         global_batch_size: int = 0,
+        log_to: Callable[[dict[str, float], int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._settings = TrainingStateSettings(
+        settings = TrainingStateSettings(
             target=checked_target(target),
             invert=invert,
             step_interval=step_interval,
@@ -153,7 +166,11 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
                 device_local_loss_format=device_local_loss_format,
                 optimizer_state_format=optimizer_state_format,
                 weight_state_format=weight_state_format,
+                max_attention_logit_format=max_attention_logit_format,
+                expert_load_format=expert_load_format,
             ),
+            expert_capacity_factor=expert_capacity_factor,
+            stable_rank_config=checked_stable_rank(stable_rank_config),
             throughput_baseline=throughput_baseline,
             print_struct=print_struct,
             check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
@@ -172,110 +189,7 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
             initial_step=initial_step,
             global_batch_size=global_batch_size,
         )
-        self._clock = clock
-        self._run: TrainingStateRun | None = None
-        self._scale_before: Tensor | None = None
-        self._said: set[str] = set()
-        self._num_scale_overflows = 0
-        self.saved_run: dict[str, Any] | None = None
-        """What to go on with, if the next run begins at its step."""
-
-    @property
-    def num_scale_overflows(self) -> int:
-        """Overflows of the run by which a loss scale found its level, among those that arrived."""
-        finder = None if self._run is None else self._run.parts.finder
-        return self._num_scale_overflows if finder is None else finder.num_scale_overflows
-
-    def on_train_begin(
-        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
-    ) -> None:
-        """Work out the length of the run, look at the weights."""
-        self._close()
-        self._begin(args, state, state.global_step, known)
-
-    def on_step_begin(
-        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
-    ) -> None:
-        """Start the clock; note the loss scale."""
-        run = self._run or self._begin(args, state, state.global_step, known)
-        attached = getattr(known.get("optimizer"), "attachment", None)
-        self._scale_before = getattr(attached, "loss_scale", None)
-        run.clock.restart()
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Act on the step before, while the weights are still those it left."""
-        self._flush()
-
-    def on_step_end(
-        self,
-        args: TrainingArguments | None,
-        state: TrainerState,
-        control: TrainerControl,
-        step_output: StepOutput | LocalNormStepOutput | Tensor | None = None,
-        step_report: StepReport | None = None,
-        **known: Any,
-    ) -> None:
-        """Begin to copy the values of this step.
-
-        Raises:
-            TypeError: If `step_output` is no output of a step.
-        """
-        if self._run is None:
-            self._begin(args, state, state.global_step - 1, known)
-        run = self._run
-        if run is None:
-            return
-        if step_output is None and step_report is not None:
-            step_output = step_report.output
-        scale_before, self._scale_before = self._scale_before, None
-        run.end_step(
-            state.global_step,
-            step_output,
-            step_report,
-            scale_before=scale_before,
-            model=known.get("model"),
-            optimizer=inner_optimizer(known.get("optimizer")),
-        )
-        for text in missing_values(self._settings, step_output, known):
-            if text not in self._said:
-                self._said.add(text)
-                run_logger(__name__).warning("TrainingStateMonitor cannot show %s", text)
-        if self._settings.print_struct:
-            log_structure(known.get("model"))
-            control.should_training_stop = True
-
-    def on_log(
-        self,
-        args: TrainingArguments | None,
-        state: TrainerState,
-        *_: Any,
-        logs: Mapping[str, Any] | None = None,
-        **__: Any,
-    ) -> None:
-        """Act on what is pending, or in a loop without outputs on what is logged."""
-        del args
-        self._flush()
-        if self._run is not None:
-            if logs and not self._run.has_outputs:
-                self._run.log(state.global_step, logs)
-            self._run.clock.restart()
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Act on what is pending; look at the weights."""
-        self._pause()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Act on what is pending; look at the weights."""
-        self._pause()
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Act on what is pending; look at the weights."""
-        self._pause()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Act on what is pending and close files."""
-        self._flush()
-        self._close()
+        super().__init__(settings, clock, log_to)
 
     def state(self) -> dict[str, Any]:
         """Return what a Trainer writes into its checkpoint, after acting on what is pending.
@@ -286,45 +200,3 @@ class TrainingStateMonitor(TrainerCallback, ExportableState):
         self._flush()
         saved = self.saved_run if self._run is None else self._run.state_dict()
         return {"args": asdict(self._settings), "attributes": {"saved_run": saved}}
-
-    def _begin(
-        self,
-        args: TrainingArguments | None,
-        state: TrainerState,
-        global_step: int,
-        known: Mapping[str, Any],
-    ) -> TrainingStateRun:
-        parts, clock = run_parts(self._settings, args, state, known, self._clock)
-        run = TrainingStateRun(
-            self._settings,
-            parts,
-            clock=clock,
-            global_step=global_step,
-            samples_per_process=samples_per_process(self._settings, args, state),
-            is_main=state.is_world_process_zero,
-        )
-        if self.saved_run is not None:
-            run.load_state_dict(self.saved_run)
-        clock.restart()
-        self._run = run
-        return run
-
-    def _pause(self) -> None:
-        self._flush()
-        if self._run is not None:
-            finder = self._run.parts.finder
-            if finder is not None and finder.weights is not None:
-                finder.weights.look()
-            self._run.clock.restart()
-
-    def _flush(self) -> None:
-        if self._run is not None:
-            self._run.flush()
-
-    def _close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self.saved_run = run.state_dict()
-            if run.parts.finder is not None:
-                self._num_scale_overflows = run.parts.finder.num_scale_overflows
-            run.close()

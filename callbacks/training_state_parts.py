@@ -10,6 +10,7 @@ from transformers import TrainerState, TrainingArguments
 
 from mfwrap.callbacks.anomaly_log import AnomalyLog, rank_file
 from mfwrap.callbacks.culprit import CulpritFinder
+from mfwrap.callbacks.forward_watches import forward_watches
 from mfwrap.callbacks.metric_writers import MetricWriters
 from mfwrap.callbacks.rank_evidence import this_rank
 from mfwrap.callbacks.run_log import run_logger
@@ -34,6 +35,7 @@ def run_parts(
     state: TrainerState,
     known: Mapping[str, Any],
     clock: Callable[[], float],
+    log_to: Callable[[dict[str, float], int], None] | None,
 ) -> tuple[RunParts, StepClock]:
     """Make the parts of a run, and its clock.
 
@@ -43,6 +45,7 @@ def run_parts(
         state: Of the loop.
         known: What else the event tells: ``model``, ``train_dataloader``.
         clock: Returns seconds from an arbitrary start.
+        log_to: Takes what is for trackers; ``None`` for none.
 
     Raises:
         ValueError: If the length of the run, or a folder that is needed, is not known.
@@ -54,14 +57,16 @@ def run_parts(
         events /= f"rank_{rank}"
     lines = "jsonl" in settings.formats and folder is not None
     threshold = settings.global_norm_spike_threshold
+    model = known.get("model")
     parts = RunParts(
         length=_length(settings, args, state, known.get("train_dataloader")),
         writers=MetricWriters(
             logs=is_main,
             tensorboard=events,
             json_lines=rank_file(folder, "training_state", rank) if lines and folder else None,
+            log_to=log_to if is_main else None,
         ),
-        finder=_finder(settings, args, known.get("model")) if settings.find_culprit else None,
+        finder=_finder(settings, args, model) if settings.find_culprit else None,
         anomalies=AnomalyLog(folder, rank),
         spike_guard=SpikeGuard(threshold, folder, writes=is_main)
         if settings.check_for_global_norm
@@ -69,6 +74,11 @@ def run_parts(
         spike_count=SpikeCount(threshold, settings.global_norm_spike_count_threshold)
         if settings.use_skip_data_by_global_norm
         else None,
+        watches=forward_watches(
+            settings,
+            None if model is None else plain_network(model),
+            is_compiled=_is_compiled(model, args),
+        ),
     )
     return parts, StepClock(clock)
 
@@ -120,8 +130,7 @@ def _finder(
 
 
 def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRecorder | None:
-    compiled = args is not None and bool(args.torch_compile)
-    network = None if model is None or compiled else inner_network(model)
+    network = None if model is None or _is_compiled(model, args) else inner_network(model)
     if network is not None:
         return StepRecorder(network)
     if model is not None:
@@ -129,6 +138,12 @@ def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRe
             "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded"
         )
     return None
+
+
+def _is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> bool:
+    modules = () if model is None else model.modules()
+    by_trainer = args is not None and bool(args.torch_compile)
+    return by_trainer or any(hasattr(module, "_orig_mod") for module in modules)
 
 
 def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:

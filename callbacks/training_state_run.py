@@ -12,12 +12,20 @@ from torch.optim import Optimizer
 from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.anomaly_log import AnomalyLog
 from mfwrap.callbacks.culprit import CulpritFinder, StepEvidence, StepNumbers
+from mfwrap.callbacks.forward_watches import ForwardNumbers, ForwardWatches
 from mfwrap.callbacks.metric_writers import MetricWriters
 from mfwrap.callbacks.run_size import RunLength, RunPosition
 from mfwrap.callbacks.state_checks import SpikeCount, SpikeGuard, check_finite
-from mfwrap.callbacks.state_metrics import Metric, PackedMetrics, StateMetrics
+from mfwrap.callbacks.state_metrics import Metric, StateMetrics
 from mfwrap.callbacks.step_clock import StepClock
-from mfwrap.callbacks.step_values import PackedValues, StepValues, pack
+from mfwrap.callbacks.step_numbers import (
+    ReadStep,
+    numbers_of,
+    pack_step,
+    skip_flag,
+    unpack_step,
+)
+from mfwrap.callbacks.step_values import PackedValues, StepValues
 from mfwrap.callbacks.training_state_settings import TrainingStateSettings
 
 __all__ = ["RunParts", "TrainingStateRun"]
@@ -34,6 +42,7 @@ class RunParts(NamedTuple):
     anomalies: AnomalyLog
     spike_guard: SpikeGuard | None
     spike_count: SpikeCount | None
+    watches: ForwardWatches | None
 
 
 class _Step(NamedTuple):
@@ -42,14 +51,9 @@ class _Step(NamedTuple):
     number: int
     position: RunPosition
     packed: PackedValues | None
-    """The last of its values are those of `_EXTRAS`."""
-
     metrics: tuple[Metric, ...]
     linearity: float | None
     evidence: StepEvidence
-
-
-_EXTRAS = ("skipped", "consecutive_skips", "scale_before")
 
 
 @final
@@ -83,10 +87,21 @@ class TrainingStateRun:
         self._is_main = is_main
         self._reads: DeferredReads | None = None
         self._weights_have_moved = False
+        self._is_watched = False
         self._last_scale: float | None = None
         self.last_step = global_step
         self.has_outputs = False
         """A step of this run has had an output."""
+
+    def begin_step(self, global_step: int) -> None:
+        """Watch the forwards of a step, if it is one that is shown.
+
+        Args:
+            global_step: Steps done, this one included.
+        """
+        self._is_watched = self.parts.watches is not None and self._metrics.is_due(global_step)
+        if self.parts.watches is not None and self._is_watched:
+            self.parts.watches.begin()
 
     def end_step(
         self,
@@ -115,11 +130,10 @@ class TrainingStateRun:
         self.clock.end_step()
         self.last_step = global_step
         names = () if report is None else report.local_norm_names
-        is_due = global_step % self._settings.step_interval == 0
-        shown = PackedMetrics((), None)
-        if is_due:
-            shown = self._metrics.of_step(output, names, model, optimizer)
-        skipped = _skipped(output, report)
+        shown = self._metrics.of_step(
+            global_step, output, names, model, optimizer, self._forward_numbers()
+        )
+        skipped = skip_flag(output, report)
         evidence = StepEvidence((), None, None)
         if self.parts.finder is not None:
             applied = None if skipped is None else ~skipped
@@ -127,23 +141,27 @@ class TrainingStateRun:
         packed = None
         if output is not None:
             self.has_outputs = True
-            packed = _with_extras(pack(output), skipped, report, scale_before)
+            packed = pack_step(output, report, skipped=skipped, scale_before=scale_before)
         step = _Step(
             number=global_step,
             position=self.parts.length.position(global_step),
             packed=packed,
             metrics=shown.metrics,
-            linearity=self._linearity() if is_due else None,
+            linearity=self._linearity() if self._metrics.is_due(global_step) else None,
             evidence=evidence,
         )
         self._submit(step, shown.values)
+
+    def _forward_numbers(self) -> ForwardNumbers | None:
+        watched, self._is_watched = self._is_watched, False
+        return self.parts.watches.end() if watched and self.parts.watches is not None else None
 
     def _submit(self, step: _Step, shown: Tensor | None) -> None:
         values = [] if step.packed is None else [step.packed.tensor]
         if shown is not None:
             values.append(shown)
         if not values:
-            self._write(step, [])
+            self._write(step, [], None)
             return
         device = values[0].device
         if self._reads is None:
@@ -182,22 +200,19 @@ class TrainingStateRun:
         norm = numbers.get("grad_norm")
         overflow = norm is not None and not math.isfinite(norm)
         values = StepValues(loss=numbers["loss"], overflow=overflow, global_norm=norm)
-        self._judge(_numbers(global_step, values), StepEvidence((), None, None))
+        self._judge(numbers_of(global_step, values), StepEvidence((), None, None))
 
     def _receive(self, step: _Step, host_values: Sequence[float]) -> None:
         num_values = 0 if step.packed is None else len(step.packed.names)
-        self._write(step, host_values[num_values:])
-        if step.packed is None:
+        read = None if step.packed is None else unpack_step(step.packed, host_values[:num_values])
+        self._write(step, host_values[num_values:], read)
+        if read is None:
             return
-        named = dict(zip(step.packed.names, host_values[:num_values], strict=True))
-        extras = {name: named.pop(name) for name in _EXTRAS if name in named}
-        plain = PackedValues(names=tuple(named), tensor=step.packed.tensor)
-        values = plain.unpack(list(named.values()))
-        numbers = _numbers(step.number, values, extras, last_scale=self._last_scale)
-        self._last_scale = values.loss_scale
+        numbers = numbers_of(step.number, *read, last_scale=self._last_scale)
+        self._last_scale = read.values.loss_scale
         self._judge(numbers, step.evidence)
 
-    def _write(self, step: _Step, values: Sequence[float]) -> None:
+    def _write(self, step: _Step, values: Sequence[float], read: ReadStep | None) -> None:
         metrics, shown = list(step.metrics), list(values)
         if step.linearity is not None:
             formats = {"log"} | self._settings.formats
@@ -206,7 +221,8 @@ class TrainingStateRun:
             metrics.append(Metric(_LINEARITY, tuple(sorted(formats))))
             shown.append(step.linearity)
         if metrics:
-            self.parts.writers.write(step.position, metrics, shown)
+            numbers = {} if read is None else read.shown()
+            self.parts.writers.write(step.position, metrics, shown, numbers)
 
     def _judge(self, numbers: StepNumbers, evidence: StepEvidence) -> None:
         parts, settings = self.parts, self._settings
@@ -257,47 +273,7 @@ class TrainingStateRun:
     def close(self) -> None:
         """Close files, and let go of what was recorded."""
         self.parts.writers.close()
+        if self.parts.watches is not None:
+            self.parts.watches.close()
         if self.parts.finder is not None and self.parts.finder.recorder is not None:
             self.parts.finder.recorder.close()
-
-
-def _skipped(output: Any, report: StepReport | None) -> Tensor | None:
-    if report is not None:
-        return report.skipped
-    overflow: Tensor | None = getattr(output, "overflow", None)
-    return overflow
-
-
-def _with_extras(
-    packed: PackedValues,
-    skipped: Tensor | None,
-    report: StepReport | None,
-    scale_before: Tensor | None,
-) -> PackedValues:
-    consecutive = None if report is None else report.consecutive_skips
-    extras = dict(zip(_EXTRAS, (skipped, consecutive, scale_before), strict=True))
-    known = {name: value for name, value in extras.items() if value is not None}
-    device = packed.tensor.device
-    values = [
-        value.detach().float().reshape(1).to(device, non_blocking=True) for value in known.values()
-    ]
-    return PackedValues(names=(*packed.names, *known), tensor=torch.cat([packed.tensor, *values]))
-
-
-def _numbers(
-    step: int,
-    values: StepValues,
-    extras: Mapping[str, float] | None = None,
-    *,
-    last_scale: float | None = None,
-) -> StepNumbers:
-    extras = {} if extras is None else extras
-    return StepNumbers(
-        step=step,
-        loss=values.loss,
-        overflow=bool(values.overflow),
-        global_norm=values.global_norm,
-        loss_scale=extras.get("scale_before", last_scale),
-        skipped=bool(extras.get("skipped", False)),
-        consecutive_skips=int(extras.get("consecutive_skips", 0)),
-    )

@@ -1,14 +1,22 @@
 """Settings of the training state monitor."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mfwrap.callbacks.arguments import check_bool, check_int, check_positive_number
+from mfwrap.callbacks.stable_rank import StableRankSettings
 
-__all__ = ["FORMAT_SETTINGS", "TrainingStateSettings", "checked_formats", "checked_target"]
+__all__ = [
+    "FORMAT_SETTINGS",
+    "TrainingStateSettings",
+    "checked_formats",
+    "checked_stable_rank",
+    "checked_target",
+]
 
-FORMATS = ("log", "tensorboard", "jsonl")
+FORMATS = ("log", "tensorboard", "jsonl", "trackers")
 FORMAT_SETTINGS = (
     "local_norm_format",
     "device_local_norm_format",
@@ -16,6 +24,8 @@ FORMAT_SETTINGS = (
     "device_local_loss_format",
     "optimizer_state_format",
     "weight_state_format",
+    "max_attention_logit_format",
+    "expert_load_format",
 )
 
 
@@ -32,6 +42,10 @@ class TrainingStateSettings:
     device_local_loss_format: tuple[str, ...]
     optimizer_state_format: tuple[str, ...]
     weight_state_format: tuple[str, ...]
+    max_attention_logit_format: tuple[str, ...]
+    expert_load_format: tuple[str, ...]
+    expert_capacity_factor: float | None
+    stable_rank_config: StableRankSettings
     throughput_baseline: float | None
     print_struct: bool
     check_for_nan_in_loss_and_grad: bool
@@ -68,8 +82,9 @@ class TrainingStateSettings:
             check_int(name, getattr(self, name), minimum=0)
         for name in ("global_norm_spike_threshold", "spike_factor"):
             check_positive_number(name, getattr(self, name))
-        if self.throughput_baseline is not None:
-            check_positive_number("throughput_baseline", self.throughput_baseline)
+        for name in ("throughput_baseline", "expert_capacity_factor"):
+            if getattr(self, name) is not None:
+                check_positive_number(name, getattr(self, name))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -87,15 +102,19 @@ class TrainingStateSettings:
         if self.spike_factor <= 1:
             msg = f"`spike_factor` must be > 1, got {self.spike_factor}"
             raise ValueError(msg)
-        for name in FORMAT_SETTINGS:
-            if "tensorboard" in getattr(self, name) and self.tensorboard_dir is None:
+        for name, formats in self._formats_by_name().items():
+            if "tensorboard" in formats and self.tensorboard_dir is None:
                 msg = f"`{name}` must not hold 'tensorboard' without `tensorboard_dir`"
                 raise ValueError(msg)
 
     @property
     def formats(self) -> frozenset[str]:
         """All formats that something is written in."""
-        return frozenset(one for name in FORMAT_SETTINGS for one in getattr(self, name))
+        return frozenset(one for formats in self._formats_by_name().values() for one in formats)
+
+    def _formats_by_name(self) -> dict[str, tuple[str, ...]]:
+        named = {name: getattr(self, name) for name in FORMAT_SETTINGS}
+        return {**named, "stable_rank_config.format": self.stable_rank_config.format}
 
 
 _BOOLS = (
@@ -113,8 +132,8 @@ def checked_formats(**settings: Any) -> dict[str, tuple[str, ...]]:
     """Return settings of formats as tuples, without repetitions.
 
     Args:
-        settings: By name: ``None``, one of ``"log"``, ``"tensorboard"`` and ``"jsonl"``, or a list
-            of them.
+        settings: By name: ``None``, one of ``"log"``, ``"tensorboard"``, ``"jsonl"`` and
+            ``"trackers"``, or a list of them.
 
     Raises:
         TypeError: If one is none of these.
@@ -162,3 +181,30 @@ def checked_target(value: Any) -> tuple[str, ...]:
             msg = f"`target` must hold regular expressions, got {pattern!r}: {error}"
             raise ValueError(msg) from error
     return tuple(value)
+
+
+def checked_stable_rank(value: Any) -> StableRankSettings:
+    """Return MindFormers' ``stable_rank_config`` as settings; ``None`` shows nothing.
+
+    Raises:
+        TypeError: If `value` is no mapping, or a setting in it has the wrong type.
+        ValueError: If it has another key than MindFormers', or a setting is out of range.
+    """
+    if value is None:
+        return StableRankSettings()
+    if not isinstance(value, Mapping):
+        kind = type(value).__name__
+        msg = f"`stable_rank_config` must be a dict or None, got {value!r} of type {kind}"
+        raise TypeError(msg)
+    known = [field.name for field in fields(StableRankSettings)]
+    unknown = [key for key in value if key not in known]
+    if unknown:
+        msg = f"`stable_rank_config` must have keys of {known}, got {unknown}"
+        raise ValueError(msg)
+    given = dict(value)
+    formats = checked_formats(**{"stable_rank_config.format": given.pop("format", None)})
+    return StableRankSettings(
+        format=formats["stable_rank_config.format"],
+        target=checked_target(given.pop("target", None)),
+        **given,
+    )

@@ -28,7 +28,7 @@ from mfwrap.outputs import StepReport
 from mfwrap.rank_termination import RankTermination
 from mfwrap.scale_sense import ScaleSense
 from mfwrap.trainer_checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer_events import TerminationCallback, handler_class
+from mfwrap.trainer_events import TerminationCallback, handler_class, values_to_log
 from mfwrap.trainer_log import StepLog
 from mfwrap.trainer_saving import CheckpointMixin
 from mfwrap.trainer_settings import loop_settings
@@ -181,6 +181,7 @@ class MFTrainerMixin(CheckpointMixin):
             logs, missing = self.step_log.completed(logs, report)
             # The Trainer has just added to its sum what lacks the losses that were left out.
             self._total_loss_scalar += missing * num_steps
+            logs |= values_to_log(self.callback_handler.callbacks)
         super().log(logs, *args, **kwargs)
 
     def report_of_step(self) -> StepReport | None:

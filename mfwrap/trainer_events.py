@@ -19,6 +19,7 @@ __all__ = [
     "TrainerSteps",
     "handler_class",
     "restore_in_place",
+    "values_to_log",
 ]
 
 
@@ -90,6 +91,15 @@ class TerminationCallback(TrainerCallback):
 def handler_class(kind: type[CallbackHandler]) -> type[CallbackHandler]:
     """Return the subclass of a callback handler's class that has the step in its events."""
     return type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
+
+
+def values_to_log(callbacks: list[Any]) -> dict[str, float]:
+    """Return what callbacks have for the Trainer's trackers: their own ``values_to_log``."""
+    values: dict[str, float] = {}
+    for callback in callbacks:
+        ask = getattr(callback, "values_to_log", None)
+        values |= {} if ask is None else ask()
+    return values
 
 
 def restore_in_place(callbacks: list[Any], saved: Any) -> None:

@@ -43,6 +43,9 @@ class Reference(TrainerCallback):
         found = {f"local_norm/{name}": norm for name, norm in norms.items()}
         found["device_local_norm"] = math.sqrt(sum(norm**2 for norm in norms.values()))
         found["local_loss"] = found["device_accum_local_loss"] = step_output.loss.item()
+        for name in ("loss", "learning_rate", "loss_scale", "global_norm", "overflow"):
+            found[name] = getattr(step_output, name).item()
+        found["skipped"] = step_report.skipped.item()
         states = optimizer.optimizer.state
         squares = 0.0
         for name, weight in model.named_parameters():
@@ -86,7 +89,10 @@ def test_target(invert, tmp_path):
     monitor = TrainingStateMonitor(**settings)
     trained(tmp_path, monitor, callbacks=[reference], max_steps=1)
     (record,) = lines(tmp_path)
-    sums = {"step", "device_local_norm", "local_loss", "device_accum_local_loss", "weight_norm"}
+    sums = {
+        *("step", "device_local_norm", "local_loss", "device_accum_local_loss", "weight_norm"),
+        *("loss", "learning_rate", "loss_scale", "global_norm", "overflow", "skipped"),
+    }
     expected = {
         tag: value
         for tag, value in reference.steps[0].items()

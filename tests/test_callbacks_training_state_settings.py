@@ -1,5 +1,6 @@
 """The training state monitor's settings: MindFormers' configuration, checked."""
 
+import dataclasses
 import json
 import math
 import re
@@ -18,6 +19,7 @@ DEFAULTS = {
     "device_local_loss_format": (),
     "optimizer_state_format": (),
     "weight_state_format": (),
+    "max_attention_logit_format": (),
     "throughput_baseline": None,
     "print_struct": False,
     "check_for_nan_in_loss_and_grad": False,
@@ -32,6 +34,14 @@ def test_defaults_are_those_of_mindformers():
     settings = TrainingStateMonitor()._settings
 
     assert {name: getattr(settings, name) for name in DEFAULTS} == DEFAULTS
+    assert dataclasses.asdict(settings.stable_rank_config) == {
+        "format": (),
+        "step_interval": 100,
+        "target": (".*",),
+        "do_aggregation": False,
+        "moe_show_mode": "all",
+        "power_iteration_num": 5,
+    }
 
 
 def test_a_configuration_of_mindformers(tmp_path):
@@ -57,7 +67,11 @@ def test_a_configuration_of_mindformers(tmp_path):
 def test_state_makes_the_same_monitor(tmp_path):
     """A monitor made from saved state has its settings, which JSON can hold."""
     monitor = TrainingStateMonitor(
-        target=["a", "b"], local_norm_format=["log", "jsonl"], folder=tmp_path, replay=True
+        target=["a", "b"],
+        local_norm_format=["log", "jsonl"],
+        stable_rank_config={"format": "log", "target": ["c"]},
+        folder=tmp_path,
+        replay=True,
     )
     state = json.loads(json.dumps(monitor.state()))
 
@@ -82,7 +96,10 @@ def test_state_makes_the_same_monitor(tmp_path):
         (
             {"weight_state_format": ["log", "csv"]},
             ValueError,
-            "`weight_state_format` must be of ['log', 'tensorboard', 'jsonl'], got ['csv']",
+            (
+                "`weight_state_format` must be of ['log', 'tensorboard', 'jsonl', 'trackers'], got "
+                "['csv']"
+            ),
         ),
         (
             {"local_loss_format": "tensorboard"},
@@ -114,6 +131,38 @@ def test_state_makes_the_same_monitor(tmp_path):
         ({"origin_epochs": 0}, ValueError, "`origin_epochs` must be >= 1, got 0"),
         ({"initial_step": -1}, ValueError, "`initial_step` must be >= 0, got -1"),
         ({"dump_path": "./dump"}, TypeError, "dump_path"),
+        ({"expert_capacity_factor": 0}, ValueError, "`expert_capacity_factor` must be > 0"),
+        ({"stable_rank_config": "log"}, TypeError, "`stable_rank_config` must be a dict or None"),
+        (
+            {"stable_rank_config": {"interval": 3}},
+            ValueError,
+            "`stable_rank_config` must have keys of ['format', 'step_interval', 'target', ",
+        ),
+        (
+            {"stable_rank_config": {"format": "csv"}},
+            ValueError,
+            "`stable_rank_config.format` must be of",
+        ),
+        (
+            {"stable_rank_config": {"format": "tensorboard"}},
+            ValueError,
+            "`stable_rank_config.format` must not hold 'tensorboard' without `tensorboard_dir`",
+        ),
+        (
+            {"stable_rank_config": {"power_iteration_num": 0}},
+            ValueError,
+            "`power_iteration_num` must be >= 1, got 0",
+        ),
+        (
+            {"stable_rank_config": {"moe_show_mode": "some"}},
+            ValueError,
+            "`moe_show_mode` must be of ['full', 'statistics', 'all'], got 'some'",
+        ),
+        (
+            {"stable_rank_config": {"do_aggregation": 1}},
+            TypeError,
+            "`do_aggregation` must be a bool, got 1",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -1,0 +1,192 @@
+"""The largest attention logits of a forward, by module and head."""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["AttentionLogits", "largest_logits"]
+
+_MOST_LOGITS = 2**24
+"""How many of them are held at once."""
+
+
+@torch.no_grad()
+def largest_logits(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute the largest attention logit of each head, before the softmax.
+
+    The logits are made in float32 for some queries at a time, so that the matrix of all is never
+    held.
+
+    Args:
+        query: Shape ``(..., H, L, E)``; ``(L, E)`` and no more dimensions is one head.
+        key: Shape ``(..., K, S, E)``; each of its ``K`` heads serves ``H / K`` of the query's.
+        mask: Broadcast to ``(..., H, L, S)``: bool, true where a query attends, or added.
+        is_causal: Query ``i`` attends to keys up to ``i``.
+        scale: What products are multiplied by; ``None`` for ``1 / sqrt(E)``.
+
+    Returns:
+        Shape ``(H,)``, float32; ``-inf`` where nothing is attended to. Does not wait.
+    """
+    query, key = (x.detach().float().reshape(-1, *_heads_last(x)) for x in (query, key))
+    if mask is not None:
+        mask = mask.detach().reshape(*(1,) * (3 - mask.dim()), *mask.shape)
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    num_heads, length = query.shape[1:3]
+    repeated = key.repeat_interleave(num_heads // key.shape[1], dim=1).transpose(-1, -2)
+    largest = torch.full((num_heads,), -torch.inf, device=query.device)
+    reach = max(1, _MOST_LOGITS // max(1, query.shape[0] * num_heads * key.shape[2]))
+    columns = torch.arange(key.shape[2], device=query.device)
+    for start in range(0, length, reach):
+        rows = slice(start, min(start + reach, length))
+        logits = query[:, :, rows] @ repeated * factor
+        if is_causal:
+            after = columns > torch.arange(rows.start, rows.stop, device=query.device)[:, None]
+            logits = logits.masked_fill(after, -torch.inf)
+        if mask is not None:
+            part = mask if mask.shape[-2] == 1 else mask[:, :, rows]
+            logits = (
+                logits.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else logits + part
+            )
+        largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)))
+    return largest
+
+
+def _heads_last(tensor: Tensor) -> tuple[int, ...]:
+    return (1, *tensor.shape) if tensor.dim() == 2 else tuple(tensor.shape[-3:])
+
+
+@final
+class AttentionLogits:
+    """Watch the forward of a network, between `begin` and `end`, for attention.
+
+    Seen are ``torch.nn.functional.scaled_dot_product_attention``, whose logits are made once more,
+    and a softmax over the last of four dimensions, of what it is given: GPT-OSS has taken the
+    largest logit off before. Another kernel is not seen, and what is repeated in the backward
+    (gradient checkpointing) is not looked at again.
+
+    Source: MindFormers, ``max_attention_logit_format``.
+
+    Args:
+        network: Whose forward is watched; compiled into nothing.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._largest: dict[str, Tensor] = {}
+        self._path: list[str] = []
+        self._hooks = contextlib.ExitStack()
+        self._mode: contextlib.ExitStack | None = None
+
+    def begin(self) -> None:
+        """Watch from now on, and know nothing of before."""
+        self.close()
+        for name, module in self._network.named_modules():
+            for hook in (
+                module.register_forward_pre_hook(self._enter(name)),
+                module.register_forward_hook(self._leave(name), always_call=True),
+            ):
+                self._hooks.callback(hook.remove)
+
+    def end(self) -> dict[str, Tensor]:
+        """Watch no longer.
+
+        Returns:
+            By the name of the module that attends: shape ``(H,)``, float32.
+        """
+        self._hooks.close()
+        largest, self._largest = self._largest, {}
+        return largest
+
+    def close(self) -> None:
+        """Watch no longer, and forget."""
+        self.end()
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, _: Any) -> None:
+            watches = module.training and torch.is_grad_enabled()
+            if module is self._network and self._mode is None and watches:
+                self._mode = contextlib.ExitStack()
+                self._mode.enter_context(_Attention(self._see))
+            if self._mode is not None:
+                self._path.append(name)
+
+        return enter
+
+    def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            if self._mode is None:
+                return
+            # What has raised within has left names behind.
+            while self._path and self._path.pop() != name:
+                pass
+            if module is self._network:
+                mode, self._mode = self._mode, None
+                self._path.clear()
+                mode.close()
+
+        return leave
+
+    def _see(self, largest: Tensor) -> None:
+        name = self._path[-1] if self._path else ""
+        before = self._largest.get(name)
+        if before is not None and before.shape == largest.shape:
+            largest = torch.maximum(before, largest)
+        self._largest[name] = largest
+
+
+class _Attention(TorchFunctionMode):
+    """Hand on the largest logits of each attention that is computed."""
+
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        keywords = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            self._see(_of_product(*args, **keywords))
+        elif func in _SOFTMAXES and _is_attention(*args, **keywords):
+            self._see(args[0].detach().float().amax(dim=(0, 2, 3)))
+        return func(*args, **keywords)
+
+
+_SOFTMAXES = frozenset({functional.softmax, torch.softmax, Tensor.softmax})
+
+
+def _is_attention(tensor: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:
+    return tensor.dim() == 4 and dim in {-1, 3}
+
+
+def _of_product(  # noqa: PLR0917  (in torch's order)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002  (torch's)
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002  (torch's)
+) -> Tensor:
+    del value, dropout_p, enable_gqa
+    return largest_logits(query, key, attn_mask, is_causal=is_causal, scale=scale)

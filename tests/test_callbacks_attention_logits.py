@@ -1,0 +1,146 @@
+"""The largest attention logits are those of the matrix that is never held as a whole."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mfwrap.callbacks import attention_logits
+from mfwrap.callbacks.attention_logits import AttentionLogits, largest_logits
+
+
+def plain_logits(query, key, mask, scale, *, is_causal) -> torch.Tensor:
+    """Return the largest logits by head, one product after the other, in float64."""
+    heads, length = query.shape[1], query.shape[2]
+    found = torch.full((heads,), -math.inf, dtype=torch.float64)
+    for b in range(len(query)):
+        for h in range(heads):
+            of_key = key[b, h * key.shape[1] // heads].double()
+            for i in range(length):
+                row = of_key @ query[b, h, i].double() * scale
+                if is_causal:
+                    row[i + 1 :] = -math.inf
+                if mask is not None:
+                    allowed = mask.expand(len(query), heads, length, len(row))[b, h, i]
+                    row = row.masked_fill(~allowed, -math.inf)
+                found[h] = max(found[h], row.max())
+    return found
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 4)] * 5),
+    kind=st.sampled_from(["none", "causal", "bool", "added", "one row"]),
+    seed=st.integers(0, 99),
+)
+def test_against_every_product(sizes, kind, seed):
+    """Any mask, any number of key heads, in any number of pieces."""
+    torch.manual_seed(seed)
+    batch, key_heads, length, keys, width = sizes
+    query = torch.randn(batch, 2 * key_heads, length, width)
+    key = torch.randn(batch, key_heads, keys, width)
+    mask = None
+    if kind in {"bool", "added"}:
+        mask = torch.rand(batch, 1, length, keys) < 0.6
+    if kind == "one row":
+        mask = torch.rand(batch, 1, 1, keys) < 0.6
+    given_mask = mask
+    if kind == "added":
+        given_mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    causal = kind == "causal"
+    expected = plain_logits(query, key, mask, 0.7, is_causal=causal)
+    for most in (1, 2**24):
+        attention_logits._MOST_LOGITS, before = most, attention_logits._MOST_LOGITS
+        found = largest_logits(query, key, given_mask, is_causal=causal, scale=0.7)
+        attention_logits._MOST_LOGITS = before
+
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+class Attending(nn.Module):
+    """One head by torch's function, with the products that went in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        """Attend to all."""
+        query = self.inner(inputs)
+        return functional.scaled_dot_product_attention(query, inputs, inputs)
+
+
+def test_one_head_and_no_batch():
+    """Two dimensions are one head; the scale is torch's own."""
+    torch.manual_seed(0)
+    network, inputs = Attending(), torch.randn(5, 4)
+    watch = AttentionLogits(network)
+    watch.begin()
+    network(inputs)
+    network(3 * inputs)
+    found = watch.end()
+    network(10 * inputs)
+    expected = (network.inner(3 * inputs) @ (3 * inputs).t()).max() / 2
+
+    assert list(found) == [""]
+    assert found[""].tolist() == pytest.approx([expected.item()], rel=1e-5)
+    assert watch.end() == {}
+
+
+def llama(implementation: str) -> LlamaForCausalLM:
+    """Return a small Llama without dropout, with two key heads for four."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+
+
+def test_a_network_of_transformers():
+    """Both of its implementations have the same logits, by layer; evaluation is not looked at."""
+    tokens = torch.randint(32, (2, 7))
+    mask = torch.ones_like(tokens)
+    mask[1, 4:] = 0
+    found = []
+    for implementation in ("sdpa", "eager"):
+        model = llama(implementation).train()
+        # As they begin, all logits are close to zero.
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= 50
+        watch = AttentionLogits(model)
+        watch.begin()
+        model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+        with torch.no_grad():
+            model(input_ids=tokens)
+        found.append(watch.end())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    names = [f"model.layers.{number}.self_attn" for number in range(2)]
+    assert [list(each) for each in found] == [names, names]
+    for name in names:
+        assert found[0][name].shape == (4,)
+        assert found[0][name].max() > 0.5
+        assert torch.allclose(found[0][name], found[1][name], rtol=1e-5)
+
+
+def test_an_error_within_leaves_nothing_behind():
+    """After a forward that raised, the next one is seen as if nothing had been."""
+    model = llama("sdpa").train()
+    tokens = torch.randint(32, (1, 7))
+    watch = AttentionLogits(model)
+    watch.begin()
+    with pytest.raises(IndexError):
+        model(input_ids=tokens + 40)
+    model(input_ids=tokens)
+
+    assert list(watch.end()) == [f"model.layers.{number}.self_attn" for number in range(2)]
+    assert torch._C._len_torch_function_stack() == 0
