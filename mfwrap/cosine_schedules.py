@@ -1,4 +1,4 @@
-"""MindFormers' schedules along a cosine.
+"""MindFormers' schedules that begin with a warm-up and go on along a cosine.
 
 In the formulas ``p = (step - warmup_steps) / (total_steps - warmup_steps)``.
 """
@@ -8,11 +8,10 @@ from typing import Any, Unpack, final
 from torch.optim import Optimizer
 
 from mfwrap.schedule_formulas import between, end_of_cosine, half_wave, progress, run_length
-from mfwrap.warm_up import FormulaLR, WarmUp, WarmUpLR, check_number, check_steps
+from mfwrap.warm_up import WarmUp, WarmUpLR, check_number, check_steps, steps_of
 
 __all__ = [
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmRestarts",
+    "ConstantWithCoolDownLR",
     "CosineWithRestartsAndWarmUpLR",
     "CosineWithWarmUpLR",
 ]
@@ -131,89 +130,74 @@ class CosineWithRestartsAndWarmUpLR(WarmUpLR):
 
 
 @final
-class CosineAnnealingLR(FormulaLR):
-    """Go from the group's rate to `eta_min` and back along a cosine, over and over.
+class ConstantWithCoolDownLR(WarmUpLR):
+    """Rise to the group's rate, keep it, fall to `lr_end1` along a cosine, and end at `lr_end2`.
 
-    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * step / t_max)) / 2``.
+    With ``p = (step - warmup_steps - keep_steps) / decay_steps`` the fall is
+    ``lr_end1 + (learning_rate - lr_end1) * (1 + cos(2 * pi * num_cycles * p)) / 2``.
 
-    Source: MindFormers, ``CosineAnnealingLR``; Loshchilov and Hutter, SGDR, 2017.
+    Source: MindFormers, ``ConstantWithCoolDownLR``; DeepSeek-V3 Technical Report, 2024, page 23.
 
     Args:
         optimizer: Whose rates are set.
-        t_max: Number of updates from one end to the other, >= 1.
-        eta_min: The lower end.
-        last_epoch: Step to go on after; -1 to begin.
+        keep_steps: Number of updates at the group's rate after the warm-up, >= 0.
+        decay_steps: Number of updates of the fall, >= 1; by default all that are left of
+            `total_steps`.
+        decay_ratio: In [0, 1], instead of `decay_steps`: ``int(total_steps * decay_ratio)``.
+        total_steps: Number of updates of the run; needed for parts of it.
+        num_cycles: Waves of the cosine over the fall.
+        lr_end1: Rate after the fall.
+        final_steps: Number of updates at `lr_end1`, >= 0.
+        lr_end2: Rate after them; ``None`` for `lr_end1`.
+        warm_up: As `WarmUpLR`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
+        TypeError: As `WarmUpLR`.
+        ValueError: As `WarmUpLR`, and if neither `total_steps` nor a length of the fall is given.
 
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        >>> schedule = CosineAnnealingLR(optimizer, t_max=2)
-        >>> [round(schedule.rate(0.1, step), 3) for step in range(5)]
-        [0.1, 0.05, 0.0, 0.05, 0.1]
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, *, t_max: int, eta_min: float = 0.0, last_epoch: int = -1
-    ) -> None:
-        self.t_max = check_steps("t_max", t_max, at_least=1)
-        self.eta_min = check_number("eta_min", eta_min)
-        super().__init__(optimizer, last_epoch)
-
-    def rate(self, learning_rate: Any, step: int) -> Any:
-        return between(self.eta_min, learning_rate, half_wave(step / self.t_max))
-
-
-@final
-class CosineAnnealingWarmRestarts(FormulaLR):
-    """Fall from the group's rate to `eta_min` along a cosine, over and over.
-
-    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * since_restart / period)) / 2``.
-
-    Source: MindFormers, ``CosineAnnealingWarmRestarts``; Loshchilov and Hutter, SGDR, 2017.
-
-    Args:
-        optimizer: Whose rates are set.
-        t_0: Number of updates of the first period, >= 1.
-        t_mult: By how much each period is longer than the one before, >= 1.
-        eta_min: The lower end.
-        last_epoch: Step to go on after; -1 to begin.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        >>> schedule = CosineAnnealingWarmRestarts(optimizer, t_0=2, t_mult=2)
-        >>> [round(schedule.rate(0.1, step), 3) for step in range(7)]
-        [0.1, 0.05, 0.1, 0.085, 0.05, 0.015, 0.1]
+        >>> schedule = ConstantWithCoolDownLR(
+        ...     optimizer, warmup_steps=2, keep_steps=2, decay_steps=4, lr_end1=0.02, final_steps=2,
+        ...     lr_end2=0.01,
+        ... )
+        >>> [round(schedule.rate(0.1, step), 3) for step in (0, 1, 2, 4, 6, 8, 9, 10)]
+        [0.0, 0.05, 0.1, 0.1, 0.06, 0.02, 0.02, 0.01]
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         *,
-        t_0: int,
-        t_mult: int = 1,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
+        keep_steps: int = 0,
+        decay_steps: int | None = None,
+        decay_ratio: float | None = None,
+        total_steps: int | None = None,
+        num_cycles: float = 0.5,
+        lr_end1: float = 0.0,
+        final_steps: int = 0,
+        lr_end2: float | None = None,
+        **warm_up: Unpack[WarmUp],
     ) -> None:
-        self.t_0 = check_steps("t_0", t_0, at_least=1)
-        self.t_mult = check_steps("t_mult", t_mult, at_least=1)
-        self.eta_min = check_number("eta_min", eta_min)
-        super().__init__(optimizer, last_epoch)
+        self.keep_steps = check_steps("keep_steps", keep_steps)
+        self.final_steps = check_steps("final_steps", final_steps)
+        self.num_cycles = check_number("num_cycles", num_cycles)
+        self.lr_end1 = check_number("lr_end1", lr_end1)
+        self.lr_end2 = self.lr_end1 if lr_end2 is None else check_number("lr_end2", lr_end2)
+        falls = steps_of("decay", decay_steps, decay_ratio, total_steps)
+        if falls is None:
+            warms = steps_of(
+                "warmup", warm_up.get("warmup_steps"), warm_up.get("warmup_ratio"), total_steps
+            )
+            falls = run_length(total_steps) - (warms or 0) - keep_steps - final_steps
+        self.decay_steps = check_steps("decay_steps", falls, at_least=1)
+        super().__init__(optimizer, total_steps, **warm_up)
 
-    def rate(self, learning_rate: Any, step: int) -> Any:
-        # Integers, because a logarithm in float32 misses some restarts by one period.
-        period, since_restart = self.t_0, step
-        if self.t_mult == 1:
-            since_restart = step % period
-        while since_restart >= period:
-            since_restart -= period
-            period *= self.t_mult
-        return between(self.eta_min, learning_rate, half_wave(since_restart / period))
+    def rate_after(self, learning_rate: Any, step: int) -> Any:
+        since_keeping = step - self.warmup_steps - self.keep_steps
+        if since_keeping >= self.decay_steps:
+            holds = since_keeping < self.decay_steps + self.final_steps
+            return self.lr_end1 if holds else self.lr_end2
+        waves = self.num_cycles * max(0, since_keeping) / self.decay_steps
+        return between(self.lr_end1, learning_rate, half_wave(2 * waves))

@@ -4,23 +4,21 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.amp_level import AmpLevel, AutocastNetwork
-from mfwrap.arguments import check_bool, described
 from mfwrap.callback_adapter import as_trainer_callback
-from mfwrap.evaluation import Evaluation, checked_indexes, evaluating
+from mfwrap.evaluation import evaluating
+from mfwrap.evaluator import Evaluator
 from mfwrap.loss_scale_managers import LossScaleManager
 from mfwrap.model_data import Batches, check_sink_size
 from mfwrap.model_loop import Validation, check_epochs, checked_frequency, train
-from mfwrap.model_metrics import named_metrics
 from mfwrap.model_run import ModelCallback, ModelRun, checked_callbacks, refuse_older_hooks
 from mfwrap.model_updates import Updates
 from mfwrap.run_context import Callback, CallbackParameters, RunContext
-from mfwrap.train_network import EvaluationNetwork, TrainingCell, build_train_network
+from mfwrap.train_network import TrainingCell, build_train_network, plain_accelerator
 from mfwrap.update import Schedule
 
 __all__ = ["Callback", "CallbackParameters", "Model", "RunContext", "as_trainer_callback"]
@@ -86,13 +84,10 @@ class Model:
         *,
         lr_scheduler: Schedule | None = None,
     ) -> None:
-        if loss_fn is not None and not callable(loss_fn):
-            msg = f"`loss_fn` must be callable or None, got {described(loss_fn)}"
-            raise TypeError(msg)
-        self._accelerator = _accelerator()
+        self._accelerator = plain_accelerator()
         self._loss_fn = loss_fn
         self._lr_scheduler = lr_scheduler
-        self._trained = build_train_network(
+        self._trained = trained = build_train_network(
             network,
             optimizer,
             loss_fn,
@@ -101,15 +96,15 @@ class Model:
             lr_scheduler=lr_scheduler,
             accelerator=self._accelerator,
         )
-        self._metrics = named_metrics(metrics)
-        self._eval_indexes = checked_indexes(eval_indexes, eval_network)
-        inner, dtype = self._trained.network, self._trained.precision.dtype
-        self._predict_network = AutocastNetwork(inner, dtype)
-        self._eval_network: nn.Module | None = None
-        if eval_network is not None:
-            self._eval_network = eval_network.to(self._trained.device)
-        elif loss_fn is not None:
-            self._eval_network = EvaluationNetwork(inner, loss_fn, dtype)
+        self._evaluator = Evaluator(
+            trained,
+            loss_fn=loss_fn,
+            metrics=metrics,
+            eval_network=eval_network,
+            eval_indexes=eval_indexes,
+            accelerator=self._accelerator,
+        )
+        self._predict_network = AutocastNetwork(trained.network, trained.precision.dtype)
 
     @property
     def train_network(self) -> TrainingCell | None:
@@ -119,7 +114,7 @@ class Model:
     @property
     def eval_network(self) -> nn.Module | None:
         """What an evaluation calls; ``None`` without a loss function."""
-        return self._eval_network
+        return self._evaluator.network
 
     @property
     def predict_network(self) -> nn.Module:
@@ -206,7 +201,9 @@ class Model:
         frequency = checked_frequency(valid_frequency)
         validation = None
         if valid_dataset is not None:
-            evaluation = self._evaluation(valid_dataset, sink_mode=valid_dataset_sink_mode)
+            evaluation = self._evaluator.evaluation(
+                valid_dataset, sink_mode=valid_dataset_sink_mode, facts=self._facts()
+            )
             validation = Validation(evaluation, frequency)
         self._train(
             epoch,
@@ -240,7 +237,9 @@ class Model:
                 or has not two columns where there is a loss function.
         """
         checked = checked_callbacks(callbacks)
-        evaluation = self._evaluation(valid_dataset, sink_mode=dataset_sink_mode)
+        evaluation = self._evaluator.evaluation(
+            valid_dataset, sink_mode=dataset_sink_mode, facts=self._facts()
+        )
         heard = [callback for callback in checked if isinstance(callback, Callback)]
         with contextlib.ExitStack() as entered:
             for callback in heard:
@@ -268,7 +267,6 @@ class Model:
         initial_epoch: int,
     ) -> None:
         check_epochs(epoch, initial_epoch)
-        check_bool("dataset_sink_mode", sink_mode)
         check_sink_size(sink_size, sink_mode=sink_mode)
         updates = Updates(self._trained)
         batches = Batches(
@@ -292,47 +290,9 @@ class Model:
         epochs = range(initial_epoch + 1, epoch + 1)
         train(run, updates, batches, validation, epochs, takes_pairs=self._loss_fn is not None)
 
-    def _evaluation(self, valid_dataset: Iterable[Any], *, sink_mode: bool) -> Evaluation:
-        if not self._metrics:
-            msg = "`metrics` must be given to evaluate, got none"
-            raise ValueError(msg)
-        if self._eval_network is None:
-            msg = "`loss_fn` or `eval_network` must be given to evaluate, got neither"
-            raise ValueError(msg)
-        batches = Batches(
-            "valid_dataset",
-            valid_dataset,
-            self._accelerator,
-            self._trained.device,
-            sink_mode=check_bool("dataset_sink_mode", sink_mode),
-            even=False,
-        )
-        return Evaluation(
-            self._eval_network,
-            batches,
-            self._metrics,
-            self._eval_indexes,
-            self._trained.device,
-            takes_pairs=isinstance(self._eval_network, EvaluationNetwork),
-            facts=self._facts(),
-        )
-
     def _facts(self) -> dict[str, Any]:
-        several = self._accelerator.num_processes > 1
         return {
             "loss_fn": self._loss_fn,
             "loss_scale_manager": self._trained.manager,
             "lr_scheduler": self._lr_scheduler,
-            "parallel_mode": "data_parallel" if several else "stand_alone",
         }
-
-
-def _accelerator() -> Accelerator:
-    accelerator = Accelerator()
-    if accelerator.mixed_precision != "no":
-        msg = (
-            "`amp_level` says how precisions are mixed, and an Accelerator must not, got one with "
-            f"mixed_precision={accelerator.mixed_precision!r}"
-        )
-        raise ValueError(msg)
-    return accelerator

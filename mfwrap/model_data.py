@@ -10,19 +10,20 @@ from accelerate.utils import find_device, send_to_device
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
-from mfwrap.arguments import described
+from mfwrap.arguments import check_bool, described
 from mfwrap.micro_batches import NetworkCall
 
 __all__ = ["Batches", "check_sink_size", "pair_of"]
 
 
-def check_sink_size(sink_size: object, *, sink_mode: bool) -> None:
+def check_sink_size(sink_size: object, *, sink_mode: object) -> None:
     """Check the number of batches of an epoch in sink mode.
 
     Raises:
-        TypeError: If `sink_size` is not an int.
+        TypeError: If `sink_size` is not an int, or `sink_mode` not a bool.
         ValueError: If it is 0 or below -1, or is given without sink mode.
     """
+    check_bool("dataset_sink_mode", sink_mode)
     if isinstance(sink_size, bool) or not isinstance(sink_size, int):
         msg = f"`sink_size` must be an int, got {described(sink_size)}"
         raise TypeError(msg)

@@ -123,7 +123,13 @@ class ModelRun:
             cur_step_num=0,
             net_outputs=None,
             list_callback=list(callbacks),
+            initial_step=0,
+            last_save_ckpt_step=None,
+            latest_ckpt_file=None,
+            # As MindSpore spells it.
+            loss_scale_mananger=trained.manager,
             device_number=accelerator.num_processes,
+            parallel_mode="data_parallel" if accelerator.num_processes > 1 else "stand_alone",
             is_world_process_zero=main,
             **facts,
         )

@@ -6,6 +6,7 @@ MindFormers' own, by keyword, with its defaults.
 | schedule | arguments | with a warm-up |
 | --- | --- | --- |
 | ConstantWarmUpLR | ``total_steps=None`` | yes |
+| ConstantWithCoolDownLR | ``keep_steps, decay_steps, lr_end1, final_steps, lr_end2`` | yes |
 | LinearWithWarmUpLR | ``total_steps`` | yes |
 | CosineWithWarmUpLR | ``total_steps, num_cycles=0.5, lr_end=0, decay_steps, decay_ratio`` | yes |
 | CosineWithRestartsAndWarmUpLR | ``total_steps, num_cycles=1, lr_end=0, decay_steps`` | yes |
@@ -31,9 +32,9 @@ where it would leave the range between its ends:
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from mfwrap.annealing_schedules import CosineAnnealingLR, CosineAnnealingWarmRestarts
 from mfwrap.cosine_schedules import (
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
+    ConstantWithCoolDownLR,
     CosineWithRestartsAndWarmUpLR,
     CosineWithWarmUpLR,
 )
@@ -48,6 +49,7 @@ from mfwrap.warm_up_schedules import (
 __all__ = [
     "SCHEDULES",
     "ConstantWarmUpLR",
+    "ConstantWithCoolDownLR",
     "CosineAnnealingLR",
     "CosineAnnealingWarmRestarts",
     "CosineWithRestartsAndWarmUpLR",
@@ -62,6 +64,7 @@ SCHEDULES: Mapping[str, type[FormulaLR]] = MappingProxyType(
         schedule.__name__: schedule
         for schedule in (
             ConstantWarmUpLR,
+            ConstantWithCoolDownLR,
             CosineAnnealingLR,
             CosineAnnealingWarmRestarts,
             CosineWithRestartsAndWarmUpLR,

@@ -20,7 +20,13 @@ from mfwrap.loss_scale_managers import DynamicLossScaleManager, LossScaleManager
 from mfwrap.update import Schedule
 from mfwrap.wrappers import unwrapped_network, unwrapped_optimizer
 
-__all__ = ["EvaluationNetwork", "TrainNetwork", "TrainingCell", "build_train_network"]
+__all__ = [
+    "EvaluationNetwork",
+    "TrainNetwork",
+    "TrainingCell",
+    "build_train_network",
+    "plain_accelerator",
+]
 
 TrainingCell = TrainOneStepCell | LossScaleHooks
 """What does one update of a network when it is called."""
@@ -59,6 +65,22 @@ class TrainNetwork(NamedTuple):
         return self.cell
 
 
+def plain_accelerator() -> Accelerator:
+    """Return an accelerator that leaves precisions alone.
+
+    Raises:
+        ValueError: If the one that was made before mixes them.
+    """
+    accelerator = Accelerator()
+    if accelerator.mixed_precision != "no":
+        msg = (
+            "`amp_level` says how precisions are mixed, and an Accelerator must not, got one with "
+            f"mixed_precision={accelerator.mixed_precision!r}"
+        )
+        raise ValueError(msg)
+    return accelerator
+
+
 def build_train_network(
     network: nn.Module | TrainingCell,
     optimizer: Optimizer | None,
@@ -90,6 +112,9 @@ def build_train_network(
         TypeError: If an argument has the wrong type.
         ValueError: If two arguments do not go together, or there is no such level.
     """
+    if loss_fn is not None and not callable(loss_fn):
+        msg = f"`loss_fn` must be callable or None, got {described(loss_fn)}"
+        raise TypeError(msg)
     if isinstance(network, (TrainOneStepCell, LossScaleHooks)):
         _refuse_beside_cell(
             loss_fn=loss_fn,

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from transformers import TrainerCallback
 
-from mfwrap import Model
+from mfwrap import FixedLossScaleManager, Model
 from mfwrap.callbacks import Callback
 from model_runs import Notes, ScriptedMetric, batches, classifier, sgd
 
@@ -94,6 +94,39 @@ def test_what_a_run_tells():
         (4, 3, 2, 2, "train"),
         (4, 4, 2, 2, "train"),
     ]
+
+
+TOLD = (
+    *("batch_num", "cur_step_num", "dataset_sink_mode", "device_number", "epoch_num"),
+    *("initial_step", "last_save_ckpt_step", "latest_ckpt_file", "list_callback", "loss_fn"),
+    *("loss_scale_mananger", "mode", "network", "optimizer", "parallel_mode", "train_dataset"),
+    *("train_network", "cur_epoch_num", "net_outputs"),
+)
+"""What MindSpore's callbacks find in ``cb_params`` when a training begins, in its spelling."""
+
+
+def test_what_mindspores_callbacks_look_up():
+    """Every key of MindSpore's is there from the begin, and is what it says."""
+    manager = FixedLossScaleManager(8.0)
+    found = {}
+
+    class Looks(Callback):
+        def on_train_begin(self, run_context):
+            parameters = run_context.original_args()
+            found.update({name: getattr(parameters, name) for name in TOLD})
+
+    trained, looks, data = model(loss_scale_manager=manager), Looks(), batches(2)
+    trained.train(1, data, callbacks=looks)
+
+    assert found["list_callback"] == [looks]
+    assert found["loss_scale_mananger"] is manager
+    assert found["train_network"] is trained.train_network
+    assert found["network"] is trained.predict_network.network
+    assert found["train_dataset"] is data
+    assert (found["parallel_mode"], found["device_number"]) == ("stand_alone", 1)
+    assert (found["last_save_ckpt_step"], found["latest_ckpt_file"]) == (None, None)
+    assert (found["initial_step"], found["dataset_sink_mode"]) == (0, False)
+    assert isinstance(found["loss_fn"], nn.CrossEntropyLoss)
 
 
 def test_what_transformers_callbacks_are_told():

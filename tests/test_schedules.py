@@ -17,6 +17,7 @@ from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCe
 from mfwrap.schedules import (
     SCHEDULES,
     ConstantWarmUpLR,
+    ConstantWithCoolDownLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     CosineWithRestartsAndWarmUpLR,
@@ -28,6 +29,7 @@ from mfwrap.schedules import (
 
 SETTINGS = {
     ConstantWarmUpLR: {"warmup_steps": 2},
+    ConstantWithCoolDownLR: {"warmup_steps": 1, "keep_steps": 1, "decay_steps": 3, "lr_end1": 0.1},
     CosineAnnealingLR: {"t_max": 4},
     CosineAnnealingWarmRestarts: {"t_0": 2, "t_mult": 2},
     CosineWithRestartsAndWarmUpLR: {"warmup_steps": 2, "total_steps": 10, "num_cycles": 2},
@@ -175,6 +177,48 @@ def test_polynomial_is_transformers(lengths, power):
         optimizer(0.3), warm_up, total, lr_end=0.01, power=power
     )
     assert_follows(ours, other, total + 3)
+
+
+parts = st.tuples(*[st.integers(low, 9) for low in (0, 0, 1, 0)])
+"""Lengths of warm-up, constant part, fall and hold."""
+
+
+@given(parts, st.sampled_from([None, 0.02]))
+def test_a_cool_down_is_its_parts(lengths, last):
+    """Linear, constant, torch's cosine, constant, and constant again, one after the other."""
+    warm_up, keep, fall, hold = lengths
+    stepped = optimizer(0.3)
+    cosine = torch_schedules.CosineAnnealingLR(stepped, fall, eta_min=0.1)
+    falling = []
+    for _ in range(fall):
+        falling.append(cosine.get_last_lr()[0])
+        stepped.step()
+        cosine.step()
+    expected = [0.3 * step / warm_up for step in range(warm_up)] + [0.3] * keep + falling
+    expected += [0.1] * hold + [0.1 if last is None else last] * 3
+
+    actual = rates(
+        ConstantWithCoolDownLR,
+        range(len(expected)),
+        lr=0.3,
+        warmup_steps=warm_up,
+        keep_steps=keep,
+        decay_steps=fall,
+        final_steps=hold,
+        lr_end1=0.1,
+        lr_end2=last,
+    )
+    assert actual == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_a_cool_down_falls_over_what_is_left():
+    """Without a length of its own the fall ends where the hold begins, or is a part of the run."""
+    given_as = {"warmup_steps": 2, "keep_steps": 3, "final_steps": 1, "total_steps": 10}
+    rest = ConstantWithCoolDownLR(optimizer(1.0), **given_as, lr_end1=0.1, lr_end2=0.05)
+    part = ConstantWithCoolDownLR(optimizer(1.0), **given_as, decay_ratio=0.25)
+
+    assert [rest.rate(1.0, step) for step in (5, 7, 9, 10)] == pytest.approx([1, 0.55, 0.1, 0.05])
+    assert part.decay_steps == 2
 
 
 @given(st.integers(1, 12))
@@ -399,6 +443,24 @@ ERRORS = {
         {**TEN, "decay_start_steps": 1},
         ValueError,
         r"`decay_start_steps` must be in \[2, 10\], .* got 1",
+    ),
+    "no length of a fall": (
+        ConstantWithCoolDownLR,
+        {"warmup_steps": 0},
+        ValueError,
+        "`total_steps` must be given",
+    ),
+    "nothing left to fall": (
+        ConstantWithCoolDownLR,
+        {"warmup_steps": 2, "keep_steps": 8, "total_steps": 10},
+        ValueError,
+        "`decay_steps` must be >= 1, got 0",
+    ),
+    "keep": (
+        ConstantWithCoolDownLR,
+        {"warmup_steps": 0, "keep_steps": -1, "decay_steps": 1},
+        ValueError,
+        "`keep_steps` must be >= 0",
     ),
     "cycles": (CosineWithWarmUpLR, {**TEN, "num_cycles": math.nan}, ValueError, "`num_cycles`"),
     "t_max": (CosineAnnealingLR, {"t_max": 0}, ValueError, "`t_max` must be >= 1"),
