@@ -32,16 +32,22 @@ class _Hashes(NamedTuple):
     of_ranks: Tensor
     """Shape ``(ranks, len(names))``, int64."""
 
+    before: Tensor | None = None
+    """The same right after the last update; ``None`` if not known."""
+
 
 @final
 class ReplicaCheck(TrainerCallback):
     """Compare weights, bit by bit, over the ranks of a data-parallel training.
 
-    Every `step_interval` steps each rank hashes its trainable weights, which reads them once, and
-    the ranks exchange 8 bytes a weight. The comparison happens on the device and is heard of a step
-    later, without a wait. Weights that differ are written to ``anomalies.jsonl`` in the run folder
-    (kind ``"replicas_differ"``) and to the log, with the ranks that differ from most; of two ranks
-    both are named. One process, and weights that are sharded, have nothing to compare.
+    Every `step_interval` steps each rank hashes its trainable weights, after the update and again
+    before the next one, which reads them twice, and the ranks exchange 8 bytes a weight each time.
+    The comparison happens on the device and is heard of a step later, without a wait. Weights that
+    differ, and did not when they were compared last, are written to ``anomalies.jsonl`` in the run
+    folder (kind ``"replicas_differ"``) and to the log. Named is the rank whose weights have changed
+    between two updates, where nobody has; else the ranks that differ from most, and of two ranks
+    both: with `step_interval` 1 nothing but the update itself comes to that. One process, and
+    weights that are sharded, have nothing to compare.
 
     All ranks have to have the callback.
 
@@ -49,8 +55,8 @@ class ReplicaCheck(TrainerCallback):
 
     Args:
         step_interval: Steps from one comparison to the next.
-        gradients: Compare the reduced gradients, too; a loop of your own sends
-            ``on_pre_optimizer_step`` for it.
+        gradients: Compare the reduced gradients, too; for these, and for weights before an update,
+            a loop of your own sends ``on_pre_optimizer_step``.
         stop: Raise ``RuntimeError`` on all ranks when replicas differ.
         folder: Of the run; ``None`` for ``args.output_dir``.
 
@@ -75,7 +81,12 @@ class ReplicaCheck(TrainerCallback):
         self._stops = stop
         self._folder = directory_name("folder", folder)
         self._log: AnomalyLog | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._reads: DeferredReads | None = None
+        self._after_update: Tensor | None = None
+        self._differing: dict[str, frozenset[str]] = {}
 
     def on_train_begin(self, args: TrainingArguments | None, *_: Any, **__: Any) -> None:
         """Find the run folder; forget what is pending of another run."""
@@ -83,7 +94,7 @@ class ReplicaCheck(TrainerCallback):
         folder = self._folder or output_dir
         rank = this_rank()
         self._log = AnomalyLog(None if folder is None else Path(folder)) if rank == 0 else None
-        self._reads = None
+        self._forget()
 
     def on_pre_optimizer_step(
         self,
@@ -93,10 +104,13 @@ class ReplicaCheck(TrainerCallback):
         model: nn.Module | None = None,
         **__: Any,
     ) -> None:
-        """Hear of the last comparison; compare gradients, if it is their turn."""
+        """Hear of the last comparison; compare weights once more, and gradients on their turn."""
         del args
         self._flush()
         step = state.global_step + 1
+        if self._after_update is not None and model is not None:
+            before, self._after_update = self._after_update, None
+            self._compare(step, "weight", dict(trainable(model)), before)
         if self._gradients and model is not None and step % self._step_interval == 0:
             gradients = {
                 name: weight.grad
@@ -117,33 +131,46 @@ class ReplicaCheck(TrainerCallback):
         del args
         self._flush()
         if model is not None and state.global_step % self._step_interval == 0:
-            self._compare(state.global_step, "weight", dict(trainable(model)))
+            weights = dict(trainable(model))
+            self._after_update = self._compare(state.global_step, "weight", weights)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Hear of the last comparison."""
         self._flush()
 
-    def _compare(self, step: int, where: str, tensors: dict[str, Any]) -> None:
+    def _compare(
+        self, step: int, where: str, tensors: dict[str, Any], before: Tensor | None = None
+    ) -> Tensor | None:
+        """Begin to compare; return the hashes of all ranks, ``None`` if there are none."""
         whole = {n: t for n, t in tensors.items() if not hasattr(t, "full_tensor")}
         if num_processes() == 1 or not whole:
-            return
+            return None
         hashes = bitwise_hashes(list(whole.values()))
-        of_ranks = [torch.empty_like(hashes) for _ in range(num_processes())]
-        torch.distributed.all_gather(of_ranks, hashes)
-        found = _Hashes(step, where, tuple(whole), torch.stack(of_ranks))
-        differ = (found.of_ranks != found.of_ranks[0]).any().float().reshape(1)
+        gathered = [torch.empty_like(hashes) for _ in range(num_processes())]
+        torch.distributed.all_gather(gathered, hashes)
+        of_ranks = torch.stack(gathered)
+        found = _Hashes(step, where, tuple(whole), of_ranks, before)
+        differ = (of_ranks != of_ranks[0]).any().float().reshape(1)
         if self._reads is None:
             self._reads = DeferredReads(differ.device)
         self._reads.submit(differ, functools.partial(self._receive, found))
+        return of_ranks
 
     def _flush(self) -> None:
         if self._reads is not None:
             self._reads.flush()
 
     def _receive(self, found: _Hashes, differ: Sequence[float]) -> None:
+        known = self._differing.get(found.where, frozenset())
+        self._differing[found.where] = frozenset()
         if not differ[0]:
             return
-        ranks, names = _outliers(found)
+        differing = _differing(found)
+        self._differing[found.where] = frozenset(differing)
+        names = [name for name in differing if name not in known]
+        if not names:
+            return
+        ranks = _culprits(found, names)
         anomaly = Anomaly(
             step=found.step,
             kind="replicas_differ",
@@ -160,17 +187,25 @@ class ReplicaCheck(TrainerCallback):
             raise RuntimeError(msg)
 
 
-def _outliers(found: _Hashes) -> tuple[tuple[int, ...], list[str]]:
-    """Return the ranks that differ from most, and the names of what differs. Waits."""
-    columns = list(zip(*found.of_ranks.tolist(), strict=True))
+def _differing(found: _Hashes) -> list[str]:
+    """Return the names of what differs. Waits for the device."""
+    columns = (found.of_ranks != found.of_ranks[0]).any(dim=0).tolist()
+    return [name for name, differs in zip(found.names, columns, strict=True) if differs]
+
+
+def _culprits(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks on which `names` have changed, or differ from most. Waits."""
+    numbers = [found.names.index(name) for name in names]
+    columns = found.of_ranks[:, numbers].t().tolist()
     ranks: set[int] = set()
-    names = []
-    for name, column in zip(found.names, columns, strict=True):
-        if len(set(column)) == 1:
-            continue
-        names.append(name)
+    if found.before is not None and found.before.shape == found.of_ranks.shape:
+        for now, before in zip(columns, found.before[:, numbers].t().tolist(), strict=True):
+            ranks |= {r for r, (a, b) in enumerate(zip(now, before, strict=True)) if a != b}
+    if ranks and len(ranks) < len(found.of_ranks):
+        return tuple(sorted(ranks))
+    for column in columns:
         usual = max(column, key=column.count)
         # Without a majority nobody knows who is right.
         has_majority = 2 * column.count(usual) > len(column)
         ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
-    return tuple(sorted(ranks)), names
+    return tuple(sorted(ranks))

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
@@ -33,8 +33,8 @@ class Fault(NamedTuple):
     """Counted from 1."""
 
     kind: str
-    """``"activation"``, ``"gradient"`` (of an output), ``"weight gradient"``, ``"data"``, or
-    ``"blow-up"`` of a weight."""
+    """``"activation"``, ``"gradient"`` (of an output), ``"weight gradient"``, ``"data"``,
+    ``"blow-up"`` of a weight, or ``"drift"``, one that changes a little."""
 
     block: int = 0
     value: str = "nan"
@@ -139,6 +139,7 @@ def train_blocks(
     monitor: TrainingStateMonitor,
     faults: Sequence[Fault] = (),
     *,
+    callbacks: Sequence[TrainerCallback] = (),
     num_steps: int = 30,
     seed: int = 0,
     num_micro_batches: int = 2,
@@ -169,7 +170,7 @@ def train_blocks(
         global_step=first_step - 1,
         is_world_process_zero=accelerator.is_main_process,
     )
-    handler = CallbackHandler([monitor], inner, None, optimizer, schedule)
+    handler = CallbackHandler([monitor, *callbacks], inner, None, optimizer, schedule)
     control = TrainerControl()
     if saved_run is not None:
         monitor.saved_run = saved_run
@@ -205,6 +206,8 @@ def _blow_up_or_hook(network: Blocks, faults: Sequence[Fault]) -> list[Any]:
         weight = network.blocks[fault.block].linear.weight
         if fault.kind == "blow-up":
             weight.data.mul_(1e4)
+        elif fault.kind == "drift":
+            weight.data[fault.row, 3] += 1e-4
         elif fault.kind == "weight gradient":
             value = _VALUES[fault.value]
             hooks.append(weight.register_hook(lambda gradient, v=value: gradient * v))

@@ -1,14 +1,16 @@
 """What each of two ranks does in the tests of the search for a culprit."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import distributed
 
-from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.callbacks import ReplicaCheck, TrainingStateMonitor
+from planted_faults import random_faults
 from spoilt_blocks import Fault, train_blocks
 
-__all__ = ["NUM_RANKS", "RANK_FAULTS", "run_rank"]
+__all__ = ["NUM_RANKS", "RANK_FAULTS", "run_planted", "run_rank"]
 
 NUM_RANKS = 2
 RANK_FAULTS: dict[str, dict[int, list[Fault]]] = {
@@ -27,6 +29,29 @@ RANK_FAULTS: dict[str, dict[int, list[Fault]]] = {
 
 def run_rank(rank: int, folder: str) -> None:
     """Do every run as one of the ranks; the monitors leave their files in folders of the runs."""
+    _begin(rank, folder)
+    for name, faults in RANK_FAULTS.items():
+        monitor = TrainingStateMonitor(
+            folder=Path(folder) / name, replay=True, local_loss_format="jsonl"
+        )
+        train_blocks(monitor, faults[rank], num_steps=24)
+    distributed.destroy_process_group()
+
+
+def run_planted(rank: int, folder: str, seeds: Sequence[int]) -> None:
+    """Train once for each seed as one of the ranks, with faults of its own and without any."""
+    _begin(rank, folder)
+    for seed in seeds:
+        own = [fault for at, fault in random_faults(seed, NUM_RANKS) if at == rank]
+        for name, faults in (("faults", own), ("clean", [])):
+            path = Path(folder) / f"{name}_{seed}"
+            monitor = TrainingStateMonitor(folder=path, replay=True)
+            check = ReplicaCheck(1, folder=path)
+            train_blocks(monitor, faults, callbacks=[check], num_steps=30)
+    distributed.destroy_process_group()
+
+
+def _begin(rank: int, folder: str) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(NUM_RANKS),
@@ -37,9 +62,3 @@ def run_rank(rank: int, folder: str) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
-    for name, faults in RANK_FAULTS.items():
-        monitor = TrainingStateMonitor(
-            folder=Path(folder) / name, replay=True, local_loss_format="jsonl"
-        )
-        train_blocks(monitor, faults[rank], num_steps=24)
-    distributed.destroy_process_group()

@@ -4,10 +4,41 @@ import pytest
 from torch import multiprocessing
 
 from mfwrap.callbacks.json_lines import read_json_lines
+from planted_faults import LASTING, check_record, random_faults
 from spoilt_blocks import records_of
-from spoilt_ranks import NUM_RANKS, RANK_FAULTS, run_rank
+from spoilt_ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
 
-pytestmark = pytest.mark.slow
+
+def check_planted(folder, seed):
+    """Fail if the records of a run are not those of what was planted in it."""
+    planted = random_faults(seed, NUM_RANKS)
+    records = records_of(folder / f"faults_{seed}")
+    lasts = planted[-1][1].kind in LASTING
+    # The first of each step; a weight that has blown up stays so, and a replica that has drifted
+    # may be far away at the end.
+    first = {record["step"]: record for record in reversed(records)}
+    steps = [fault.step for _, fault in planted]
+
+    assert [step for step in sorted(first) if step <= steps[-1] or not lasts] == steps
+    for rank, fault in planted:
+        check_record(first[fault.step], fault, rank=rank, seed=rank)
+    for rank in range(1, NUM_RANKS):
+        assert records_of(folder / f"faults_{seed}", rank) == []
+    assert [records_of(folder / f"clean_{seed}", rank) for rank in range(NUM_RANKS)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [(0, 1), pytest.param(range(2, 20), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["ten", "ninety"],
+)
+def test_planted_faults(seeds, tmp_path):
+    """Ten and ninety: layer, rank, step and micro-batch; nothing in as many runs without any."""
+    arguments = (str(tmp_path), tuple(seeds))
+    multiprocessing.spawn(run_planted, args=arguments, nprocs=NUM_RANKS)
+
+    for seed in seeds:
+        check_planted(tmp_path, seed)
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +49,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RANK_FAULTS)
 def test_each_fault_is_named_with_its_rank(run, runs):
     """Step, rank, micro-batch and layer, in the order of the steps; in the main process's file."""
@@ -37,6 +69,7 @@ def test_each_fault_is_named_with_its_rank(run, runs):
     assert records_of(runs / run, rank=1) == []
 
 
+@pytest.mark.slow
 def test_losses_are_each_ranks_own(runs):
     """Each rank has its file of numbers, and its own data in it."""
     first, second = (

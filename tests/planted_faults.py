@@ -1,0 +1,87 @@
+"""Faults at random places of a training, and what has to be recorded of each."""
+
+import random
+from typing import Any
+
+from spoilt_blocks import NUM_BLOCKS, Fault, batches_of
+
+__all__ = ["FAULTS_OF_A_RUN", "KINDS", "LASTING", "check_record", "random_faults"]
+
+KINDS = ("activation", "gradient", "weight gradient", "data")
+LASTING = ("blow-up", "drift")
+"""After one of these the weights stay what it made of them."""
+
+FAULTS_OF_A_RUN = 5
+_RECORDED_AS = {
+    "activation": "loss_not_finite",
+    "data": "loss_not_finite",
+    "blow-up": "spike",
+    "drift": "replicas_differ",
+}
+
+
+def random_faults(seed: int, num_ranks: int = 1) -> list[tuple[int, Fault]]:
+    """Return faults of one run of 30 steps with their ranks, in the order of their steps."""
+    dice = random.Random(seed)  # noqa: S311  (no secret)
+    # Not in neighbouring steps, of which only the first is replayed; a spike has to have a history.
+    steps = [*sorted(dice.sample(range(2, 21, 2), FAULTS_OF_A_RUN - 1)), 28 + dice.randrange(2)]
+    kinds = [dice.choice(KINDS) for _ in steps]
+    lasting = LASTING if num_ranks > 1 else LASTING[:1]
+    kinds[-1] = dice.choice([dice.choice(KINDS), *lasting * 2])
+    return [
+        (
+            dice.randrange(num_ranks),
+            Fault(
+                step,
+                kind,
+                block=dice.randrange(NUM_BLOCKS),
+                value=dice.choice(["nan", "inf"]),
+                micro_batch=dice.randrange(2),
+                row=dice.randrange(6),
+            ),
+        )
+        for step, kind in zip(steps, kinds, strict=True)
+    ]
+
+
+def check_record(
+    record: dict[str, Any], fault: Fault, *, rank: int = 0, seed: int = 0, replayed: bool = True
+) -> None:
+    """Fail if a record does not name what was planted.
+
+    Args:
+        record: As it was written.
+        fault: What it has to be of.
+        rank: Where that was.
+        seed: Of the batches of that rank.
+        replayed: Whether the step was.
+    """
+    layer = f"blocks.{fault.block}"
+    weight = f"{layer}.linear.weight"
+    assert (record["step"], record["ranks"]) == (fault.step, [rank])
+    assert record["kind"] == _RECORDED_AS.get(fault.kind, "gradient_not_finite")
+    if fault.kind in {"gradient", "weight gradient", *LASTING}:
+        assert record["layer"] == layer
+    if fault.kind == "drift":
+        assert (record["where"], record["name"], record["num_groups"]) == ("weight", weight, 1)
+        return
+    assert record["skipped"] is (fault.kind != "blow-up")
+    if fault.kind == "weight gradient":
+        # It was not part of the computation, and a replay does not find it again.
+        assert [(one["name"], one["rank"]) for one in record["gradients"]] == [(weight, rank)]
+        assert "where" not in record
+    if fault.kind == "blow-up":
+        assert record["name"] == record["weights"][0]["name"] == weight
+        assert record["weights"][0]["norm"] > 1e3 * record["weights"][0]["norm_before"]
+    if replayed and fault.kind in {"activation", "gradient", "data"}:
+        assert record["is_replay_exact"]
+        assert record["micro_batch"] == fault.micro_batch
+        batch = batches_of(fault.step, seed, 2, [])[fault.micro_batch]
+        assert record["indices"] == batch.indices.tolist()
+        assert record["where"] == {"data": "input"}.get(fault.kind, fault.kind)
+    if replayed and fault.kind == "activation":
+        assert (record["layer"], record["name"]) == (layer, layer)
+    if replayed and fault.kind == "data":
+        assert (record["name"], record["rows"]) == ("inputs", [fault.row])
+    if fault.kind == "data" or (not replayed and fault.kind == "activation"):
+        assert "layer" not in record
