@@ -31,8 +31,8 @@ class ModelCheckpoint(Callback):
 
     ``<directory>/<prefix>-<epoch>_<step in the epoch>.ckpt`` holds ``network``, ``optimizer``,
     ``cell`` (what the training cell's ``state_dict`` has: loss scale, counters, average), and
-    ``lr_scheduler`` where `Model` was given one, ``epoch_num``, ``step_num`` and what `append_info`
-    adds. It is written beside and moved into
+    ``lr_scheduler`` where `Model` was given one, ``loss_fn`` where the loss function has weights,
+    ``epoch_num``, ``step_num`` and what `append_info` adds. It is written beside and moved into
     place, by the main process; saving waits for the device. To go on from it::
 
         state = torch.load(file, weights_only=True)
@@ -137,10 +137,11 @@ class ModelCheckpoint(Callback):
         if self._config.format == "safetensors":
             save_model(network, str(path))
             return
-        state = {
+        # First, because it brings the schedule and with it the optimizer's rates up to date.
+        state = _state_of(parameters)
+        state |= {
             "network": network.state_dict(),
             "optimizer": parameters.optimizer.state_dict(),
-            **_state_of(parameters),
             "epoch_num": parameters.cur_epoch_num,
             "step_num": parameters.cur_step_num,
         }
@@ -166,14 +167,17 @@ class ModelCheckpoint(Callback):
 
 
 def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
-    """Return the states of the training cell and of the schedule, where there are any."""
+    """Return the states of training cell, schedule and loss function, where there are any."""
     cell, schedule = parameters.train_network, parameters.get("lr_scheduler")
-    state = {}
+    loss_fn = parameters.get("loss_fn")
+    state: dict[str, Any] = {}
     if isinstance(cell, (TrainOneStepWithLossScaleCell, MFTrainOneStepCell)):
         cell.flush()
         state["cell"] = cell.state_dict()
     if schedule is not None:
         state["lr_scheduler"] = schedule.state_dict()
+    if isinstance(loss_fn, nn.Module) and (weights := loss_fn.state_dict()):
+        state["loss_fn"] = weights
     return state
 
 

@@ -292,7 +292,7 @@ class Model:
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "loss_fn": self._loss_fn,
+            "loss_fn": self._trained.loss_fn,
             "loss_scale_manager": self._trained.manager,
             "lr_scheduler": self._lr_scheduler,
         }

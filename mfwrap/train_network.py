@@ -36,7 +36,7 @@ class TrainNetwork(NamedTuple):
     """A network, and what trains it."""
 
     network: nn.Module
-    """Without wrappers, on the training device."""
+    """Without wrappers and loss function, on the training device."""
 
     device: torch.device
     """The training device."""
@@ -49,6 +49,9 @@ class TrainNetwork(NamedTuple):
 
     manager: LossScaleManager | None = None
     """Told on the host of the cell's overflows; ``None`` for none."""
+
+    loss_fn: Callable[..., Tensor] | None = None
+    """Called with the network's output and the label; ``None`` if the network returns its loss."""
 
     divisor: float = 1.0
     """What the optimizer has to divide gradients by; 1 where the cell does it."""
@@ -124,8 +127,11 @@ def build_train_network(
             lr_scheduler=lr_scheduler,
         )
         device = unwrapped_optimizer(network.optimizer).param_groups[0]["params"][0].device
-        inner = unwrapped_network(network.network)
-        return TrainNetwork(inner, device, precision_of("O0", device), network)
+        inner, own_loss = unwrapped_network(network.network), None
+        if isinstance(inner, WithLossCell):
+            # As in MindSpore, where a cell with a loss leaves the names of weights as they are.
+            inner, own_loss = inner.backbone_network, inner.loss_fn
+        return TrainNetwork(inner, device, precision_of("O0", device), network, loss_fn=own_loss)
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module or a training cell, got {described(network)}"
         raise TypeError(msg)
@@ -135,7 +141,7 @@ def build_train_network(
         raise TypeError(msg)
     device = accelerator.device
     precision = precision_of(amp_level, device)
-    built = TrainNetwork(network.to(device), device, precision, None)
+    built = TrainNetwork(network.to(device), device, precision, None, loss_fn=loss_fn)
     if optimizer is None:
         if manager is not None or lr_scheduler is not None:
             msg = "`loss_scale_manager` and `lr_scheduler` must go with `optimizer`, got None"

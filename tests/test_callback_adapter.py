@@ -24,11 +24,10 @@ def train(kind, folder, callbacks, num_samples=16, **settings):
     """Train with batches of eight."""
     arguments = TrainingArguments(
         str(folder),
-        num_train_epochs=2,
         report_to="none",
         use_cpu=True,
         save_strategy="no",
-        **{"disable_tqdm": True, **settings},
+        **{"num_train_epochs": 2, "disable_tqdm": True, **settings},
     )
     data = [{"x": torch.ones(2), "labels": torch.ones(1)}] * num_samples
     trainer = kind(

@@ -11,6 +11,7 @@ from mfwrap import (
     ExponentialMovingAverage,
     MFTrainOneStepCell,
     Model,
+    TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
@@ -68,6 +69,32 @@ def test_a_training_goes_on_from_a_checkpoint(tmp_path):
     assert torch.equal(cell.scale_sense, whole_cell.scale_sense)
     ours, theirs = cell.ema.state_dict()["averages"], whole_cell.ema.state_dict()["averages"]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class WithCentres(nn.Module):
+    """A loss function with weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(4))
+
+    def forward(self, scores, label):
+        return nn.functional.cross_entropy(scores + self.centres, label)
+
+
+@pytest.mark.parametrize("in_cell", [False, True])
+def test_weights_of_a_loss_function_are_saved(tmp_path, in_cell):
+    """Beside those of the network, whose names have nothing in front of them."""
+    network, loss_fn = classifier(), WithCentres()
+    optimizer = torch.optim.SGD([*network.parameters(), *loss_fn.parameters()], lr=0.1)
+    cell = TrainOneStepCell(WithLossCell(network, loss_fn), optimizer)
+    trained = Model(cell) if in_cell else Model(network, loss_fn, optimizer)
+    trained.train(1, batches(2), callbacks=ModelCheckpoint("a", tmp_path))
+    state = torch.load(tmp_path / "a-1_2.ckpt", weights_only=True)
+
+    assert state["network"].keys() == network.state_dict().keys()
+    assert torch.equal(state["loss_fn"]["centres"], loss_fn.centres)
+    assert loss_fn.centres.abs().min() > 0
 
 
 def test_the_schedule_and_scale_of_a_model_are_saved(tmp_path):
