@@ -18,6 +18,7 @@ try:
 
     from mfwrap.cli_output import is_first_process, say, warn_of, write_new
     from mfwrap.cli_plot import plot
+    from mfwrap.cli_report import report
     from mfwrap.recipe_yaml import RecipeError
 except ImportError as error:  # an ordinary install has no extra
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
@@ -190,6 +191,7 @@ def import_mindformers(file: Path, output: Path | None) -> None:
 
 
 cli.add_command(plot)
+cli.add_command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

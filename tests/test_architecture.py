@@ -64,7 +64,7 @@ LEVELS = (
     {"recipe_training"},
     {"recipe"},
     {"cli_output", "recipe_mindformers", "recipe_run"},
-    {"cli_plot"},
+    {"cli_plot", "cli_report"},
     {"cli"},
 )
 """The rooms, lowest first. A room imports from lower levels only, never from its own."""
