@@ -4,6 +4,9 @@ Those of MindFormers are transformers' callbacks, for a Trainer and for `Model`.
 are `Callback`s, for `Model`; `as_trainer_callback` makes one fit a Trainer.
 """
 
+from typing import Any
+
+from mfwrap.callbacks.absent_callbacks import absent_callback_message
 from mfwrap.callbacks.checkpoint_config import CheckpointConfig
 from mfwrap.callbacks.checkpoint_health import newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_monitor import CheckpointMonitor
@@ -45,3 +48,11 @@ __all__ = [
     "as_trainer_callback",
     "newest_healthy_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if (absent := absent_callback_message(name)) is not None:
+        # `from mfwrap.callbacks import ...` would replace an AttributeError by one that says less.
+        raise ImportError(absent, name=__name__)
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

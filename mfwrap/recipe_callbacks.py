@@ -106,13 +106,12 @@ def _maker(
 
 
 def _callback_class(objects: RecipeObjects, path: Path, name: object) -> Callable[..., Any]:
-    found = getattr(mfwrap.callbacks, name, None) if isinstance(name, str) else None
     known = [one for one in mfwrap.callbacks.__all__ if _is_usable(getattr(mfwrap.callbacks, one))]
-    if name not in known or found is None:
+    if name not in known:
         guess = nearest(str(name), known)
         hint = f"; did you mean {guess!r}?" if guess else f"; known are {known}"
         raise objects.document.error(path, f"must be a callback, got {name!r}{hint}")
-    callback: Callable[..., Any] = found
+    callback: Callable[..., Any] = getattr(mfwrap.callbacks, str(name))
     return callback
 
 

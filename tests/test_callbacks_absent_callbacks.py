@@ -1,0 +1,36 @@
+"""Callbacks that have no place here say what to write instead."""
+
+import pkgutil
+import re
+
+import pytest
+
+from mfwrap import callbacks
+from mfwrap.callbacks.absent_callbacks import INSTEAD
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_import_says_what_to_write(name):
+    """The whole sentence, also where the name is looked up."""
+    with pytest.raises(ImportError, match=f"^mfwrap.callbacks has no `{name}`; write ") as raised:
+        exec(f"from mfwrap.callbacks import {name}", {})  # noqa: S102
+    assert INSTEAD[name] in str(raised.value)
+    with pytest.raises(ImportError, match=re.escape(INSTEAD[name])):
+        getattr(callbacks, name)
+
+
+def test_any_other_name_is_an_ordinary_error():
+    """A typo is what it is in every module."""
+    with pytest.raises(ImportError, match="cannot import name 'SumaryCollector'"):
+        exec("from mfwrap.callbacks import SumaryCollector", {})  # noqa: S102
+    assert not hasattr(callbacks, "SumaryCollector")
+
+
+@pytest.mark.parametrize("sentence", INSTEAD.values(), ids=INSTEAD)
+def test_what_to_write_exists(sentence):
+    """Each class that a sentence names is there."""
+    for path in re.findall(r"`(mfwrap(?:\.\w+)+)", sentence):
+        assert pkgutil.resolve_name(path) is not None
+    named = re.findall(r"`([A-Z]\w+)", sentence)
+    assert set(named) <= set(callbacks.__all__)
+    assert not set(named) & INSTEAD.keys()
