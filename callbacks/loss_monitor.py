@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
@@ -37,8 +37,10 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         { Epoch:[  1/  2], step:[    2/    3], loss:[10.500/10.750], per_step_time: 76ms, ...
           33.3% |████████████████                                  | 52.10850 samples/s/p  0:00:00 }
 
-    - ``loss``: of this step on this process, and the mean over the steps of its epoch. A loss
-      that is not finite is shown, left out of the mean, and counted in `num_losses_not_finite`.
+    - ``loss``: of this step, and the mean over the steps of its epoch. A loss that is not finite is
+      shown, left out of the mean, and counted in `num_losses_not_finite`. Of several ranks it is
+      the mean: one message of two numbers a step since the last one, at the steps that are printed
+      or at which the loop logs, saves, evaluates or ends. All ranks have to have the callback.
     - ``per_step_time``: mean over the steps since the last record, each from ``on_step_begin``
       to ``on_step_end``; evaluation, checkpoints and logging do not count. The time left, at the
       end, comes from an exponential mean that leaves out the first step of the run.
@@ -55,7 +57,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
     With a Trainer the running mean is part of the checkpoint. `MFTrainer` restores it; a stock
     Trainer does if ``restore_callback_states_from_checkpoint`` is set, with the default `clock`.
 
-    Source: MindFormers, ``MFLossMonitor``; settings from `flops_per_step` on are ours.
+    Source: MindFormers, ``MFLossMonitor``; settings from `loss_over_ranks` on are ours.
 
     Args:
         per_print_times: Steps from one record to the next.
@@ -66,6 +68,8 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         global_batch_size: Samples of one update on all processes; 0 for
             ``state.train_batch_size`` times ``args.gradient_accumulation_steps`` (1 without
             `args`) times the number of processes.
+        loss_over_ranks: Average losses over ranks; otherwise they are the main process's own, and
+            nothing is sent.
         flops_per_step: FLOPs of one update on this device.
         count_flops: Count them over the first update, between ``on_step_begin`` and
             ``on_step_end``, which makes that update slow. A compiled network cannot be counted.
@@ -92,6 +96,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         initial_epoch: int = 0,
         initial_step: int = 0,
         global_batch_size: int = 0,
+        loss_over_ranks: bool = True,
         flops_per_step: float | None = None,
         count_flops: bool = False,
         peak_tflops: float | None = None,
@@ -107,6 +112,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             initial_epoch=initial_epoch,
             initial_step=initial_step,
             global_batch_size=global_batch_size,
+            loss_over_ranks=loss_over_ranks,
             flops_per_step=flops_per_step,
             count_flops=count_flops,
             peak_tflops=peak_tflops,
@@ -142,7 +148,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         """Work out the length of the run."""
         self._flops.cancel()
         self._run = None
-        if state.is_world_process_zero:
+        if self._takes_part(state):
             self._run = self._begin(args, state, state.global_step, train_dataloader, model)
             self._run.clock.restart()
 
@@ -161,17 +167,19 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         **__: Any,
     ) -> None:
         """Start the clock, and the count of the first update."""
-        if not state.is_world_process_zero:
+        if not self._takes_part(state):
             return
         if self._run is None:
             self._run = self._begin(args, state, state.global_step, train_dataloader, model)
-        self._flops.start(model, compiled=args is not None and bool(args.torch_compile))
+        if state.is_world_process_zero:
+            self._flops.start(model, compiled=args is not None and bool(args.torch_compile))
         self._run.clock.restart()
 
     def on_step_end(
         self,
         args: TrainingArguments | None,
         state: TrainerState,
+        control: TrainerControl,
         *_: Any,
         step_output: StepOutput | LocalNormStepOutput | Tensor | None = None,
         step_report: StepReport | None = None,
@@ -184,7 +192,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         Raises:
             TypeError: If `step_output` is no output of a step.
         """
-        if not state.is_world_process_zero:
+        if not self._takes_part(state):
             return
         self._flops.stop()
         if self._run is None:
@@ -192,8 +200,10 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             self._run = self._begin(args, state, before, train_dataloader, model)
         if step_output is None and step_report is not None:
             step_output = step_report.output
-        self._run.end_step(state.global_step, step_output, self._flops.value)
-        if not self._run.has_outputs:
+        self._run.end_step(
+            state.global_step, step_output, self._flops.value, sends=_is_read_next(control)
+        )
+        if state.is_world_process_zero and not self._run.has_outputs:
             self._say_what_is_missing()
 
     def on_log(
@@ -222,11 +232,16 @@ class MFLossMonitor(TrainerCallback, ExportableState):
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Print what is pending."""
+        if self._run is not None:
+            self._run.send()
         self._flush()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Print what is pending and close the events file."""
         self._flops.cancel()
+        if self._run is not None:
+            # A loop that was broken off says so too, on the rank where it was.
+            self._run.send(alone=True)
         self._flush()
         if self._run is not None:
             self.saved_mean = self._run.save_mean()
@@ -273,9 +288,18 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             per_print_times=settings.per_print_times,
             global_batch_size=settings.global_batch_size or global_batch_size(args, state),
             num_processes=num_processes(),
+            averages_loss=self._averages_loss,
+            is_main=state.is_world_process_zero,
             peak_tflops=peak,
             saved_mean=self.saved_mean,
         )
+
+    @property
+    def _averages_loss(self) -> bool:
+        return self._settings.loss_over_ranks and num_processes() > 1
+
+    def _takes_part(self, state: TrainerState) -> bool:
+        return state.is_world_process_zero or self._averages_loss
 
     def _pause(self) -> None:
         self._flush()
@@ -300,6 +324,16 @@ class MFLossMonitor(TrainerCallback, ExportableState):
                 "MFLossMonitor gets no `step_output` in this loop. It cannot show overflow, loss "
                 "scale and the loss of each step, and prints the numbers that the loop logs."
             )
+
+
+def _is_read_next(control: TrainerControl) -> bool:
+    """Tell whether the loop is about to do what shows or keeps the mean of the losses."""
+    return (
+        control.should_log
+        or control.should_save
+        or control.should_evaluate
+        or control.should_training_stop
+    )
 
 
 def _writer(settings: LossMonitorSettings) -> ScalarWriter | None:

@@ -18,6 +18,7 @@ class LossMonitorSettings:
     initial_epoch: int
     initial_step: int
     global_batch_size: int
+    loss_over_ranks: bool
     flops_per_step: float | None
     count_flops: bool
     peak_tflops: float | None
@@ -41,7 +42,7 @@ class LossMonitorSettings:
         for name in ("flops_per_step", "peak_tflops"):
             if getattr(self, name) is not None:
                 check_positive_number(name, getattr(self, name))
-        for name in ("count_flops", *_TENSORBOARD_FLAGS):
+        for name in ("loss_over_ranks", "count_flops", *_TENSORBOARD_FLAGS):
             check_bool(name, getattr(self, name))
         self._check_pairs()
 

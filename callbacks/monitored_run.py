@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 from mfwrap import DeferredReads
 from mfwrap.callbacks.epoch_mean import EpochMean, SavedMean
 from mfwrap.callbacks.loss_record import StepRecord
+from mfwrap.callbacks.rank_losses import over_ranks
 from mfwrap.callbacks.run_size import RunLength, RunPosition
 from mfwrap.callbacks.step_clock import StepClock
 from mfwrap.callbacks.step_values import PackedValues, StepValues, pack, values_of_logs
@@ -31,6 +32,13 @@ class _Moment(NamedTuple):
     """``None`` if the step is not printed."""
 
 
+class _Step(NamedTuple):
+    """A step whose values are on the device."""
+
+    packed: PackedValues
+    moment: _Moment
+
+
 @final
 class MonitoredRun:
     """One run of training as a monitor sees it.
@@ -43,6 +51,8 @@ class MonitoredRun:
         per_print_times: Steps from one record to the next.
         global_batch_size: Samples of one update on all processes; 0 is unknown.
         num_processes: Over which they are spread.
+        averages_loss: Show the mean of all ranks' losses; each of them has such a run.
+        is_main: Whether this process reads and prints.
         peak_tflops: Of this device; ``None`` is unknown.
         saved_mean: Of the epoch that is gone on with; used if it is of `global_step`.
     """
@@ -57,6 +67,8 @@ class MonitoredRun:
         per_print_times: int,
         global_batch_size: int,
         num_processes: int,
+        averages_loss: bool,
+        is_main: bool,
         peak_tflops: float | None,
         saved_mean: SavedMean | None,
     ) -> None:
@@ -66,10 +78,13 @@ class MonitoredRun:
         self._per_print_times = per_print_times
         self._global_batch_size = global_batch_size
         self._num_processes = num_processes
+        self._averages_loss = averages_loss
+        self._is_main = is_main
         self._peak_tflops = peak_tflops
         fits = saved_mean is not None and saved_mean["global_step"] == global_step
         self._mean = EpochMean(saved_mean if fits else None)
         self._reads: DeferredReads | None = None
+        self._unsent: list[_Step] = []
         self._num_steps = 0
         self._pass_over_data = 0
         self._last_step = self._last_printed = self._last_logged = global_step
@@ -86,13 +101,16 @@ class MonitoredRun:
         if self._num_steps:
             self._pass_over_data += 1
 
-    def end_step(self, global_step: int, output: Any, flops: float | None) -> None:
+    def end_step(
+        self, global_step: int, output: Any, flops: float | None, *, sends: bool = False
+    ) -> None:
         """Print the step before; keep what is needed of this one.
 
         Args:
             global_step: Steps done, this one included.
             output: Of the step; ``None`` if there is none.
             flops: Of one update; ``None`` is unknown.
+            sends: Average losses over ranks now, though the step is not printed.
         """
         # Before the clock is read: the wait for the step before is time of a step.
         self.flush()
@@ -102,11 +120,30 @@ class MonitoredRun:
         if output is None:
             return
         self.has_outputs = True
-        packed = pack(output)
-        if self._reads is None:
-            self._reads = DeferredReads(packed.tensor.device)
         moment = self._moment(global_step, flops)
-        self._reads.submit(packed.tensor, functools.partial(self._receive, packed, moment))
+        self._unsent.append(_Step(pack(output), moment))
+        if sends or moment.rates is not None or not self._averages_loss:
+            self.send()
+
+    def send(self, *, alone: bool = False) -> None:
+        """Average the losses of the steps since the last time, and begin to copy their values.
+
+        Args:
+            alone: Take this rank's own losses: nothing says that the others are still there.
+        """
+        steps, self._unsent = self._unsent, []
+        if not steps:
+            return
+        packed = [step.packed for step in steps]
+        if self._averages_loss and not alone:
+            packed = over_ranks(packed)
+        if not self._is_main:
+            return
+        if self._reads is None:
+            self._reads = DeferredReads(packed[0].tensor.device)
+        for values, step in zip(packed, steps, strict=True):
+            receive = functools.partial(self._receive, values, step.moment)
+            self._reads.submit(values.tensor, receive)
 
     def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
         """Print what the Trainer logs, the mean loss of several steps, as a record.
@@ -160,7 +197,7 @@ class MonitoredRun:
 
     def _keep(self, values: StepValues, moment: _Moment, *, num_steps: int) -> None:
         self._mean.add(values.loss, epoch=moment.epoch, num_steps=num_steps)
-        if moment.rates is None:
+        if moment.rates is None or not self._is_main:
             return
         self._emit(
             StepRecord(

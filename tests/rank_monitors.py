@@ -1,0 +1,143 @@
+"""Trainings on several ranks with monitors, as each rank does them."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from attached_runs import new_accelerator
+from mfwrap import StepConfig, StepOutput
+from mfwrap.callbacks import MFLossMonitor
+from mfwrap.trainer import MFTrainer
+from small_networks import Classifier, labelled_batches
+
+__all__ = ["losses_shown", "train_monitored"]
+
+NAN = float("nan")
+
+
+class _Records(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class _Sent:
+    """Counts the messages of a block, and their numbers of elements."""
+
+    def __enter__(self) -> list[int]:
+        self.sizes: list[int] = []
+        self._all_reduce = distributed.all_reduce
+
+        def counted(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            self.sizes.append(tensor.numel())
+            return self._all_reduce(tensor, *arguments, **keywords)
+
+        distributed.all_reduce = counted
+        return self.sizes
+
+    def __exit__(self, *_: object) -> None:
+        distributed.all_reduce = self._all_reduce
+
+
+def _output(loss: float, *, overflow: bool) -> StepOutput:
+    return StepOutput(
+        loss=torch.tensor(loss),
+        overflow=torch.tensor(overflow),
+        loss_scale=torch.tensor(1.0),
+        learning_rate=torch.tensor(0.1),
+        global_norm=torch.tensor(1.0),
+    )
+
+
+def losses_shown(
+    rank: int,
+    losses: list[list[float]],
+    overflows: list[int],
+    logs: list[int],
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Show the losses of a loop of one's own; return what the log says, and what was sent.
+
+    Args:
+        rank: Of this process.
+        losses: Of each rank, by step.
+        overflows: The steps that overflow.
+        logs: The steps at which the loop logs.
+        settings: Of the monitor.
+    """
+    records = _Records()
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
+    logger.addHandler(records)
+    monitor = MFLossMonitor(**settings)
+    state = TrainerState(max_steps=len(losses[rank]), num_train_epochs=2, train_batch_size=1)
+    state.is_world_process_zero = rank == 0
+    control = TrainerControl()
+    by_step = []
+    try:
+        monitor.on_train_begin(None, state, control)
+        for state.global_step, loss in enumerate(losses[rank], start=1):
+            monitor.on_step_begin(None, state, control)
+            control.should_log = state.global_step in logs
+            output = _output(loss, overflow=state.global_step in overflows)
+            with _Sent() as sent:
+                monitor.on_step_end(None, state, control, step_output=output)
+            by_step.append(sent)
+        monitor.on_train_end(None, state, control)
+    finally:
+        logger.removeHandler(records)
+    return {
+        "records": [each for each in records.messages if each.startswith("{ Epoch")],
+        "sent": by_step,
+        "not finite": monitor.num_losses_not_finite,
+        "mean": monitor.saved_mean,
+    }
+
+
+class _LossInMapping(Classifier):
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(inputs, labels)}
+
+
+def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]) -> list[str]:
+    """Train six steps by a Trainer; return what the loss monitor says."""
+    new_accelerator()
+    records = _Records()
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
+    logger.addHandler(records)
+    inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=4), strict=True))
+    rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        folder,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=0.1,
+        report_to="none",
+        save_steps=3,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    monitors = [MFLossMonitor(**callbacks)]
+    known = {"train_dataset": rows, "callbacks": monitors}
+    trainer: Trainer
+    if kind == "Trainer":
+        trainer = Trainer(_LossInMapping(), arguments, **known)
+    else:
+        trainer = MFTrainer(_LossInMapping(), arguments, **known, step=StepConfig(local_norm=True))
+    try:
+        trainer.train()
+    finally:
+        logger.removeHandler(records)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    Path(folder, f"logged_{rank}.txt").write_text(" ".join(map(str, logged)), encoding="utf-8")
+    return [each for each in records.messages if each.startswith("{ Epoch")]

@@ -1,0 +1,84 @@
+"""The loss monitor on several ranks: one log, the loss of all, one small message at its steps."""
+
+import re
+
+import pytest
+
+from rank_monitors import losses_shown, train_monitored
+
+NAN = float("nan")
+LOSSES = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [3.0, 2.0, 5.0, 0.0, 9.0, 7.0]]
+MEANS = [2.0, 2.0, 4.0, 2.0, 7.0, 6.5]
+
+
+def shown(records):
+    """Return loss and mean of the epoch of each record."""
+    found = [re.search(r"loss:\[ *([^/]+)/ *([^\]]+)\]", record) for record in records]
+    return [tuple(map(float, match.groups())) for match in found]
+
+
+def test_one_log_has_the_mean_of_all_ranks(two_ranks):
+    """The main process prints; an epoch of three steps has the mean of its own losses."""
+    first, second = two_ranks.run(losses_shown, LOSSES, [], [], {})
+
+    assert shown(first["records"]) == [
+        (2.0, 2.0),
+        (2.0, 2.0),
+        (4.0, 2.667),
+        (2.0, 2.0),
+        (7.0, 4.5),
+        (6.5, 5.167),
+    ]
+    assert second["records"] == []
+    assert first["sent"] == second["sent"] == [[2]] * 6
+
+
+def test_messages_are_sent_at_logging_steps_only(two_ranks):
+    """Two numbers for each step since the last one; the mean is that of all steps all the same."""
+    settings = {"per_print_times": 4}
+    first, second = two_ranks.run(losses_shown, LOSSES, [], [5], settings)
+
+    assert first["sent"] == second["sent"] == [[], [], [], [8], [2], []]
+    assert shown(first["records"]) == [(2.0, 2.0)]
+    # Of the epoch's three, the last one is the main process's own: the loop ended without a word.
+    assert first["mean"]["total"] == pytest.approx(MEANS[3] + MEANS[4] + LOSSES[0][5])
+    assert first["mean"]["num_losses"] == 3
+
+
+def test_a_rank_without_targets_is_left_out(two_ranks):
+    """Its loss is not finite, though no gradient is; one that overflows is shown as it is."""
+    losses = [[1.0, 2.0, NAN, NAN], [3.0, NAN, NAN, 1.0]]
+    first, _ = two_ranks.run(losses_shown, losses, [4], [], {})
+
+    assert [loss for loss, _ in shown(first["records"])] == pytest.approx(
+        [2.0, 2.0, NAN, NAN], nan_ok=True
+    )
+    assert first["not finite"] == 2
+
+
+def test_of_one_rank_without_a_message(two_ranks):
+    """Where it is not asked for, the main process shows its own."""
+    first, second = two_ranks.run(losses_shown, LOSSES, [], [], {"loss_over_ranks": False})
+
+    assert [loss for loss, _ in shown(first["records"])] == LOSSES[0]
+    assert first["sent"] == second["sent"] == [[]] * 6
+    assert second["records"] == []
+
+
+def test_one_process_sends_nothing():
+    """There is nobody to send to."""
+    alone = losses_shown(0, LOSSES, [], [], {})
+
+    assert [loss for loss, _ in shown(alone["records"])] == LOSSES[0]
+    assert alone["sent"] == [[]] * 6
+
+
+@pytest.mark.parametrize("kind", ["MFTrainer", "Trainer"])
+def test_in_the_trainer(two_ranks, tmp_path, kind):
+    """The numbers are those that the Trainer averages and logs by itself."""
+    first, second = two_ranks.run(train_monitored, str(tmp_path), kind, {"per_print_times": 1})
+    logged = (tmp_path / "logged_0.txt").read_text(encoding="utf-8").split()
+
+    assert second == []
+    assert [loss for loss, _ in shown(first)] == pytest.approx(list(map(float, logged)), abs=2e-3)
+    assert len(first) == 6
