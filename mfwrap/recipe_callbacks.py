@@ -38,7 +38,7 @@ def read_callbacks(
         path: Path = ("callbacks", index)
         settings = dict(entry)
         name = settings.pop("type", None)
-        if name in CALLBACKS_WITHOUT_MEANING and not hasattr(mfwrap.callbacks, name):
+        if name in CALLBACKS_WITHOUT_MEANING and name not in mfwrap.callbacks.__all__:
             objects.without_meaning.append(f"callbacks.{index} ({name})")
             continue
         makers.append(_maker(objects, path, name, settings))
