@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda lint type-check-tree format benchmark clean
+.PHONY: help train test test-full test-cuda lint type-check-tree format benchmark docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,10 @@ benchmark: $(VENV)/.installed-benchmark ## measure everything after backward, an
 	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
 
+# mkdocstrings reads the package, with callbacks/ and recipes/, in the shape of an ordinary install.
+docs: $(VENV)/.installed-docs type-check-tree ## build the site of the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 clean: ## remove environments, builds and caches; runs/ stays
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf mfwrap/__pycache__ callbacks/__pycache__ recipes/__pycache__ tests/__pycache__ benchmarks/__pycache__
@@ -76,6 +80,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-benchmark: $(VENV)/.installed
 	$(RUN) -m pip install -c constraints.txt -e '.[benchmark]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 FITS := import importlib.util, sys; name = sys.executable; \

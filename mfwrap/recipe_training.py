@@ -83,8 +83,9 @@ def read_training(
         objects.check_type(("training", key), kind, key, value)
         _check_range(objects, key, value)
     settings.setdefault("output_dir", f"runs/{name}")
-    # Without an accelerator torch warns of it.
-    settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    if not torch.accelerator.is_available():
+        # torch warns of the one; TRL's default of the other is for accelerators.
+        settings = {"dataloader_pin_memory": False, "bf16": False} | settings
     if optimizer is not None:
         _take_over(objects, settings, _optimizer_arguments(objects, optimizer), "optimizer")
     schedule = None

@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
@@ -24,6 +26,8 @@ __all__ = ["BYTES", "ModelSettings", "vocabulary_of"]
 BYTES = "bytes"
 """Name of the tokenizer that is built, not loaded."""
 
+_PACKAGE = "package:"
+
 _PRECISIONS = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -42,7 +46,8 @@ class ModelSettings(Section):
     """
 
     path: str | None = None
-    """Checkpoint to go on from: name on the Hugging Face hub, or folder."""
+    """Checkpoint to go on from: name on the Hugging Face hub, folder, or ``package:name/folder``
+    for a folder of an installed package, which is found and not imported."""
 
     config: dict[str, Any] | None = None
     """Model to begin from random weights: ``model_type`` and what its configuration takes."""
@@ -70,6 +75,8 @@ class ModelSettings(Section):
             raise ValueError(msg)
         if self.config is not None:
             self._check_config(self.config)
+        for name in ("path", "tokenizer"):
+            _place(name, getattr(self, name))
         if self.revision is not None and self.path is None:
             msg = f"`revision` must go with `path`, got {self.revision!r} without"
             raise ValueError(msg)
@@ -81,7 +88,7 @@ class ModelSettings(Section):
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with padding."""
-        name = self.tokenizer or self.path or BYTES
+        name = _place("tokenizer", self.tokenizer) or _place("path", self.path) or BYTES
         if name == BYTES:
             return byte_tokenizer()
         revision = {} if self.revision is None else {"revision": self.revision}
@@ -122,7 +129,9 @@ class ModelSettings(Section):
         if about_labels:
             settings["ignore_mismatched_sizes"] = True
         loader = auto_class if auto_class is not None else Perceptron
-        model: nn.Module = loader.from_pretrained(self.path, **settings, **about_labels)
+        model: nn.Module = loader.from_pretrained(
+            _place("path", self.path), **settings, **about_labels
+        )
         return model
 
     def _configuration(self, implied: dict[str, Any]) -> PreTrainedConfig:
@@ -150,6 +159,24 @@ class ModelSettings(Section):
                 hint = f"; did you mean {guess[0]!r}?" if guess else ""
                 msg = f"`config.{key}` must be a key of {kind!r} models, got another{hint}"
                 raise ValueError(msg)
+
+
+def _place(setting: str, name: str | None) -> str | None:
+    """Return the folder that ``package:name/folder`` means; any other name as it is.
+
+    Raises:
+        ValueError: If there is no such package, or it has no such folder.
+    """
+    if name is None or not name.startswith(_PACKAGE):
+        return name
+    package, _, inner = name.removeprefix(_PACKAGE).partition("/")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    for place in (found.submodule_search_locations or []) if found is not None else []:
+        folder = Path(place) / inner
+        if folder.is_dir():
+            return str(folder)
+    msg = f"`{setting}` must be a folder of an installed package, got {name!r}, which is not there"
+    raise ValueError(msg)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from mfwrap.recipes.language_tasks import (
     build_supervised_tuning,
 )
 from mfwrap.recipes.models import ModelSettings
+from mfwrap.recipes.package_docstrings import PackageDocstringsSource
 from mfwrap.recipes.perceptron import PerceptronConfig
 from mfwrap.recipes.prediction_tasks import (
     build_image_classification,
@@ -52,6 +53,7 @@ SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
         "digits": DigitsSource,
         "docstrings": DocstringsSource,
         "json_lines": JsonLinesSource,
+        "package_docstrings": PackageDocstringsSource,
         "python_tokens": PythonTokensSource,
         "python_topics": PythonTopicsSource,
         "text": TextSource,

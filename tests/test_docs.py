@@ -1,0 +1,84 @@
+"""What the documentation shows beside Python: commands are run, YAML is checked."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mfwrap.cli import cli, main
+from mfwrap.recipe import Recipe, parse_recipe
+from recipe_texts import recipe_text
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+BLOCK = re.compile(
+    r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?^```(?P<language>bash|yaml)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
+TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
+NETWORKS_AND_LAUNCHERS = ("pip", "torchrun", "accelerate", "make", "git")
+
+# What TRL and datasets warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return a page's blocks of a language, but for those that are marked."""
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [one["text"] for one in found if one["language"] == language and not one["left_out"]]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each command of a page."""
+    lines = [line for text in blocks(page, "bash") for line in text.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def named(pages: list[Path]) -> list:
+    """Return pages as parameters with their names."""
+    return [pytest.param(page, id=str(page.relative_to(DOCS))) for page in pages]
+
+
+@pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))
+def test_commands_are_there(page):
+    """Every command that a page shows exists, with its options."""
+    for program, *words in commands(page):
+        if program in NETWORKS_AND_LAUNCHERS:
+            continue
+        assert program == "mfwrap"
+        group = cli.commands[words[0]]
+        context = group.make_context(words[0], words[1:], resilient_parsing=True)
+        known = {option for one in group.params for option in one.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+        context.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))
+def test_commands_run(page, tmp_path, monkeypatch):
+    """The commands of a page run one after the other, trainings on a tiny setting."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain_llama.yaml").write_text("runner_wrapper: {use_clip_grad: True}\n")
+    for program, *words in commands(page):
+        if program == "mfwrap":
+            tiny = TINY if words[0] == "train" else []
+            with pytest.raises(SystemExit) as left:
+                main([*words[:2], *tiny, *words[2:]] if "max_steps" not in str(words) else words)
+            assert left.value.code == 0, words
+
+
+@pytest.mark.parametrize("page", named([page for page in PAGES if blocks(page, "yaml")]))
+def test_yaml_is_valid(page, tmp_path, monkeypatch):
+    """Sections that a page shows fit a recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"measurements": [1.0], "price": 2.0}\n')
+    for text in blocks(page, "yaml"):
+        sections = yaml.safe_load(text)
+        whole = text if "task" in sections else recipe_text(**sections)
+        if "data" in sections and "task" not in sections:
+            whole = recipe_text(data=None) + text
+        assert isinstance(parse_recipe(whole, "page.yaml"), Recipe)
