@@ -59,6 +59,7 @@ LEVELS = (
     {"run_page"},
     {"recipes"},
     {"recipe_names", "recipe_yaml"},
+    {"recipe_library"},
     {"recipe_format", "recipe_objects"},
     {"recipe_callbacks", "recipe_metrics", "recipe_peft", "recipe_schedule", "recipe_step"},
     {"recipe_training"},
@@ -66,6 +67,7 @@ LEVELS = (
     {"cli_output", "recipe_mindformers", "recipe_run"},
     {"cli_plot", "cli_report"},
     {"cli"},
+    {"__main__"},
 )
 """The rooms, lowest first. A room imports from lower levels only, never from its own."""
 

@@ -13,15 +13,24 @@ def check_planted(folder, seed):
     """Fail if the records of a run are not those of what was planted in it."""
     planted = random_faults(seed, NUM_RANKS)
     records = records_of(folder / f"faults_{seed}")
-    lasts = planted[-1][1].kind in LASTING
-    # The first of each step; a weight that has blown up stays so, and a replica that has drifted
-    # may be far away at the end.
-    first = {record["step"]: record for record in reversed(records)}
-    steps = [fault.step for _, fault in planted]
+    last = planted[-1][1]
+    # A weight that has blown up, or drifted, stays so.
+    end = last.step if last.kind in LASTING else 30
+    by_step = {}
+    for record in records:
+        by_step.setdefault(record["step"], []).append(record)
 
-    assert [step for step in sorted(first) if step <= steps[-1] or not lasts] == steps
+    steps = sorted(step for step in by_step if step <= end)
+    assert steps == [fault.step for _, fault in planted]
     for rank, fault in planted:
-        check_record(first[fault.step], fault, rank=rank, seed=rank)
+        *before, record = by_step[fault.step]
+        check_record(record, fault, rank=rank, seed=rank)
+        if fault.kind == "blow-up":
+            # By then replicas differ, and that is recorded, too.
+            (differ,) = before
+            check_record(differ, fault._replace(kind="drift"), rank=rank)
+        else:
+            assert before == []
     for rank in range(1, NUM_RANKS):
         assert records_of(folder / f"faults_{seed}", rank) == []
     assert [records_of(folder / f"clean_{seed}", rank) for rank in range(NUM_RANKS)] == [[], []]
