@@ -16,6 +16,7 @@ from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.history import History
 from mfwrap.callbacks.lambda_callback import LambdaCallback
 from mfwrap.callbacks.learning_rate_scheduler import LearningRateScheduler
+from mfwrap.callbacks.local_norm_monitor import LocalNormMonitor
 from mfwrap.callbacks.loss_monitor import MFLossMonitor
 from mfwrap.callbacks.model_checkpoint import ModelCheckpoint
 from mfwrap.callbacks.plain_loss_monitor import LossMonitor
@@ -36,6 +37,7 @@ __all__ = [
     "History",
     "LambdaCallback",
     "LearningRateScheduler",
+    "LocalNormMonitor",
     "LossMonitor",
     "MFLossMonitor",
     "ModelCheckpoint",

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from attached_runs import new_accelerator
-from mfwrap import StepConfig, StepOutput
-from mfwrap.callbacks import MFLossMonitor
+from mfwrap import MFTrainOneStepCell, StepConfig, StepOutput
+from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
 from mfwrap.trainer import MFTrainer
 from small_networks import Classifier, labelled_batches
 
-__all__ = ["losses_shown", "train_monitored"]
+__all__ = ["gather_norms", "losses_shown", "train_monitored"]
 
 NAN = float("nan")
 
@@ -141,3 +143,36 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     Path(folder, f"logged_{rank}.txt").write_text(" ".join(map(str, logged)), encoding="utf-8")
     return [each for each in records.messages if each.startswith("{ Epoch")]
+
+
+def gather_norms(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train four steps by the cell; return the local norms of each, and what has been gathered."""
+    network: torch.nn.Module = Classifier()
+    if distributed.is_initialized():
+        network = DistributedDataParallel(network)
+    cell = MFTrainOneStepCell(
+        network, SGD(network.parameters(), lr=0.1), local_norm=settings.pop("local_norm", True)
+    )
+    monitor = LocalNormMonitor(folder=folder, **settings)
+    state, control = TrainerState(), TrainerControl()
+    gathers = 0
+    norms = []
+    gather = distributed.gather
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return gather(*arguments, **keywords)
+
+    distributed.gather = counted
+    try:
+        for state.global_step, batch in enumerate(labelled_batches(4, seed=rank), start=1):
+            output = cell(*batch)
+            norms.append(getattr(output, "local_norm", torch.zeros(0)))
+            monitor.on_step_end(
+                None, state, control, step_output=output, step_report=cell.last_report
+            )
+        monitor.on_train_end(None, state, control)
+    finally:
+        distributed.gather = gather
+    return {"norms": torch.stack(norms), "names": cell.local_norm_names, "gathers": gathers}

@@ -1,0 +1,78 @@
+"""The local norms of all ranks, gathered into the main process's files."""
+
+import math
+
+import pytest
+
+from mfwrap.callbacks import LocalNormMonitor
+from mfwrap.run_record import read_run
+from rank_monitors import gather_norms
+
+
+def test_every_ranks_norms_are_in_the_record(two_ranks, tmp_path):
+    """Of the steps of the interval; the run page reads them layer by rank."""
+    folder = tmp_path / "run"
+    ranks = two_ranks.run(gather_norms, str(folder), {"step_interval": 2})
+    record = read_run(folder)
+
+    assert list(record.local_norms) == [0, 1]
+    for rank, trained in enumerate(ranks):
+        for index, name in enumerate(trained["names"]):
+            curve = record.local_norms[rank][name]
+            assert curve.steps == [2, 4]
+            assert curve.values == pytest.approx(trained["norms"][1::2, index].tolist())
+        assert trained["gathers"] == 2
+    assert not ranks[0]["norms"].allclose(ranks[1]["norms"], rtol=0.01)
+
+
+def test_curves_of_each_rank(two_ranks, tmp_path):
+    """In folders of their own, which TensorBoard shows side by side."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = {"tensorboard_dir": str(tmp_path / "events")}
+    ranks = two_ranks.run(gather_norms, str(tmp_path / "run"), settings)
+    for rank, trained in enumerate(ranks):
+        events = accumulator.EventAccumulator(str(tmp_path / "events" / f"rank_{rank}"))
+        events.Reload()
+        for index, name in enumerate(trained["names"]):
+            scalars = events.Scalars(f"local_norm/{name}")
+            assert [scalar.step for scalar in scalars] == [1, 2, 3, 4]
+            expected = trained["norms"][:, index].tolist()
+            assert [scalar.value for scalar in scalars] == pytest.approx(expected)
+
+
+def test_one_process_writes_its_own(tmp_path):
+    """Without a message."""
+    trained = gather_norms(0, str(tmp_path), {})
+
+    assert list(read_run(tmp_path).local_norms) == [0]
+    assert trained["gathers"] == 0
+
+
+def test_without_local_norms_it_says_so_once(tmp_path, caplog):
+    """And writes nothing."""
+    gather_norms(0, str(tmp_path), {"local_norm": False})
+
+    assert [record.message[:48] for record in caplog.records] == [
+        "LocalNormMonitor gets no local norms in this loo"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_needed():
+    """In a loop of one's own nothing else says where."""
+    with pytest.raises(ValueError, match="`folder` must be given in a loop of your own, got None"):
+        gather_norms(0, None, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"step_interval": 0}, ValueError, "`step_interval` must be"),
+        ({"step_interval": math.pi}, TypeError, "`step_interval` must be"),
+        ({"folder": 3}, TypeError, "`folder` must be a path or None, got 3"),
+    ],
+)
+def test_wrong_arguments(settings, error, message):
+    """Each error names its argument."""
+    with pytest.raises(error, match=message):
+        LocalNormMonitor(**settings)
