@@ -5,6 +5,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,39 @@ class AdamWeightDecay(Optimizer):
                 parameter.sub_(group["lr"] * step)
 
 
+class EarlyEpsilonAdam(Optimizer):
+    """MindSpore's ``nn.Adam``, which adds epsilon before the bias correction; torch's, after it."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Do ``p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)``."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+                state["t"] += 1
+                gradient = parameter.grad + group["weight_decay"] * parameter
+                m = state["m"].lerp_(gradient, 1 - beta1)
+                v = state["v"].lerp_(gradient.square(), 1 - beta2)
+                corrected = math.sqrt(1 - beta2 ** state["t"]) / (1 - beta1 ** state["t"])
+                parameter.sub_(group["lr"] * corrected * m / (v.sqrt() + group["eps"]))
+
+
 _OPTIMIZERS: dict[str, Any] = {
     "SGD": SGD,
     "Momentum": SGD,
@@ -129,7 +163,11 @@ FUSED = frozenset(_OPTIMIZERS) - {"AdamWeightDecay"}
 
 
 def optimizer_of(
-    case: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], *, fused: bool
+    case: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    fused: bool,
+    kind: type[Optimizer] | None = None,
 ) -> tuple[Optimizer, LambdaLR]:
     """Return the optimizer of a case and its schedule, a constant one for fixed rates.
 
@@ -137,6 +175,7 @@ def optimizer_of(
         case: Recorded.
         parameters: By name.
         fused: Use torch's fused form.
+        kind: Class in the place of torch's, which has no fused form.
     """
     recorded = case["optimizer"]
     arguments = dict(recorded["args"])
@@ -144,7 +183,7 @@ def optimizer_of(
     weight_decay = arguments.pop("weight_decay", 0.0)
     if "beta1" in arguments or "beta2" in arguments:
         arguments["betas"] = (arguments.pop("beta1", 0.9), arguments.pop("beta2", 0.999))
-    if recorded["class"] in FUSED:
+    if recorded["class"] in FUSED and kind is None:
         arguments["fused"] = fused
     groups, factors = [], []
     for group in recorded.get("groups", [{"params": list(parameters)}]):
@@ -161,7 +200,8 @@ def optimizer_of(
                     }
                 )
                 factors.append(factor)
-    optimizer = _OPTIMIZERS[recorded["class"]](groups, lr=0.0, **arguments)
+    made: Any = _OPTIMIZERS[recorded["class"]] if kind is None else kind
+    optimizer = made(groups, lr=0.0, **arguments)
     if loss_scale is not None:
         _divide_gradients(optimizer, loss_scale)
     return optimizer, LambdaLR(optimizer, factors)

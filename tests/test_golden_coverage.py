@@ -1,0 +1,155 @@
+"""Every recorded case is run by a test; those that differ on purpose by one of their own."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from golden_traces import FOLDER, cases
+
+NUM_CASES = {
+    "adaptive_loss_scale_update_cell": 10,
+    "amp_all_finite": 28,
+    "amp_dynamic_loss_scaler": 18,
+    "amp_scale_unscale": 12,
+    "argument_errors": 41,
+    "clip_by_global_norm": 24,
+    "dynamic_loss_scale_manager": 13,
+    "dynamic_loss_scale_update_cell": 37,
+    "fixed_loss_scale_manager": 5,
+    "fixed_loss_scale_update_cell": 5,
+    "functional_step": 5,
+    "grad_scale": 7,
+    "grad_tables": 216,
+    "mf_clip_grad_norm": 23,
+    "mf_local_norm": 23,
+    "mf_runtime_errors": 2,
+    "mf_train_one_step_cell": 35,
+    "optimizers": 20,
+    "overflow_status": 10,
+    "train_one_step_cell": 6,
+    "train_one_step_with_loss_scale_cell": 13,
+}
+"""Recorded cases by file."""
+
+INSTEAD = {
+    # The scale would become infinite.
+    "dyn_grow_to_inf": "test_golden_loss_scale::test_dynamic_growth_to_infinity_is_not_done",
+    "adaptive_09": "test_golden_loss_scale::test_adaptive_growth_to_infinity_is_not_done",
+    # Loss scales above 2**60.
+    "ls_probe_natural_overflow": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_probe_tensor_2p126": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_relu_natural_overflow_b": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_tensor1d_set_sense": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    "mf_natural_overflow_b": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    "mf_relu_natural_overflow": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    # torch's formula of Adam.
+    "adam_eps_big": "test_golden_optimizers::test_another_epsilon",
+    "adam_loss_scale": "test_golden_optimizers::test_another_epsilon",
+    # What fails at MindFormers' first step fails at construction; the other one is run by its id.
+    "mf_runtime_skip_without_clip": "test_golden_errors::test_skip_without_clip",
+    "mf_runtime_per_token_scalar_denominator": (
+        "test_golden_errors::test_per_token_with_a_scalar_denominator"
+    ),
+}
+"""Cases that no test compares as they are, and the test of what happens instead."""
+
+MAIN = {
+    "adaptive_loss_scale_update_cell": "test_golden_loss_scale::test_adaptive",
+    "amp_all_finite": "test_golden_amp::test_all_finite",
+    "amp_dynamic_loss_scaler": "test_golden_amp::test_dynamic_loss_scaler",
+    "amp_scale_unscale": "test_golden_amp::test_scale_and_unscale",
+    "argument_errors": "test_golden_errors::test_argument",
+    "clip_by_global_norm": "test_golden_gradients::test_clip_by_global_norm",
+    "dynamic_loss_scale_manager": "test_golden_amp::test_dynamic_loss_scale_manager",
+    "dynamic_loss_scale_update_cell": "test_golden_loss_scale::test_dynamic",
+    "fixed_loss_scale_manager": "test_golden_amp::test_fixed_loss_scale_manager",
+    "fixed_loss_scale_update_cell": "test_golden_loss_scale::test_fixed",
+    "functional_step": "test_golden_functional::test_functional_step",
+    "grad_scale": "test_golden_optimizers::test_unscaling",
+    "grad_tables": "test_golden_functional::test_grad_tables",
+    "mf_clip_grad_norm": "test_golden_gradients::test_global_norm",
+    "mf_local_norm": "test_golden_gradients::test_local_norm",
+    "mf_runtime_errors": None,
+    "mf_train_one_step_cell": "test_golden_cells::test_weights",
+    "optimizers": "test_golden_optimizers::test_weights_from_scaled_gradients",
+    "overflow_status": "test_golden_cells::test_overflow_status",
+    "train_one_step_cell": "test_golden_cells::test_plain_cell",
+    "train_one_step_with_loss_scale_cell": "test_golden_cells::test_weights",
+}
+"""The test that compares the cases of a file as they are."""
+
+
+def function(path: str) -> Any:
+    """Return a test by ``module::name``."""
+    module, _, name = path.partition("::")
+    return getattr(importlib.import_module(module), name)
+
+
+def ids_in(value: object) -> Iterator[str]:
+    """Yield the ids of cases that a parameter of a test stands for."""
+    if isinstance(value, dict) and "id" in value:
+        yield value["id"]
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from ids_in(one)
+
+
+def ids_run_by(path: str) -> set[str]:
+    """Return the ids of the cases that a test gets as parameters."""
+    marks = [mark for mark in function(path).pytestmark if mark.name == "parametrize"]
+    values = [value for mark in marks for value in mark.args[1]]
+    parameters = [getattr(value, "values", value) for value in values]
+    return {name for one in parameters for name in ids_in(one)}
+
+
+def test_every_file_is_there():
+    """The files and the number of their cases are those that were recorded: 553."""
+    found = {
+        path.stem: len(json.loads(path.read_text(encoding="utf-8"))["cases"])
+        for path in FOLDER.glob("*.json")
+    }
+
+    assert found == NUM_CASES
+    assert sum(found.values()) == 553
+
+
+@pytest.mark.parametrize("family", NUM_CASES)
+def test_every_case_is_run(family):
+    """As it is recorded, or by the test of what happens instead, never by neither or both."""
+    recorded = cases(family).keys()
+    path = MAIN[family]
+    run = recorded & ids_run_by(path) if path else set()
+
+    assert len(recorded) == NUM_CASES[family]
+    assert run | (recorded & INSTEAD.keys()) == recorded
+    assert not run & INSTEAD.keys()
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_differs_has_a_test_of_its_own(name):
+    """It gets the case as a parameter, or names it."""
+    path = INSTEAD[name]
+
+    assert name in ids_run_by_or_named(path)
+
+
+def ids_run_by_or_named(path: str) -> set[str]:
+    """Return the ids of a test's parameters, and those that its source has."""
+    test = function(path)
+    named = {name for name in INSTEAD if f'"{name}"' in inspect.getsource(test)}
+    return named | (ids_run_by(path) if hasattr(test, "pytestmark") else set())
+
+
+def test_no_recorded_case_is_skipped():
+    """The count itself: 541 as they are, 12 otherwise."""
+    as_they_are = sum(
+        len(cases(family).keys() & ids_run_by(path)) for family, path in MAIN.items() if path
+    )
+
+    assert (as_they_are, len(INSTEAD)) == (541, 12)
