@@ -41,6 +41,8 @@ class CheckpointHealth:
     global_norm: float | None = None
     embedding_norm: float | None = None
     consecutive_skips: int | None = None
+    skips_since_last: int | None = None
+    """Updates that were skipped since the last checkpoint."""
 
 
 def health_of(

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.callbacks.arguments import check_bool, check_int, check_positive_number
@@ -19,8 +19,8 @@ from mfwrap.callbacks.checkpoint_health import (
     has_bad_weights,
     health_of,
     record_health,
-    recorded_health,
 )
+from mfwrap.callbacks.checkpoint_rotation import PREFIX, rotate_checkpoints
 from mfwrap.callbacks.norm_history import GlobalNormHistory
 from mfwrap.callbacks.rank_evidence import exchanged
 from mfwrap.callbacks.run_log import run_logger
@@ -28,11 +28,9 @@ from mfwrap.callbacks.run_size import num_processes
 
 __all__ = ["CheckpointMonitor"]
 
-_PREFIX = "checkpoint-"
-
 
 @final
-class CheckpointMonitor(TrainerCallback):
+class CheckpointMonitor(TrainerCallback, ExportableState):
     """Let a Trainer save by steps or time, keep the last checkpoints, and record their health.
 
     The Trainer writes ``checkpoint-<step>``; set its ``save_strategy`` to ``"no"``, unless it shall
@@ -45,7 +43,8 @@ class CheckpointMonitor(TrainerCallback):
     on all ranks. `newest_healthy_checkpoint` finds the one to resume from. A file that breaks off
     says nothing of a checkpoint, and then it is not healthy.
 
-    By time, the main process decides; the others hear of it a step later, without a wait.
+    By time, the main process decides; the others hear of it a step later, without a wait. With a
+    Trainer, the usual norm is part of the checkpoint.
 
     Source: MindFormers, ``CheckpointMonitor``.
 
@@ -93,6 +92,15 @@ class CheckpointMonitor(TrainerCallback):
         if not save_checkpoint_steps and not save_checkpoint_seconds:
             msg = "`save_checkpoint_steps` or `save_checkpoint_seconds` must be > 0, got 0 for both"
             raise ValueError(msg)
+        self._settings = {
+            "save_checkpoint_steps": save_checkpoint_steps,
+            "save_checkpoint_seconds": save_checkpoint_seconds,
+            "keep_checkpoint_max": keep_checkpoint_max,
+            "use_checkpoint_health_monitor": use_checkpoint_health_monitor,
+            "embedding_local_norm_threshold": embedding_local_norm_threshold,
+            "embedding_pattern": embedding_pattern,
+            "most_skips": most_skips,
+        }
         self._steps, self._seconds = save_checkpoint_steps, save_checkpoint_seconds
         self._keep = keep_checkpoint_max
         self._records_health = use_checkpoint_health_monitor
@@ -100,20 +108,40 @@ class CheckpointMonitor(TrainerCallback):
         self._embedding = re.compile(embedding_pattern)
         self._most_skips = most_skips
         self._clock = clock
-        self._saved_at = 0.0
-        self._reads: DeferredReads | None = None
-        self._is_time = False
-        self._begin()
+        self.saved_run: dict[str, Any] | None = None
+        """What to go on with, if the next run begins at its step."""
+        self._begin(0)
 
-    def _begin(self) -> None:
+    def _begin(self, global_step: int) -> None:
         self._history = GlobalNormHistory(10.0)
+        self._skips_before = 0
+        if self.saved_run is not None and self.saved_run["global_step"] == global_step:
+            self._history.load_state_dict(self.saved_run["global_norm"])
+            self._skips_before = self.saved_run["skipped_updates"]
+        self._step = global_step
         self._last: dict[str, float] = {}
         self._is_spike = False
-        self._reads = None
+        self._reads: DeferredReads | None = None
         self._is_time = False
         self._saved_at = self._clock()
 
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def state(self) -> dict[str, Any]:
+        """Return what a Trainer writes into its checkpoint, after waiting for what is pending.
+
+        Returns:
+            Settings as ``args``, what is known of usual norms as ``attributes``; JSON.
+        """
+        self._flush()
+        saved = {
+            "global_step": self._step,
+            "global_norm": self._history.state_dict(),
+            "skipped_updates": int(self._last.get("skipped_updates", self._skips_before)),
+        }
+        return {"args": dict(self._settings), "attributes": {"saved_run": saved}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
         """Start the clock.
 
         Raises:
@@ -125,7 +153,7 @@ class CheckpointMonitor(TrainerCallback):
                 f"{args.save_total_limit}; or set keep_checkpoint_max=0"
             )
             raise ValueError(msg)
-        self._begin()
+        self._begin(state.global_step)
 
     def on_step_end(
         self,
@@ -140,6 +168,7 @@ class CheckpointMonitor(TrainerCallback):
         """Ask for a checkpoint, if it is time; keep what tells its health."""
         del args
         self._flush()
+        self._step = state.global_step
         by_steps = bool(self._steps) and state.global_step % self._steps == 0
         if by_steps or self._is_time or state.global_step >= state.max_steps:
             control.should_save = True
@@ -161,7 +190,7 @@ class CheckpointMonitor(TrainerCallback):
         self._flush()
         self._is_time = False
         run_folder = Path(args.output_dir or ".")
-        folder = run_folder / f"{_PREFIX}{state.global_step}"
+        folder = run_folder / f"{PREFIX}{state.global_step}"
         if self._records_health:
             health = self._health(folder.name, state.global_step, model)
             if state.is_world_process_zero and folder.is_dir():
@@ -170,7 +199,7 @@ class CheckpointMonitor(TrainerCallback):
                     reasons = ", ".join(health.reasons)
                     run_logger(__name__).warning("%s is not healthy: %s", folder.name, reasons)
         if self._keep and state.is_world_process_zero:
-            self._rotate(run_folder, state.best_model_checkpoint)
+            rotate_checkpoints(run_folder, self._keep, state.best_model_checkpoint)
         self._saved_at = self._clock()
 
     def _keep_values(self, output: Any, report: StepReport | None) -> None:
@@ -182,6 +211,7 @@ class CheckpointMonitor(TrainerCallback):
                 values["global_norm"] = output.global_norm
         if report is not None:
             values["consecutive_skips"] = report.consecutive_skips
+            values["skipped_updates"] = report.skipped_updates
             embedding = self._embedding_norm(report)
             if embedding is not None:
                 values["embedding_norm"] = embedding
@@ -252,24 +282,11 @@ class CheckpointMonitor(TrainerCallback):
             global_norm=known.get("global_norm"),
             embedding_norm=known.get("embedding_norm"),
             consecutive_skips=None if skips is None else int(skips),
+            skips_since_last=self._skips_since_last(),
         )
 
-    def _rotate(self, run_folder: Path, best: str | None) -> None:
-        """Delete the oldest checkpoints; what is half deleted bears no checkpoint's name."""
-        doomed = run_folder / "deleted.partial"
-        shutil.rmtree(doomed, ignore_errors=True)
-        steps = {
-            int(path.name.removeprefix(_PREFIX)): path
-            for path in run_folder.glob(f"{_PREFIX}*")
-            if path.is_dir() and path.name.removeprefix(_PREFIX).isdigit()
-        }
-        ordered = [steps[step] for step in sorted(steps)]
-        kept = set(ordered[-self._keep :])
-        healthy = recorded_health(run_folder)
-        kept |= set([path for path in ordered if healthy.get(path.name)][-1:])
-        if best is not None:
-            kept |= {path for path in ordered if path.resolve() == Path(best).resolve()}
-        for path in ordered:
-            if path not in kept:
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+    def _skips_since_last(self) -> int | None:
+        if "skipped_updates" not in self._last:
+            return None
+        before, self._skips_before = self._skips_before, int(self._last["skipped_updates"])
+        return self._skips_before - before

@@ -24,6 +24,7 @@ class MetricWriters:
         tensorboard: Folder of the events file; ``None`` for none.
         json_lines: File of JSON lines; ``None`` for none.
         log_to: Takes what is for trackers, with the step; ``None`` keeps it in `tracked`.
+        max_grad_norm: What stands in the first JSON line besides; ``None`` for nothing.
 
     Raises:
         ImportError: If `tensorboard` is given and TensorBoard is not installed.
@@ -36,9 +37,11 @@ class MetricWriters:
         tensorboard: Path | None = None,
         json_lines: Path | None = None,
         log_to: Callable[[dict[str, float], int], None] | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         self._logs = logs
         self._log_to = log_to
+        self._once = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
         self.tracked: dict[str, float] = {}
         """What was for trackers last, by its tag."""
         self._events_folder = tensorboard
@@ -71,7 +74,8 @@ class MetricWriters:
         self._write_events(position, by_format.get("tensorboard", {}))
         if self._lines is not None and "jsonl" in by_format:
             place = {"step": position.step, "epoch": position.epoch}
-            self._lines.append({**place, **step_numbers, **by_format["jsonl"]})
+            once, self._once = self._once, {}
+            self._lines.append({**place, **once, **step_numbers, **by_format["jsonl"]})
         if "trackers" in by_format:
             self._track(position.step, by_format["trackers"], step_numbers)
 

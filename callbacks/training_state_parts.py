@@ -65,6 +65,7 @@ def run_parts(
             tensorboard=events,
             json_lines=rank_file(folder, "training_state", rank) if lines and folder else None,
             log_to=log_to if is_main else None,
+            max_grad_norm=None if args is None else args.max_grad_norm or None,
         ),
         finder=_finder(settings, args, model) if settings.find_culprit else None,
         anomalies=AnomalyLog(folder, rank),

@@ -69,7 +69,7 @@ def _saves(rank: int) -> list[int]:
     monitor = CheckpointMonitor(save_checkpoint_seconds=10, clock=lambda: now[0])
     state, control = TrainerState(max_steps=20), TrainerControl()
     arguments: Any = type("Arguments", (), {"save_total_limit": None})()
-    monitor.on_train_begin(arguments)
+    monitor.on_train_begin(arguments, state)
     saved = []
     for step in range(1, 13):
         now[0] += 4.0 if rank == 0 else 7.0 * rank

@@ -1,5 +1,6 @@
 """Checkpoints of a real Trainer: when they are saved, which are kept, which are healthy."""
 
+import json
 import math
 import re
 
@@ -104,6 +105,35 @@ def test_a_resume_from_the_newest_healthy_one(tmp_path):
     assert again.attached.last_report.applied_updates == 6
     assert newest_healthy_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
     assert [r["healthy"] for r in records(tmp_path)][-3:] == [True] * 3
+
+
+def test_what_is_usual_goes_on_after_a_resume(tmp_path):
+    """The state of a run in two parts is that of a run in one, and JSON can hold it."""
+    spoilt = [1.0, NAN, 1.0, 1.0, NAN, NAN]
+    whole = CheckpointMonitor(3)
+    trained(tmp_path / "whole", whole, model=spoilt_llama(spoilt))
+    trained(tmp_path / "parts", CheckpointMonitor(3), model=spoilt_llama(spoilt[:3]), max_steps=3)
+    later = CheckpointMonitor(3)
+    again = new_trainer(
+        MFTrainer,
+        tmp_path / "parts",
+        model=spoilt_llama(spoilt[3:]),
+        callbacks=[later],
+        extras={"step": StepConfig(local_norm=True)},
+        gradient_accumulation_steps=1,
+        max_steps=6,
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+    states = [json.loads(json.dumps(monitor.state())) for monitor in (whole, later)]
+    ours, theirs = (state["attributes"]["saved_run"] for state in states)
+
+    assert [r["skips_since_last"] for r in records(tmp_path / "parts")] == [1, 2]
+    assert [r["skips_since_last"] for r in records(tmp_path / "whole")] == [1, 2]
+    assert (ours["global_norm"]["num_steps"], ours["skipped_updates"]) == (3, 3)
+    # The schedule of the first part is shorter, so that norms differ a little.
+    assert theirs["global_norm"] == pytest.approx(ours["global_norm"], rel=0.5)
+    assert theirs["skipped_updates"] == 3
+    assert CheckpointMonitor.from_state(states[0])._settings == whole._settings
 
 
 def test_weights_that_are_not_finite(tmp_path):
@@ -259,7 +289,7 @@ def test_a_step_reads_nothing(tmp_path):
 
     trainer = trained(tmp_path, monitor, callbacks=[Keep()], max_steps=1)
     state, args = TrainerState(max_steps=99), trainer.args
-    monitor.on_train_begin(args)
+    monitor.on_train_begin(args, TrainerState())
     step_output, step_report = outputs[0]
     values = {"step_output": step_output, "step_report": step_report}
 

@@ -77,6 +77,7 @@ def test_every_number(tmp_path):
     assert len(lines(tmp_path)) == len(reference.steps) == 4
     for record, expected in zip(lines(tmp_path), reference.steps, strict=True):
         assert record.pop("epoch") == 1
+        assert record.pop("max_grad_norm", 1.0) == 1.0
         assert record == pytest.approx(expected, rel=1e-5)
 
 
@@ -99,9 +100,9 @@ def test_target(invert, tmp_path):
         if tag in sums or any(re.search(p, tag.split("/", 1)[1]) for p in patterns) is not invert
     }
 
-    assert "epoch" in record
+    assert record.pop("epoch") == record.pop("max_grad_norm") == 1
     assert 10 < len(expected) < len(reference.steps[0])
-    assert {k: v for k, v in record.items() if k != "epoch"} == pytest.approx(expected, rel=1e-5)
+    assert record == pytest.approx(expected, rel=1e-5)
 
 
 def test_step_interval(tmp_path):
@@ -204,7 +205,7 @@ def test_a_stock_trainer(tmp_path, caplog):
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert records[-1]["weight_norm"] == pytest.approx(norm, rel=1e-6)
     assert {tag.split("/")[0] for tag in records[0]} == {
-        *("step", "epoch", "adam_m_norm", "adam_v_norm", "weight_norm")
+        *("step", "epoch", "max_grad_norm", "adam_m_norm", "adam_v_norm", "weight_norm")
     }
     assert said == [
         (
