@@ -98,6 +98,8 @@ class TrainOneStepCell:
             raise ValueError(msg)
         self.network = checked_network(network)
         self.optimizer = unwrapped_optimizer(optimizer)
+        self.weights: list[Tensor] = _weights(self.optimizer)
+        """The optimizer's parameters, in its order."""
         self.sens = sens
         self.return_grad = return_grad
         self._lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
@@ -156,7 +158,7 @@ class LossScaleHooks:
     @property
     def weights(self) -> list[Tensor]:
         """The optimizer's parameters, in its order."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return _weights(self.optimizer)
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale, from the next step on.
@@ -292,6 +294,10 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         """
         check_keys(state_dict, {"loss_scale"}, "cell")
         self._loss_scale.load_state_dict(state_dict["loss_scale"])
+
+
+def _weights(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

@@ -132,6 +132,12 @@ class DynamicLossScaleManager(LossScaleManager):
         check_factor(scale_factor)
         self.scale_factor = scale_factor
         self.scale_window = check_positive_int("scale_window", scale_window)
+        self.increase_ratio = scale_factor
+        """What the loss scale is multiplied by when it grows."""
+        self.decrease_ratio = 1 / scale_factor
+        """What the loss scale is multiplied by when it falls."""
+        self.bad_step_max = _MAX_CONSECUTIVE_OVERFLOWS
+        """Overflows in a row that are borne."""
         self.cur_iter = 1
         """Number of the next update, from 1."""
         self.last_overflow_iter = 0
@@ -154,22 +160,22 @@ class DynamicLossScaleManager(LossScaleManager):
         """
         if overflow:
             # The product with the reciprocal, not a quotient: MindSpore's exact number.
-            self.loss_scale = max(self.loss_scale * (1 / self.scale_factor), 1)
+            self.loss_scale = max(self.loss_scale * self.decrease_ratio, 1)
             self.last_overflow_iter = self.cur_iter
             self.bad_step += 1
             self._check_overflows()
         else:
             if (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-                grown = self.loss_scale * self.scale_factor
+                grown = self.loss_scale * self.increase_ratio
                 self.loss_scale = grown if grown <= sys.float_info.max else self.loss_scale
             self.bad_step = 0
         self.cur_iter += 1
 
     def _check_overflows(self) -> None:
-        if self.bad_step > _MAX_CONSECUTIVE_OVERFLOWS:
+        if self.bad_step > self.bad_step_max:
             msg = (
                 f"{self.bad_step} updates in a row overflowed, more than "
-                f"{_MAX_CONSECUTIVE_OVERFLOWS}, the last one at update {self.cur_iter} with loss "
+                f"{self.bad_step_max}, the last one at update {self.cur_iter} with loss "
                 f"scale {self.loss_scale:g} left; find what is not finite before going on"
             )
             raise RuntimeError(msg)

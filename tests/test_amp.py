@@ -39,6 +39,20 @@ def test_manager_scaler_and_cell_agree(overflows, window, factor):
         assert manager.get_loss_scale() == scaler.scale_value.item() == on_device.item()
 
 
+def test_a_managers_numbers_are_mindspores():
+    """Under MindSpore's names, and they are those that it works with."""
+    manager = DynamicLossScaleManager(2**10, 4, 7)
+    assert (manager.increase_ratio, manager.decrease_ratio) == (4, 0.25)
+    assert (manager.scale_factor, manager.scale_window, manager.bad_step_max) == (4, 7, 1000)
+    assert (manager.cur_iter, manager.last_overflow_iter, manager.bad_step) == (1, 0, 0)
+
+    manager.decrease_ratio, manager.bad_step_max = 0.5, 1
+    manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+    assert manager.loss_scale == 2**9
+    with pytest.raises(RuntimeError, match="more than 1,"):
+        manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
+
+
 def test_too_many_overflows():
     """The 1001st overflow in a row is an error, which a finite step would have forgiven."""
     manager = DynamicLossScaleManager(2**10)

@@ -1,6 +1,8 @@
-"""docs/migration.md names what MindSpore's documents name, and the guide's numbers hold."""
+"""Each name of MindSpore's documents stands in docs/names.md with its test; the guides' numbers."""
 
 import ast
+import copy
+import doctest
 import re
 from pathlib import Path
 
@@ -9,46 +11,84 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap import Model
+from mfwrap import GradOperation, Model, TrainOneStepCell, WithLossCell
+from mfwrap.absent_names import INSTEAD
 from mfwrap.callbacks import LossMonitor
+from mfwrap.callbacks.absent_callbacks import INSTEAD as CALLBACKS_INSTEAD
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
-DOCUMENTED = (
+PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
+DOCUMENTED = {
     # the reference page of the step with a loss scale
-    *("TrainOneStepWithLossScaleCell", "get_overflow_status", "process_loss_scale"),
-    *("set_sense_scale", "start_overflow_check", "WithLossCell", "DynamicLossScaleUpdateCell"),
-    *("MSELoss", "Momentum"),
+    "The step with a loss scale": (
+        *("TrainOneStepWithLossScaleCell", "get_overflow_status", "process_loss_scale"),
+        *("set_sense_scale", "start_overflow_check", "scale_sense", "Cell", "Tensor", "Parameter"),
+        *("construct", "MatMul", "MSELoss", "Momentum", "trainable_params", "WithLossCell"),
+        *("DynamicLossScaleUpdateCell", "mstype.float32", "TypeError", "ValueError"),
+    ),
     # the source of the managers
-    *("LossScaleManager", "FixedLossScaleManager", "DynamicLossScaleManager", "get_loss_scale"),
-    *("update_loss_scale", "get_update_cell", "get_drop_overflow_update"),
-    "FixedLossScaleUpdateCell",
+    "Loss-scale managers": (
+        *("LossScaleManager", "FixedLossScaleManager", "DynamicLossScaleManager", "Model"),
+        *("get_loss_scale", "update_loss_scale", "get_update_cell", "get_drop_overflow_update"),
+        *("drop_overflow_update", "loss_scale_manager", "FixedLossScaleUpdateCell", "loss_scale"),
+        *("scale_factor", "scale_window", "increase_ratio", "decrease_ratio", "cur_iter"),
+        *("last_overflow_iter", "bad_step", "bad_step_max", "Momentum", "RuntimeError"),
+    ),
     # the guide that compares three frameworks
-    *("set_context", "Accuracy", "SoftmaxCrossEntropyWithLogits", "CheckpointConfig"),
-    *("ModelCheckpoint", "LossMonitor", "Model", "model.train", "lenet", "GeneratorDataset"),
-    *("create_dict_iterator", "create_tuple_iterator", "GradOperation", "Cell", "construct"),
-    *("TrainOneStepCell", "DistributedGradReducer", "depend", "fill", "identity"),
+    "The comparison of three frameworks": (
+        *("set_context", "GRAPH_MODE", "Accuracy", "SoftmaxCrossEntropyWithLogits", "Model"),
+        *("CheckpointConfig", "ModelCheckpoint", "LossMonitor", "model.train", "lenet", "LeNet"),
+        *("create_dataset", "GeneratorDataset", "source", "column_names", "column_types"),
+        *("num_samples", "num_parallel_workers", "shuffle", "sampler", "num_shards", "shard_id"),
+        *("batch", "map", "repeat", "create_dict_iterator", "create_tuple_iterator"),
+        *("GradOperation", "get_by_list", "sens_param", "TrainOneStepCell", "sens", "weights"),
+        *("grad", "grad_reducer", "backbone_network", "WithLossCell", "set_grad", "ParallelMode"),
+        *("DistributedGradReducer", "ops.depend", "F.depend", "fill", "identity"),
+    ),
+    # the guide on gradients
+    "Gradients": (
+        *("mindspore.grad", "mindspore.value_and_grad", "GradOperation", "grad_position"),
+        *("weights", "has_aux", "Dense", "set_data", "asnumpy", "StaticLossScaler", "scale"),
+        *("unscale", "all_finite", "clip_by_global_norm"),
+    ),
     # the reference page of MindFormers' step
-    "MFTrainOneStepCell",
+    "MindFormers' step": (
+        *("MFTrainOneStepCell", "network", "optimizer", "use_clip_grad", "max_grad_norm"),
+        *("scale_sense", "local_norm", "loss", "overflow", "loss scale", "learning rate"),
+        *("global norm", "size", "TypeError", "ValueError"),
+    ),
+}
+"""Public names in MindSpore's and MindFormers' documents of a training step, by section."""
+
+
+def section(title: str) -> str:
+    """Return what stands below a heading of the page."""
+    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    """Return names and test of each row of a table."""
+    return re.findall(r"^\| (.+?) \| .+ \| `(tests/.+)` \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("title", "name"), [(title, name) for title, names in DOCUMENTED.items() for name in names]
 )
-"""Public names in MindSpore's and MindFormers' documents of a training step."""
+def test_each_name_has_a_test(title, name):
+    """Every public name stands in the table of its document."""
+    pattern = rf"`[^`]*(?<!\w){re.escape(name)}(?!\w)[^`]*`"
+
+    assert [row for row in rows(section(title)) if re.search(pattern, row[0])]
 
 
-def rows() -> list[tuple[str, str]]:
-    """Return names and test of each row of the last table."""
-    table = PAGE.partition("## Where each name is tested")[2]
-    return re.findall(r"^\| (.+) \| `(tests/.+)` \|$", table, re.MULTILINE)
+def test_each_row_is_read():
+    """No row of a table is one that the tests pass over."""
+    for title in DOCUMENTED:
+        lines = [line for line in section(title).splitlines() if line.startswith("| ")]
+        assert len(rows(section(title))) == len(lines) - 2
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_each_name_has_a_test(name):
-    """Every public name stands in the table of tests."""
-    pattern = rf"(?<!\w){re.escape(name)}(?!\w)"
-
-    assert [row for row in rows() if re.search(pattern, row[0])]
-
-
-@pytest.mark.parametrize("test", sorted({test for _, test in rows()}))
+@pytest.mark.parametrize("test", sorted({test for _, test in rows(PAGE)}))
 def test_each_test_exists(test):
     """What the table names is there."""
     file, _, name = test.partition("::")
@@ -57,12 +97,93 @@ def test_each_test_exists(test):
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_pages_of_the_guide_are_named():
-    """Names that PyTorch has no use for have what stands for them in the first table."""
-    names = PAGE.partition("## Names")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(("name", "sentence"), [*INSTEAD.items(), *CALLBACKS_INSTEAD.items()])
+def test_each_absent_name_stands_on_the_page(name, sentence):
+    """With what its error says."""
+    lines = section("Names that are not here").splitlines()
 
-    for name in ("nn.Cell", "construct", "set_context", "ops.depend", "ops.fill", "ops.identity"):
-        assert name in names
+    assert [line for line in lines if f"`{name}`" in line and line.endswith(f" | {sentence} |")]
+
+
+def test_the_notebook_of_the_comparison_runs():
+    """Every cell of MindSpore's notebook that compares frameworks."""
+    path = Path(__file__).with_name("comparison_notebook.txt")
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failures, cells = doctest.testfile(
+        str(path), module_relative=False, optionflags=options, report=True
+    )
+
+    assert cells > 30
+    assert failures == 0
+
+
+def test_what_stands_for_operators():
+    """Torch's forms of the operators that the documents use."""
+    loss = torch.tensor(3.0)
+    weight = nn.Parameter(torch.ones(2, 3))
+
+    assert torch.equal(torch.full(loss.shape, 8.0, dtype=loss.dtype), torch.tensor(8.0))
+    assert torch.equal(torch.matmul(torch.ones(1, 2), weight), torch.ones(1, 2) @ weight)
+    assert weight.requires_grad
+    assert torch.tensor([1.0]).dtype == torch.float32
+
+
+def test_what_stands_for_a_dataset():
+    """A part of the samples, of another type, in another order, in batches of one's own making."""
+    data = MyDataset(100)
+    part = torch.utils.data.Subset(data, range(10))
+    loader = torch.utils.data.DataLoader(
+        part,
+        batch_sampler=torch.utils.data.BatchSampler(
+            torch.utils.data.SequentialSampler(part), 4, drop_last=True
+        ),
+        collate_fn=lambda rows: (
+            torch.stack([torch.from_numpy(data) for data, _ in rows]).half(),
+            torch.tensor([float(label[0]) for _, label in rows]),
+        ),
+    )
+    batches = list(loader)
+
+    assert [(data.shape, data.dtype, label.sum().item()) for data, label in batches] == [
+        (torch.Size([4, 3, 4, 5]), torch.float16, 4.0)
+    ] * 2
+
+
+class GuidesStep(TrainOneStepCell):
+    """The step whose source the guide goes through, line by line."""
+
+    def __init__(self, network, optimizer, sens=1.0):
+        super().__init__(network, optimizer, sens)
+        self.grad = GradOperation(get_by_list=True, sens_param=True)
+
+    def __call__(self, *inputs):
+        loss = self.network(*inputs)
+        sens = torch.full(loss.shape, self.sens, dtype=loss.dtype)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        for weight, gradient in zip(self.weights, grads, strict=True):
+            weight.grad = gradient
+        self.optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("sens", [1.0, 4.0])
+def test_the_guides_own_step(sens):
+    """A step that is written out does what the cell does, also in `Model`."""
+    network = WithLossCell(nn.Linear(3, 1), nn.MSELoss())
+    assert network.backbone_network is network.backbone
+    other = copy.deepcopy(network)
+    ours, theirs = (
+        kind(one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9), sens)
+        for kind, one in ((TrainOneStepCell, network), (GuidesStep, other))
+    )
+    batch = torch.randn(8, 3), torch.randn(8, 1)
+
+    for _ in range(3):
+        torch.testing.assert_close(theirs(*batch), ours(*batch))
+    Model(ours).train(2, [batch])
+    Model(theirs).train(2, [batch])
+    for one, two in zip(network.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(two, one)
 
 
 class MyDataset(torch.utils.data.Dataset):
@@ -102,14 +223,3 @@ def test_the_guides_training_prints_its_numbers(capsys):
     torch.testing.assert_close(
         [float(loss) for _, loss in found], [loss for _, loss in expected], rtol=1e-6, atol=0
     )
-
-
-def test_the_guides_recorded_graph():
-    """A tensor knows the functions that made it, as the guide shows of PyTorch."""
-    x = torch.ones(2, 2, requires_grad=True)
-    y = x * 2 - 1
-    y.backward(y)
-
-    assert type(y.grad_fn).__name__ == "SubBackward0"
-    assert type(y.grad_fn.next_functions[0][0]).__name__ == "MulBackward0"
-    assert torch.equal(x.grad, torch.full((2, 2), 2.0))
