@@ -138,7 +138,8 @@ class Model:
                 several ranks a ``DataLoader`` is divided among them.
             callbacks: Of MindSpore's kind (`Callback`) and of transformers', in any order. The
                 latter get ``step_output`` and ``step_report`` in ``on_step_end``; of their
-                ``control``, ``should_training_stop`` and ``should_epoch_stop`` are heeded.
+                ``control``, ``should_training_stop`` and ``should_epoch_stop`` are heeded; a wish to
+                save or to evaluate is told in a warning.
             dataset_sink_mode: Copy batches to the device without waiting for them. (Callbacks are
                 called at each step all the same.)
             sink_size: With `dataset_sink_mode` the batches of an epoch, each going on where the

@@ -1,6 +1,7 @@
 """One training of `Model`: what its callbacks of both kinds are told, and when it stops."""
 
 import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
@@ -68,6 +69,13 @@ def refuse_older_hooks(callbacks: Sequence[ModelCallback]) -> None:
 
 
 _OLDER = ("begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "end")
+
+
+_UNHEARD: Mapping[str, str] = {
+    "should_evaluate": "`valid_frequency` of `fit` says when it evaluates",
+    "should_save": "give it a ModelCheckpoint, or train with MFTrainer",
+}
+"""Wishes of transformers' callbacks that nothing comes of, and what to do."""
 
 
 class _LoopDecides(DefaultFlowCallback):
@@ -145,6 +153,7 @@ class ModelRun:
             is_world_process_zero=main,
         )
         self._control = TrainerControl()
+        self._said: set[str] = set()
         self._args = _arguments(epoch)
         self._handler = CallbackHandler([_LoopDecides()], trained.network, None, optimizer, None)
         # Not by `add_callback`, which makes objects of classes and warns of two of one class.
@@ -213,7 +222,7 @@ class ModelRun:
     def end_epoch(self, *, evaluates: bool) -> None:
         """Tell of the end of an epoch, and whether an evaluation follows."""
         self._control.should_evaluate = evaluates
-        self._tell("on_epoch_end")
+        self._tell("on_epoch_end", evaluates=evaluates)
 
     def evaluated(self, metrics: Mapping[str, Any], results: Mapping[str, Any]) -> None:
         """Tell of an evaluation.
@@ -239,10 +248,18 @@ class ModelRun:
         adapted = (c for c in self._handler.callbacks if isinstance(c, AdaptedCallback))
         return [callback.callback for callback in adapted]
 
-    def _tell(self, event: str, **facts: Any) -> None:
+    def _tell(self, event: str, *, evaluates: bool = False, **facts: Any) -> None:
         self._control = self._handler.call_event(
             event, self._args, self._state, self._control, run_context=self.context, **facts
         )
+        for wish, instead in _UNHEARD.items():
+            if not getattr(self._control, wish) or (evaluates and wish == "should_evaluate"):
+                continue
+            setattr(self._control, wish, False)
+            if wish not in self._said:
+                self._said.add(wish)
+                msg = f"a callback set `{wish}` in {event}, which Model does not heed; {instead}"
+                warnings.warn(msg, stacklevel=2)
 
 
 def _arguments(epoch: int) -> TrainingArguments:

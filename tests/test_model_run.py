@@ -153,6 +153,31 @@ def test_what_transformers_callbacks_are_told():
     ]
 
 
+class Wishes(TrainerCallback):
+    """Sets a wish after each step."""
+
+    def __init__(self, wish):
+        self.wish = wish
+
+    def on_step_end(self, args, state, control, **_):
+        setattr(control, self.wish, True)
+
+
+@pytest.mark.parametrize("wish", ["should_save", "should_evaluate"])
+def test_a_wish_that_nothing_comes_of_is_told_once(wish):
+    """The training goes on, and an epoch ends when it ends."""
+    notes = Notes()
+    with pytest.warns(UserWarning, match=f"`{wish}` in on_step_end, which Model does not") as told:
+        model().train(2, batches(2), callbacks=[Wishes(wish), notes])
+
+    assert len(told) == 1
+    assert notes.calls == [
+        "on_train_begin",
+        *(["on_train_epoch_begin", *STEP, *STEP, "on_train_epoch_end"] * 2),
+        "on_train_end",
+    ]
+
+
 def test_older_names_are_called_in_train_and_refused_in_fit():
     """They cannot tell training from evaluation."""
     calls = []
