@@ -1,11 +1,14 @@
 """MindFormers' YAML files as recipes."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.recipe_yaml import RecipeDocument
+from mfwrap.recipes.models import config_keys
 
 __all__ = ["ImportedRecipe", "import_mindformers"]
 
@@ -47,6 +50,7 @@ _MODEL_TYPES: Mapping[str, str] = {
     "ViTConfig": "vit",
 }
 _MODEL_KEYS: Mapping[str, str] = {
+    "ffn_hidden_size": "intermediate_size",
     "hidden_act": "hidden_act",
     "hidden_size": "hidden_size",
     "image_size": "image_size",
@@ -59,6 +63,7 @@ _MODEL_KEYS: Mapping[str, str] = {
     "num_hidden_layers": "num_hidden_layers",
     "num_key_value_heads": "num_key_value_heads",
     "num_layers": "num_hidden_layers",
+    "padded_vocab_size": "vocab_size",
     "patch_size": "patch_size",
     "rms_norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
@@ -130,6 +135,7 @@ class _Converter:
             "runner_wrapper": self._wrapper(),
             **{name: self._left.pop(name, None) for name in _AS_THEY_STAND},
         }
+        self._embedding_threshold(sections)
         self._tensorboard(sections)
         self._nan_check(sections)
         self._note_the_rest()
@@ -162,14 +168,21 @@ class _Converter:
         config: dict[str, Any] = {"model_type": kind} if kind else dict(_DEFAULT_MODELS[task])
         if said is not None and kind is None:
             self.notes.append(f"model: {said} is not known here, so it is a {config['model_type']}")
+        known = self._config_keys(config["model_type"])
         for key, value in settings.items():
-            if key in _MODEL_KEYS and value is not None:
+            if _MODEL_KEYS.get(key) in known and value is not None:
                 config[_MODEL_KEYS[key]] = value
             else:
                 self.notes.append(f"model: without {key}")
-        if isinstance(sequence_length, int) and task == "causal_lm":
+        if isinstance(sequence_length, int) and "max_position_embeddings" in known:
             config.setdefault("max_position_embeddings", sequence_length)
         return {"config": config}, sequence_length
+
+    def _config_keys(self, kind: object) -> set[str]:
+        if kind in CONFIG_MAPPING:
+            return config_keys(str(kind))
+        says = f"must be a model of transformers, got {kind!r}"
+        raise self._document.error(("model", "model_config", "model_type"), says)
 
     def _training(self) -> dict[str, Any]:
         runner = self._section("runner_config")
@@ -223,6 +236,14 @@ class _Converter:
             if self._left.pop(key, False):
                 wrapper[key] = True
         return wrapper
+
+    def _embedding_threshold(self, sections: dict[str, Any]) -> None:
+        """Turn MindFormers' limit, of the square of a norm, into one of the norm."""
+        key = "embedding_local_norm_threshold"
+        for one in sections["callbacks"] or []:
+            if isinstance(one, dict) and isinstance(one.get(key), (int, float)) and one[key] > 0:
+                one[key] = math.sqrt(one[key])
+                self.notes.append(f"callbacks: {key} is of the norm here, not of its square")
 
     def _tensorboard(self, sections: dict[str, Any]) -> None:
         tensorboard = self._section("tensorboard")

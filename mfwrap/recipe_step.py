@@ -61,20 +61,21 @@ def read_step(
         objects: Builds its parts.
         wrapper: Section ``runner_wrapper``.
         monitor_config: Section ``monitor_config``, which has the threshold of spikes if
-            `wrapper` does not.
+            `wrapper` does not, and may show local norms: MindFormers' dump needs no other switch.
         max_grad_norm: Of the training; 0 if it does not clip.
 
     Raises:
         RecipeError: If a setting is out of range, or two exclude each other.
     """
+    shows_norms = _shows_local_norms(monitor_config or {})
     if wrapper is None:
-        return StepChoice(StepConfig(), None, None)
+        return StepChoice(StepConfig(local_norm=shows_norms), None, None)
     threshold = wrapper.global_norm_spike_threshold
     if threshold is None:
         threshold = (monitor_config or {}).get("global_norm_spike_threshold")
     settings: dict[str, Any] = {
         "use_clip_grad": max_grad_norm > 0,
-        "local_norm": wrapper.local_norm,
+        "local_norm": wrapper.local_norm or shows_norms,
         "local_norm_groups": wrapper.local_norm_groups,
         "use_skip_data_by_global_norm": wrapper.use_skip_data_by_global_norm,
         "max_consecutive_skips": wrapper.max_consecutive_skips,
@@ -86,6 +87,12 @@ def read_step(
     config = objects.build(("runner_wrapper",), StepConfig, settings)
     make_scale = _scale(objects, wrapper.scale_sense)
     return StepChoice(config, make_scale, wrapper.calculate_per_token_loss)
+
+
+def _shows_local_norms(monitor_config: Mapping[str, Any]) -> bool:
+    formats = ("local_norm_format", "device_local_norm_format")
+    is_on = monitor_config.get("monitor_on") is True
+    return is_on and any(monitor_config.get(name) for name in formats)
 
 
 def read_average(

@@ -21,7 +21,7 @@ from mfwrap.recipes.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.perceptron import Perceptron, PerceptronConfig
 from mfwrap.recipes.sections import Section
 
-__all__ = ["BYTES", "ModelSettings", "vocabulary_of"]
+__all__ = ["BYTES", "ModelSettings", "config_keys", "vocabulary_of"]
 
 BYTES = "bytes"
 """Name of the tokenizer that is built, not loaded."""
@@ -137,7 +137,7 @@ class ModelSettings(Section):
     def _configuration(self, implied: dict[str, Any]) -> PreTrainedConfig:
         given = dict(self.config or {})
         kind = given.pop("model_type")
-        known = _config_keys(kind)
+        known = config_keys(kind)
         settings = {k: v for k, v in implied.items() if k in known or k in _OF_ALL} | given
         if kind == PerceptronConfig.model_type:
             return PerceptronConfig(**settings)
@@ -152,7 +152,7 @@ class ModelSettings(Section):
             hint = f"; did you mean {guess[0]!r}?" if guess else ""
             msg = f"`config.model_type` must be a model of transformers, got {kind!r}{hint}"
             raise ValueError(msg)
-        known = _config_keys(kind) | _OF_ALL | {"model_type"}
+        known = config_keys(kind) | _OF_ALL | {"model_type"}
         for key in config:
             if key not in known:
                 guess = difflib.get_close_matches(str(key), known, n=1)
@@ -189,9 +189,15 @@ _OF_ALL = frozenset({"num_labels", "id2label", "label2id", "problem_type"})
 """What every configuration takes."""
 
 
-def _config_keys(kind: str) -> set[str]:
-    """Return what the configuration of a kind of model takes."""
+def config_keys(kind: str) -> set[str]:
+    """Return what the configuration of a kind of model takes, other names of the same included.
+
+    Args:
+        kind: ``model_type`` of transformers, or that of a `Perceptron`.
+    """
     if kind == PerceptronConfig.model_type:
         return {"num_features", "hidden_size", "num_hidden_layers"}
     config_class: Any = CONFIG_MAPPING[kind]
-    return {field.name for field in dataclasses.fields(config_class)}
+    return {field.name for field in dataclasses.fields(config_class)} | {
+        *config_class.attribute_map
+    }

@@ -1,10 +1,18 @@
 """MindFormers' YAML files become recipes, and their sections are taken as they stand."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import yaml
 
 from mfwrap.recipe import RecipeError, parse_recipe
 from mfwrap.recipe_mindformers import import_mindformers
+from mfwrap.recipe_run import run_recipe
+
+WHOLE = sorted((Path(__file__).parent / "mindformers").glob("*.yaml"))
+"""``every_key.yaml`` has all keys of MindFormers' documentation, the others are in its manner."""
 
 WRAPPER = """
 runner_wrapper:
@@ -229,3 +237,77 @@ def test_what_cannot_be_imported(text, says):
     """An error names file and section."""
     with pytest.raises(RecipeError, match=says):
         import_mindformers(text, "m.yaml")
+
+
+@pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
+@pytest.mark.parametrize("file", WHOLE, ids=lambda file: file.stem)
+def test_whole_files_become_valid_recipes(file):
+    """Files as MindFormers ships them become recipes that fit, at their full size."""
+    original = yaml.safe_load(file.read_text())
+    result = import_mindformers(file.read_text(), file.name)
+    recipe = parse_recipe(result.text, file.name, ["training.use_cpu=true"])
+
+    assert recipe.arguments.num_train_epochs == original["runner_config"]["epochs"]
+    clips = original["runner_wrapper"]["use_clip_grad"]
+    assert recipe.step.config.use_clip_grad == clips
+    assert {f"without {name}" for name in ("parallel", "context")} & set(result.notes)
+
+
+@pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
+def test_models_of_other_names():
+    """Sizes arrive also where transformers calls them otherwise, and only where there are such."""
+    gpt2 = next(file for file in WHOLE if file.stem == "pretrain_gpt2")
+    result = import_mindformers(gpt2.read_text(), "gpt2.yaml")
+    config = parse_recipe(result.text, "g", ["training.use_cpu=true"]).model.config
+
+    assert {"hidden_size": 768, "num_hidden_layers": 12}.items() <= config.items()
+    assert "model: without expand_ratio" in result.notes
+    text = "model: {model_config: {model_type: llamma}}\n"
+    with pytest.raises(RecipeError, match="must be a model of transformers, got 'llamma'"):
+        import_mindformers(text, "m.yaml")
+
+
+def test_the_limit_of_the_embedding_is_of_its_norm():
+    """MindFormers compares the square."""
+    text = next(file for file in WHOLE if file.stem == "every_key").read_text()
+    recipe = yaml.safe_load(import_mindformers(text, "m.yaml").text)
+
+    limits = [one.get("embedding_local_norm_threshold") for one in recipe["callbacks"]]
+    assert limits == [None, math.sqrt(270)]
+
+
+@pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
+def test_a_monitor_that_shows_local_norms_gets_them():
+    """MindFormers' dump needs no ``runner_wrapper.local_norm``."""
+    monitor = "monitor_config: {monitor_on: True, local_norm_format: log}\n"
+    off = monitor.replace("True", "False")
+    recipes = [
+        parse_recipe(import_mindformers(text, "m").text, "m", ["training.use_cpu=true"])
+        for text in (monitor, off, monitor + "runner_wrapper: {local_norm: False}\n")
+    ]
+
+    assert [one.step.config.local_norm for one in recipes] == [True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_imported_file_trains(tmp_path, monkeypatch):
+    """The file with every key trains as it stands, made small."""
+    monkeypatch.chdir(tmp_path)
+    text = next(file for file in WHOLE if file.stem == "every_key").read_text()
+    small = {
+        "model.config.hidden_size": 16,
+        "model.config.intermediate_size": 16,
+        "model.config.num_hidden_layers": 2,
+        "model.config.num_attention_heads": 2,
+        "data.sequence_length": 16,
+        "data.max_train_samples": 2,
+        "training.max_steps": 2,
+        "training.use_cpu": "true",
+    }
+    overrides = [f"{key}={value}" for key, value in small.items()]
+    result = run_recipe(parse_recipe(import_mindformers(text, "m").text, "m", overrides))
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    steps = [one for line in lines if "loss" in (one := json.loads(line))]
+
+    assert [step["loss_scale"] for step in steps] == [65536, 65536]
+    assert all(math.isfinite(step["loss"]) for step in steps)

@@ -34,6 +34,7 @@ SMALL = {
     "causal_lm": ["model.config.num_hidden_layers=1", "data.max_eval_samples=1"],
     "image_classification": ["model.config.num_hidden_layers=1"],
     "lora": ["model.config.num_hidden_layers=1", "training.max_length=64"],
+    "minilm_classification": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
     "preference_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "regression": [],
     "sequence_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
