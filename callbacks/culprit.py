@@ -157,12 +157,15 @@ class CulpritFinder:
         first = ranks[blamed[0]] if blamed else own
         origin = origins[first.rank] if found else None
         bad = [first.group(number) for number in reversed(first.bad_groups)]
+        where, name = (origin.where, origin.name) if origin is not None else (None, None)
+        if origin is None and first.weights:
+            where, name = "weight", first.weights[0].name
         return Anomaly(
             kind="loss_not_finite" if bad_losses else "gradient_not_finite",
             ranks=tuple(blamed),
             layer=_layer(first, origin, loss_is_finite=not bad_losses),
-            where=None if origin is None else origin.where,
-            name=None if origin is None else origin.name,
+            where=where,
+            name=name,
             micro_batch=None if origin is None else origin.micro_batch,
             rows=None if origin is None else origin.rows,
             indices=None if origin is None else origin.indices,

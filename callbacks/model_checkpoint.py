@@ -31,7 +31,7 @@ class ModelCheckpoint(Callback):
 
     ``<directory>/<prefix>-<epoch>_<step in the epoch>.ckpt`` holds ``network``, ``optimizer``,
     ``cell`` (what the training cell's ``state_dict`` has: loss scale, counters, average), and
-    ``lr_scheduler`` where `Model` was given one, ``loss_fn`` where the loss function has weights,
+    ``lr_scheduler`` where there is a schedule, ``loss_fn`` where the loss function has weights,
     ``epoch_num``, ``step_num`` and what `append_info` adds. It is written beside and moved into
     place, by the main process; saving waits for the device. To go on from it::
 
@@ -39,6 +39,7 @@ class ModelCheckpoint(Callback):
         network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
         cell.load_state_dict(state["cell"])
+        schedule.load_state_dict(state["lr_scheduler"])
 
     If `directory` has checkpoints of the prefix already, those of this training are named
     ``<prefix>_1``, and so on.

@@ -177,13 +177,16 @@ class TrainingStateEvents(TrainerCallback):
         global_step: int,
         known: Mapping[str, Any],
     ) -> TrainingStateRun:
+        samples = samples_per_process(self._settings, args, state)
+        if self._settings.throughput_baseline is not None and not samples:
+            self._say_once("without `global_batch_size`: throughput_linearity")
         parts, clock = run_parts(self._settings, args, state, known, self._clock, self._log_to)
         run = TrainingStateRun(
             self._settings,
             parts,
             clock=clock,
             global_step=global_step,
-            samples_per_process=samples_per_process(self._settings, args, state),
+            samples_per_process=samples,
             is_main=state.is_world_process_zero,
         )
         if self.saved_run is not None:

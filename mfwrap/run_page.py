@@ -42,7 +42,7 @@ _ANOMALY_COLUMNS = (
     ("kind", "What"),
     ("layer", "Layer"),
     ("where", "First in"),
-    ("module", "Module"),
+    ("name", "Name"),
     ("ranks", "Rank"),
     ("micro_batch", "Micro-batch"),
     ("gradients", "Norm of the worst group"),

@@ -153,8 +153,16 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
             panel.figure.add_hline(
                 run.max_grad_norm,
                 line={"dash": "dash", "width": 1.5, "color": color_of(number)},
-                annotation_text=f"clipped above {run.max_grad_norm:g}",
-                annotation_position="top left",
+            )
+            panel.figure.add_annotation(
+                text=f"clipped above {run.max_grad_norm:g}",
+                x=0.005,
+                xref="paper",
+                # On a logarithmic axis plotly takes a label's place as a power of ten.
+                y=math.log10(run.max_grad_norm),
+                xanchor="left",
+                yanchor="bottom",
+                showarrow=False,
             )
     return panel
 
@@ -163,7 +171,8 @@ def _choice(
     runs: Sequence[RunRecord], name: str, title: str, belongs: Callable[[str], bool]
 ) -> Panel:
     """Return a panel of all curves that belong to it, of which one kind is shown at a time."""
-    kinds = sorted({key for run in runs for key in run.curves if belongs(key)})
+    found = {key for run in runs for key in run.curves if belongs(key)}
+    kinds = sorted(found, key=lambda key: (key.startswith("eval_"), key))
     figure = go.Figure()
     of_kind: list[str] = []
     for kind in kinds:

@@ -71,9 +71,6 @@ def read_run(folder: Path) -> RunRecord:
         msg = f"`run` must be the folder of a run, got {folder}, which is none"
         raise FileNotFoundError(msg)
     points = _Points()
-    state = _trainer_state(folder)
-    if state is not None:
-        points.add_all(_log_of(state))
     anomalies = []
     for path in sorted(folder.glob("*.jsonl")):
         rank = int(match[1]) if (match := _RANK.search(path.stem)) else 0
@@ -82,6 +79,10 @@ def read_run(folder: Path) -> RunRecord:
             anomalies += records
         else:
             points.add_all(records, rank)
+    state = _trainer_state(folder)
+    if state is not None:
+        # It has means over several steps, and names sorted by letters: it fills the gaps alone.
+        points.fill_from(_log_of(state))
     if not points.curves and not points.local_norms:
         msg = (
             f"`run` must be the folder of a run, got {folder} with neither *.jsonl nor "
@@ -114,6 +115,19 @@ class _Points:
             if isinstance(step, int) and not isinstance(step, bool):
                 self._add(step, record, rank)
             self.max_grad_norm = record.get("max_grad_norm", self.max_grad_norm)
+
+    def fill_from(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add what is of other steps, or has another name, than what is known."""
+        other = _Points()
+        other.add_all(records)
+        for name, values in other.curves.items():
+            self.curves[name] = values | self.curves.get(name, {})
+        for rank, groups in other.local_norms.items():
+            own = self.local_norms.setdefault(rank, {})
+            for group, values in groups.items():
+                own[group] = values | own.get(group, {})
+        if self.max_grad_norm is None:
+            self.max_grad_norm = other.max_grad_norm
 
     def _add(self, step: int, record: Mapping[str, Any], rank: int) -> None:
         norms = self.local_norms.setdefault(rank, {})

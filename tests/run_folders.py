@@ -15,7 +15,7 @@ ANOMALIES: tuple[dict[str, Any], ...] = (
         "ranks": [1],
         "layer": "layers.1",
         "where": "gradient",
-        "module": "layers.1.mlp",
+        "name": "layers.1.mlp",
         "micro_batch": 2,
         "gradients": [{"name": "layers.1", "rank": 1, "norm": "nan", "usual_norm": 0.5}],
         "skipped": True,
