@@ -102,7 +102,8 @@ class TrainOneStepCell:
         """The optimizer's parameters, in its order."""
         self.sens = sens
         self.return_grad = return_grad
-        self._lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
+        self.lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
+        """What is stepped, which has a state of its own; ``None`` for none."""
         self._parameters = TrainedParameters(network_parameters(network), self.optimizer, None)
         self._accumulate = GradientAccumulation(network, per_token=False)
         self._sens = torch.full((), 1 if sens is None else sens, device=self._parameters.device)
@@ -119,8 +120,8 @@ class TrainOneStepCell:
             loss = self._accumulate([NetworkCall(inputs, keywords)], self._sens).loss
             gradients = self._gradients()
             self.optimizer.step()
-            if self._lr_scheduler is not None:
-                self._lr_scheduler.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
         finally:
             self._parameters.release_gradients()
         return (loss, gradients) if self.return_grad else loss
@@ -249,12 +250,14 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         parameters = network_parameters(checked_network(network))
         trained = TrainedParameters(parameters, optimizer, None)
         loss_scale = LossScale(scale_sense, trained.device)
+        self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
+        """What is stepped, which has a state of its own; ``None`` for none."""
         self._update = StepUpdate(
             trained,
             optimizer,
             StepConfig(max_consecutive_skips=None),
             loss_scale,
-            lr_scheduler=checked_schedule(lr_scheduler, optimizer),
+            lr_scheduler=self.lr_scheduler,
         )
         super().__init__(network, optimizer, loss_scale)
         self._accumulate = GradientAccumulation(network, per_token=False)

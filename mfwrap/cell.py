@@ -143,7 +143,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             _check_accumulation(accelerator, gradient_accumulation_steps)
         self.ema = ema
         inner = unwrapped_optimizer(optimizer)
-        schedule = checked_schedule(lr_scheduler, inner)
+        self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
+        """What is stepped, which has a state of its own; ``None`` for none."""
         parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)
         loss_scale = LossScale(_effective_scale(scale_sense, accelerator), parameters.device)
         self._update = StepUpdate(

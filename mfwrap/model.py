@@ -86,7 +86,6 @@ class Model:
     ) -> None:
         self._accelerator = plain_accelerator()
         self._loss_fn = loss_fn
-        self._lr_scheduler = lr_scheduler
         self._trained = trained = build_train_network(
             network,
             optimizer,
@@ -138,8 +137,8 @@ class Model:
                 several ranks a ``DataLoader`` is divided among them.
             callbacks: Of MindSpore's kind (`Callback`) and of transformers', in any order. The
                 latter get ``step_output`` and ``step_report`` in ``on_step_end``; of their
-                ``control``, ``should_training_stop`` and ``should_epoch_stop`` are heeded; a wish to
-                save or to evaluate is told in a warning.
+                ``control``, ``should_training_stop`` and ``should_epoch_stop`` are heeded; a wish
+                to save or to evaluate is told in a warning.
             dataset_sink_mode: Copy batches to the device without waiting for them. (Callbacks are
                 called at each step all the same.)
             sink_size: With `dataset_sink_mode` the batches of an epoch, each going on where the
@@ -295,5 +294,5 @@ class Model:
         return {
             "loss_fn": self._trained.loss_fn,
             "loss_scale_manager": self._trained.manager,
-            "lr_scheduler": self._lr_scheduler,
+            "lr_scheduler": getattr(self._trained.cell, "lr_scheduler", None),
         }
