@@ -90,7 +90,8 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
         # A model without its adapter is its own reference.
-        return keywords | {"ref_model": copy.deepcopy(keywords["model"])}
+        # Without dropout: a model of random weights is built for training.
+        return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
     if recipe.peft is None:
         return keywords
     if recipe.task.takes_peft:

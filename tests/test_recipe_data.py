@@ -1,0 +1,212 @@
+"""What a recipe's data become: rows from every source, and what the model is to predict of them."""
+
+import asyncio.base_events
+import inspect
+import json
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+from mfwrap.recipe import RecipeError, parse_recipe
+from mfwrap.recipe_run import build_trainer
+from recipe_texts import SMALL_LLAMA, recipe_text
+
+# What TRL and datasets warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LANGUAGE = {"config": SMALL_LLAMA, "tokenizer": "bytes"}
+ENDS = "<|end|>"
+
+
+def recipe_of(task, data, *overrides, model=None, **training):
+    """Return a small recipe of a task with a section ``data``."""
+    text = recipe_text(task=task, model=None, data=None, training=training)
+    sections = {"model": model or LANGUAGE, "data": data}
+    lines = [f"{name}: {json.dumps(section)}\n" for name, section in sections.items()]
+    return parse_recipe(text + "".join(lines), "r", overrides)
+
+
+def trainer_of(*arguments, **keywords):
+    """Return the Trainer of such a recipe."""
+    return build_trainer(recipe_of(*arguments, **keywords))[0]
+
+
+@pytest.fixture
+def json_lines(tmp_path, monkeypatch):
+    """Return what writes rows to a file and returns the section of them."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(rows, name="rows.jsonl"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+        return {"type": "json_lines", "path": name, "eval_fraction": 0.5}
+
+    return write
+
+
+def targets(trainer) -> list[str]:
+    """Return the texts of what is to be predicted, row by row of the first batch."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    decode = trainer.processing_class.decode
+    labels = batch["labels"].tolist()
+    return [decode([token for token in row if token != -100]) for row in labels]
+
+
+def test_prompts_are_masked(json_lines):
+    """Of a prompt and a completion the completion alone is to be predicted."""
+    rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
+    trainer = trainer_of("supervised_tuning", json_lines(rows), max_length=32)
+
+    assert set(targets(trainer)) <= {f" {n + n}{ENDS}" for n in range(8)}
+
+
+def test_without_a_mask_prompts_are_predicted_too(json_lines):
+    """``completion_only_loss: false`` is heeded."""
+    rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
+    section = json_lines(rows)
+    trainer = trainer_of("supervised_tuning", section, max_length=32, completion_only_loss=False)
+
+    assert all(" and " in text for text in targets(trainer))
+
+
+def test_the_assistants_words_alone(json_lines):
+    """Conversations go through the chat template, which marks what the assistant says."""
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": f"{n}+{n}?"},
+                {"role": "assistant", "content": f"It is {n + n}."},
+            ]
+        }
+        for n in range(8)
+    ]
+    section = json_lines(rows)
+    trainer = trainer_of("supervised_tuning", section, max_length=64, assistant_only_loss=True)
+    inputs = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
+
+    assert inputs.startswith("<|system|>Add.<|reply|><|user|>")
+    assert set(targets(trainer)) <= {f"It is {n + n}.{ENDS}" for n in range(8)}
+
+
+def test_trl_packs(json_lines):
+    """``training.packing`` puts texts behind each other."""
+    rows = [{"text": f"text number {n}"} for n in range(40)]
+    section = json_lines(rows)
+    strategy = {"packing": True, "packing_strategy": "wrapped", "max_length": 48}
+    packed = trainer_of("supervised_tuning", section, **strategy)
+    plain = trainer_of("supervised_tuning", section, max_length=48)
+    lengths = [len(row["input_ids"]) for row in packed.train_dataset]
+
+    assert set(lengths[:-1]) == {48}
+    assert sum(lengths) == sum(len(row["input_ids"]) for row in plain.train_dataset)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_causal_lm_packs(json_lines, packing):
+    """``data.packing`` cuts the concatenation of all texts; without it, each text."""
+    texts = ["a" * 20, "b" * 50, "c" * 7, "d" * 33]
+    section = json_lines([{"text": text} for text in texts]) | {
+        "eval_fraction": 0,
+        "sequence_length": 16,
+        "packing": packing,
+    }
+    rows = trainer_of("causal_lm", section).train_dataset["input_ids"]
+    lengths = [len(row) for row in rows]
+
+    if packing:
+        # Each text ends with a mark; what is left over is dropped.
+        assert lengths == [16] * (sum(len(text) + 1 for text in texts) // 16)
+    else:
+        assert lengths == [16, 5, 16, 16, 16, 3, 8, 16, 16, 2]
+
+
+def test_an_adapter_alone_is_trained(json_lines):
+    """With ``peft`` the weights of the model are frozen."""
+    rows = [{"prompt": "a", "completion": "b"}] * 8
+    trainer = trainer_of(
+        "supervised_tuning", json_lines(rows), "peft={type: lora, r: 2, target_modules: [q_proj]}"
+    )
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_preferences_begin_from_the_reference(json_lines):
+    """The reference of preference tuning has the model's weights, and keeps them."""
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
+    trainer = trainer_of("preference_tuning", json_lines(rows), max_length=16, beta=0.1)
+    pairs = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
+
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert all(theirs is not ours for ours, theirs in pairs)
+    assert not trainer.ref_model.training
+
+
+def test_text_files(tmp_path, monkeypatch):
+    """A row is a line, or with ``rows_are: files`` a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "b.txt").write_text("four\n")
+    section = {"type": "text", "path": "a.txt", "eval_path": "b.txt"}
+    lines = recipe_of("causal_lm", section).data.rows()
+    files = recipe_of("causal_lm", section | {"rows_are": "files"}).data.rows()
+
+    assert lines.train["text"][:] == ["one", "two", "three"]
+    assert lines.evaluation["text"][:] == ["four"]
+    assert files.train["text"][:] == ["one\ntwo\nthree\n"]
+
+
+def test_datasets_of_a_folder(tmp_path):
+    """What ``save_to_disk`` has written is read, by split, with columns of the task's names."""
+    parts = {
+        name: Dataset.from_dict({"body": [f"{name} {n}" for n in range(4)]})
+        for name in ("train", "validation")
+    }
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    section = {
+        "type": "datasets",
+        "path": str(tmp_path / "saved"),
+        "eval_split": "validation",
+        "columns": {"text": "body"},
+        "max_train_samples": 2,
+    }
+    rows = recipe_of("causal_lm", section).data.rows()
+
+    assert rows.train["text"][:] == ["train 0", "train 1"]
+    assert rows.evaluation["text"][:] == [f"validation {n}" for n in range(4)]
+
+
+def test_docstrings_of_packages():
+    """Each docstring is there once, with its package."""
+    section = {"type": "package_docstrings", "most_of_a_package": 5, "eval_fraction": 0}
+    data = recipe_of("sequence_classification", section, model={"config": {"model_type": "bert"}})
+    rows = data.data.rows().train
+    found = dict(zip(rows["text"], rows["label"], strict=True))
+
+    assert len(found) == len(rows)
+    assert list(found.values()).count("asyncio") == 5
+    assert found[inspect.cleandoc(asyncio.base_events.__doc__)] == "asyncio"
+
+
+def test_a_checkpoint_that_a_package_carries(tmp_path, monkeypatch):
+    """``package:name/folder`` is found without importing the package."""
+    folder = tmp_path / "carries_a_checkpoint" / "model"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    trainer_of("causal_lm", {"type": "python_topics"}).save_model(str(folder))
+    monkeypatch.syspath_prepend(tmp_path)
+    model = {"path": "package:carries_a_checkpoint/model"}
+    trainer = trainer_of("causal_lm", {"type": "python_topics"}, model=model)
+
+    assert trainer.model.config.hidden_size == SMALL_LLAMA["hidden_size"]
+    assert len(trainer.processing_class) == 261
+
+
+@pytest.mark.parametrize("name", ["package:no_such_package/m", "package:json/none", "package:../x"])
+def test_a_package_without_it(name):
+    """An error names the key."""
+    model = {"path": name}
+    with pytest.raises(RecipeError, match=r"`model\.path` must be a folder of an installed"):
+        recipe_of("causal_lm", {"type": "python_topics"}, model=model)
