@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return number of seeds, length and folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contestant")
-    parser.add_argument("--steps", type=int, default=45, help="updates of a run")
+    parser.add_argument("--steps", type=int, default=90, help="updates of a run")
     parser.add_argument("--output", type=Path, default=Path("runs/minilm"), help="folder of runs")
     return parser.parse_args()
 

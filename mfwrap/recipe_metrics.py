@@ -1,6 +1,7 @@
 """The numbers of each step and each evaluation of a run, in its file ``metrics.jsonl``."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -8,10 +9,19 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from mfwrap.callbacks import EvalCallback
 from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
+from mfwrap.callbacks.run_log import run_logger
 from mfwrap.outputs import StepReport
 
-__all__ = ["METRICS_FILE", "RECIPE_FILE", "MetricsRecorder", "limit_of", "results_of"]
+__all__ = [
+    "METRICS_FILE",
+    "RECIPE_FILE",
+    "MetricsRecorder",
+    "ThroughputRecorder",
+    "limit_of",
+    "results_of",
+]
 
 METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"
@@ -29,9 +39,13 @@ class MetricsRecorder(TrainerCallback):
     Args:
         folder: Of the run.
         evaluates_average: Whether evaluations within the training see averaged weights.
+        says_evaluations: Whether to log them, too.
     """
 
-    def __init__(self, folder: Path, *, evaluates_average: bool) -> None:
+    def __init__(
+        self, folder: Path, *, evaluates_average: bool, says_evaluations: bool = False
+    ) -> None:
+        self._says_evaluations = says_evaluations
         self._path = folder / METRICS_FILE
         self._prefix = "ema_" if evaluates_average else ""
         self._lines = JsonLines(self._path)
@@ -93,6 +107,11 @@ class MetricsRecorder(TrainerCallback):
             self.write_steps()
             results = {self._prefix + name: value for name, value in results_of(metrics).items()}
             self._lines.append({"step": state.global_step, **results})
+            if self._says_evaluations:
+                said = ", ".join(f"{name}: {value:.6g}" for name, value in results.items())
+                run_logger(EvalCallback.__module__).info(
+                    "Eval result: step %d, %s", state.global_step, said
+                )
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record of its own."""
@@ -118,6 +137,58 @@ class MetricsRecorder(TrainerCallback):
             if norms is not None:
                 record["local_norm"] = dict(zip(names, norms, strict=True))
             self._lines.append({"step": step, **record})
+
+
+@final
+class ThroughputRecorder(TrainerCallback):
+    """Write samples a second, of all processes, each time that the Trainer logs.
+
+    They are in ``throughput.jsonl``, apart from numbers that are the same in every run. Evaluations
+    and checkpoints do not count.
+
+    Args:
+        folder: Of the run.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._lines = JsonLines(folder / "throughput.jsonl")
+        self._clock = clock
+        self._start = (0, 0.0)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        state: TrainerState,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Start to count."""
+        self._start = state.global_step, self._clock()
+
+    def on_log(
+        self,
+        args: TrainingArguments | None,
+        state: TrainerState,
+        *_: Any,
+        logs: Mapping[str, Any] | None = None,
+        **__: Any,
+    ) -> None:
+        """Write the samples of the steps since the last time."""
+        if logs is None or "loss" not in logs:  # an evaluation's, or the summary
+            return
+        start, seconds = self._start
+        self._start = state.global_step, self._clock()
+        if args is None or not state.is_world_process_zero or state.global_step == start:
+            return
+        size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        samples = (state.global_step - start) * size
+        record = {"throughput": samples / (self._start[1] - seconds)}
+        self._lines.append({"step": state.global_step, **record})
+
+    # What was not training is left out, with the steps before it since the last log.
+    on_evaluate = on_train_begin
+    on_save = on_train_begin
 
 
 def _column(values: list[Tensor | None]) -> list[Any] | None:

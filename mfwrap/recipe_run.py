@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from transformers import set_seed
+from transformers import PrinterCallback, ProgressCallback, set_seed
 
-from mfwrap.callbacks import EMACallback
+from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.recipe import Recipe, check_columns
-from mfwrap.recipe_metrics import RECIPE_FILE, MetricsRecorder, results_of
+from mfwrap.recipe_metrics import (
+    RECIPE_FILE,
+    MetricsRecorder,
+    ThroughputRecorder,
+    results_of,
+)
 from mfwrap.recipe_objects import REFUSALS, RecipeObjects
 from mfwrap.recipe_schedule import scheduled
 
@@ -63,19 +68,26 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         says = "must hold out rows for `training.eval_strategy`, got none"
         raise recipe.document.error(("data",), says)
     callbacks = [make() for make in recipe.make_callbacks]
+    folder = Path(arguments.output_dir or "")
+    has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
     recorder = MetricsRecorder(
-        Path(arguments.output_dir or ""),
+        folder,
         evaluates_average=any(isinstance(one, EMACallback) for one in callbacks),
+        says_evaluations=has_record,
     )
     step = recipe.step
     trainer = scheduled(task.trainer(), recipe.schedule)(
         args=arguments,
-        callbacks=[recorder, *callbacks],
+        callbacks=[recorder, ThroughputRecorder(folder), *callbacks],
         step=step.config,
         scale_sense=None if step.make_scale is None else step.make_scale(),
         ema=recipe.make_average,
         **keywords,
     )
+    if has_record:
+        # Its record has the numbers and a bar; theirs would say them again.
+        for other in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(other)
     _normalise_loss(recipe, trainer)
     return trainer, recorder
 

@@ -1,0 +1,85 @@
+"""What a recipe's run records beside its steps."""
+
+import itertools
+
+import pytest
+from transformers import TrainerState, TrainingArguments
+
+from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.recipe_metrics import MetricsRecorder, ThroughputRecorder, limit_of, results_of
+
+
+def arguments_of(folder, **settings):
+    """Return arguments of a training on one process."""
+    return TrainingArguments(str(folder), use_cpu=True, report_to="none", **settings)
+
+
+def test_throughput_is_that_of_training(tmp_path):
+    """Samples a second since the last log, evaluation or checkpoint, whichever was last."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    arguments, state = arguments_of(tmp_path, **settings), TrainerState()
+    seconds = itertools.count(0, 2)
+    recorder = ThroughputRecorder(tmp_path, clock=lambda: float(next(seconds)))
+    recorder.on_train_begin(arguments, state, None)
+    for step in (5, 10):
+        state.global_step = step
+        recorder.on_log(arguments, state, None, logs={"loss": 1.0})
+    state.global_step = 12
+    recorder.on_log(arguments, state, None, logs={"eval_loss": 1.0})
+    recorder.on_evaluate(arguments, state, None)
+    state.global_step = 15
+    recorder.on_log(arguments, state, None, logs={"loss": 1.0})
+    recorder.on_log(arguments, state, None, logs={"train_runtime": 1.0})
+
+    assert read_json_lines(tmp_path / "throughput.jsonl") == [
+        {"step": 5, "throughput": 20.0},
+        {"step": 10, "throughput": 20.0},
+        {"step": 15, "throughput": 12.0},
+    ]
+
+
+@pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
+def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
+    """The first record has it, where gradients are clipped."""
+    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    recorder.on_train_begin(arguments_of(tmp_path, max_grad_norm=limit), TrainerState(), None)
+    recorder.write({"step": 1, "loss": 1.0})
+
+    assert limit_of(tmp_path / "metrics.jsonl") == found
+
+
+def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
+    """Records behind the checkpoint go; the limit stays there once."""
+    arguments, state = arguments_of(tmp_path), TrainerState()
+    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    recorder.on_train_begin(arguments, state, None)
+    for step in range(1, 6):
+        recorder.write({"step": step, "loss": 1.0})
+    state.global_step = 3
+    MetricsRecorder(tmp_path, evaluates_average=False).on_train_begin(arguments, state, None)
+    records = read_json_lines(tmp_path / "metrics.jsonl")
+
+    assert [record.get("step") for record in records] == [None, 1, 2, 3]
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
+    """Under names of averaged weights where these are evaluated, without timings."""
+    state = TrainerState(global_step=7)
+    recorder = MetricsRecorder(tmp_path, evaluates_average=True, says_evaluations=says)
+    recorder.on_train_begin(None, TrainerState(), None)
+    with caplog.at_level("INFO", logger="mfwrap"):
+        recorder.on_evaluate(None, state, None, metrics={"eval_loss": 0.5, "eval_runtime": 3.0})
+        recorder.on_train_end()
+        recorder.on_evaluate(None, state, None, metrics={"eval_loss": 0.4})
+
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 7, "ema_eval_loss": 0.5}]
+    said = [record.message for record in caplog.records]
+    assert said == ["Eval result: step 7, ema_eval_loss: 0.5"] * says
+
+
+def test_results_have_no_timings():
+    """Only what an evaluation has found is a result."""
+    metrics = {"eval_loss": 1.0, "eval_runtime": 2.0, "eval_samples_per_second": 3.0, "epoch": 4.0}
+
+    assert results_of(metrics) == {"eval_loss": 1.0}
