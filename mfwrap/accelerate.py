@@ -146,6 +146,8 @@ class AttachedStep:
         """Whether the accelerator has a gradient scaler of its own."""
         self.answers_late = False
         """Whether ``optimizer_step_was_skipped`` says False instead of waiting."""
+        self.is_loading = False
+        """Whether states of optimizers are being loaded; steps are the optimizers' own then."""
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._on_save),
             accelerator.register_load_state_pre_hook(self._on_load),
@@ -302,10 +304,12 @@ class AttachedStep:
     def loading(self, load: Callable[[], Any]) -> Any:
         """Load without accelerate's gradient scaler, of which the step's files know more."""
         self._accelerator.scaler = None
+        self.is_loading = True
         try:
             loaded = load()
         finally:
             self._accelerator.scaler = self._scaler
+            self.is_loading = False
         folder, self._loaded_folder = self._loaded_folder, None
         if folder is not None:
             self.load_files(folder)
@@ -323,10 +327,15 @@ class AttachedStep:
             folder: An existing one; the main process writes.
             each_node: Let the main process of each node write.
         """
-        state = self.step.state_dict()
         accelerator = self._accelerator
-        if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
-            write_step_files(folder, state, self._record())
+        write_step_files(
+            folder,
+            self.step.state_dict(),
+            self._record(),
+            is_writer=(
+                accelerator.is_local_main_process if each_node else accelerator.is_main_process
+            ),
+        )
 
     def _record(self) -> dict[str, Any]:
         counts = [window.update.counts for window in self.step.windows.values()]
@@ -341,10 +350,8 @@ class AttachedStep:
         self._loaded_folder = Path(input_dir)
         # Before accelerate has changed anything, so that an error leaves all as it is.
         self.build(final=True)
-        state = (
-            read_step_files(self._loaded_folder) if has_step_files(self._loaded_folder) else None
-        )
-        if state is not None:
+        if has_step_files(self._loaded_folder):
+            state = read_step_files(self._loaded_folder, self.step.state_dict())
             self.step.check_state_dict(self._fitting(state, self._loaded_folder))
 
     def load_files(self, folder: Path) -> None:
@@ -359,7 +366,10 @@ class AttachedStep:
             ValueError: If a file is damaged, or a value has the wrong shape or range.
         """
         self.build(final=True)
-        state = read_step_files(folder) if has_step_files(folder) else self._stock_state(folder)
+        if has_step_files(folder):
+            state = read_step_files(folder, self.step.state_dict())
+        else:
+            state = self._stock_state(folder)
         self.step.load_state_dict(self._fitting(state, folder, warns=True))
         if self.ema is not None and "ema" not in state:
             warnings.warn(

@@ -38,6 +38,9 @@ class Attachment(Protocol):
     answers_late: bool
     """Whether ``step_was_skipped`` says False instead of waiting."""
 
+    is_loading: bool
+    """Whether states of optimizers are being loaded."""
+
     def see_model(self, prepared: nn.Module) -> None:
         """Learn of a model in what accelerate has put around it."""
 
@@ -175,6 +178,10 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: None = None) -> None:
         """Do the whole update after the last micro-batch; before, do nothing."""
+        if self.attachment.is_loading:
+            # torch makes the state that it loads sharded ones into by a step of its own.
+            self.optimizer.step(closure)
+            return
         # Not accelerate's own, which puts another `step` in the optimizer's place while it runs.
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)

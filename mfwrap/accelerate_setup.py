@@ -31,7 +31,6 @@ EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
 _REFUSED = {
     DistributedType.DEEPSPEED: "DeepSpeed, which updates within its own backward",
     DistributedType.MEGATRON_LM: "Megatron-LM, which has a step of its own",
-    DistributedType.FSDP: "accelerate's FSDP; use `fully_shard` and `MFTrainOneStepCell`",
     DistributedType.XLA: "XLA, whose devices are not supported",
 }
 
@@ -135,10 +134,13 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
             f"got {config.gradient_accumulation_steps}"
         )
         raise ValueError(msg)
-    if accelerator.distributed_type in _REFUSED:
+    refused = _REFUSED.get(accelerator.distributed_type)
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        refused = "version 1 of FSDP; ask for it with `fsdp_version=2`"
+    if refused is not None:
         msg = (
-            "`accelerator` must train alone or under DistributedDataParallel, got "
-            f"{_REFUSED[accelerator.distributed_type]}"
+            "`accelerator` must train alone, under DistributedDataParallel or under FSDP2, got "
+            f"{refused}"
         )
         raise ValueError(msg)
 

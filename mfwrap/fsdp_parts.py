@@ -121,11 +121,13 @@ class ShardedParts:
 
     def __init__(self, *networks: nn.Module) -> None:
         self._parts = [part for network in networks for part in sharded_parts(network)]
-        self.units: list[ShardedUnit] = [
-            ShardedUnit(group)
+        # Several modules that are sharded together are parts of one group.
+        groups = {
+            id(group): group
             for part in self._parts
             for group in part._get_fsdp_state()._fsdp_param_groups
-        ]
+        }
+        self.units: list[ShardedUnit] = [ShardedUnit(group) for group in groups.values()]
         """What is reduced together."""
 
     def reduce_gradients(self, *, now: bool) -> None:

@@ -93,13 +93,19 @@ class OptimizerWindow:
                 multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
                 self.is_unscaled = False
             self._measured = self._first = None
-        if self._losses and not self.update.parameters.present_gradients():
+        if self._losses and not self._waits_for_gradients():
             # Zeroed by their network: nothing is left of what these losses gave.
             self._losses, self._micro_batches = [], []
         self._losses.append(loss)
         self._numbers_micro_batches |= micro_batch != 0
         if self._micro_batches[-1:] != [micro_batch]:
             self._micro_batches.append(micro_batch)
+
+    def _waits_for_gradients(self) -> bool:
+        """Return whether there are gradients that the optimizer has not used."""
+        parameters = self.update.parameters
+        # Shards get their gradients in the last backward; until then they wait out of reach.
+        return parameters.reduction is not None or bool(parameters.present_gradients())
 
     def measured(self) -> Measurement:
         """Read the gradients, unless they are as they were at the last read.

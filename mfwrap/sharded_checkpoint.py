@@ -1,25 +1,18 @@
 """Checkpoints that any number of ranks can go on from, with shards or without."""
 
-import contextlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from mfwrap.cell import MFTrainOneStepCell
 from mfwrap.parameters import network_parameters
+from mfwrap.shard_files import load_tensors, save_tensors, stored_tensors
 from mfwrap.sharded import is_distributed
 from mfwrap.wrappers import plain_name, reshard, unwrapped_network
 
@@ -78,9 +71,7 @@ def save_sharded(
     if _on_any_rank(cell, path.exists() and any(path.iterdir())):
         msg = f"`folder` must be empty, got {path}, which holds something"
         raise FileExistsError(msg)
-    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-    with _maybe_alone():
-        save(tensors, storage_writer=writer)
+    save_tensors(path, tensors)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         unfinished = path / f"{_RECORD}.unfinished"
         unfinished.write_text(text, encoding="utf-8")
@@ -117,14 +108,12 @@ def load_sharded(
     if (record["lr_scheduler"] is None) != (lr_scheduler is None):
         msg = "`lr_scheduler` must be given if, and only if, one was saved, got the other"
         raise ValueError(msg)
-    reader = HuggingFaceStorageReader(str(path))
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    stored = stored_tensors(path)
     state = cell.state_dict()
     own = _own_tensors(cell, state)
     of_optimizer = _templates(cell, stored)
     _check_fit(own | of_optimizer, stored)
-    with _maybe_alone():
-        load(own | of_optimizer, storage_reader=reader)
+    load_tensors(path, own | of_optimizer)
     _load_optimizer(cell, record["groups"], of_optimizer | record["optimizer"])
     cell.load_state_dict(state)
     if lr_scheduler is not None:
@@ -243,14 +232,6 @@ def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None
         if stored[name].size != tensor.shape:
             msg = f"`{name}` must have shape {tuple(tensor.shape)}, got {tuple(stored[name].size)}"
             raise ValueError(msg)
-
-
-@contextlib.contextmanager
-def _maybe_alone() -> Iterator[None]:
-    """Let torch do without a process group; it warns that it does."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
 
 
 def _on_any_rank(cell: MFTrainOneStepCell, flag: bool) -> bool:  # noqa: FBT001  (the question itself)

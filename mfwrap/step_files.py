@@ -1,6 +1,7 @@
 """A step's state as files: tensors in safetensors, and a record that a person can read."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,22 +10,42 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mfwrap.sharded import is_distributed
+
 __all__ = ["has_step_files", "read_step_files", "read_step_parts", "write_step_files"]
 
 _TENSORS = "mfwrap_step.safetensors"
+_SHARDS = "mfwrap_step_shards"
 _RECORD = "mfwrap_step.json"
 _FORMAT_VERSION = 1
 
 
-def write_step_files(folder: Path, state: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Write a state beside what else a checkpoint holds.
+def write_step_files(
+    folder: Path, state: Mapping[str, Any], record: Mapping[str, Any], *, is_writer: bool = True
+) -> None:
+    """Write a state beside what else a checkpoint holds; every rank calls it.
 
     Args:
-        folder: An existing one.
-        state: Tensors in nested mappings; names below the second level may hold anything.
+        folder: An existing one; where tensors are distributed, one that all ranks share.
+        state: Tensors in nested mappings; names below the second level may hold anything. Of
+            distributed ones each rank writes its own shards.
         record: Numbers and names for whoever reads the JSON file.
+        is_writer: Whether this rank writes what all have.
     """
-    save_file(dict(_flat(state)), folder / _TENSORS)
+    tensors = {name: tensor.detach() for name, tensor in _flat(state)}
+    distributed = {name: tensor for name, tensor in tensors.items() if is_distributed(tensor)}
+    if is_writer:
+        # Other ranks write once they have heard from the first one.
+        shutil.rmtree(folder / _SHARDS, ignore_errors=True)
+    if distributed:
+        # torch's checkpoints take a second to import.
+        from mfwrap.shard_files import save_tensors  # noqa: PLC0415
+
+        save_tensors(folder / _SHARDS, distributed)
+    if not is_writer:
+        return
+    whole = {name: t.contiguous() for name, t in tensors.items() if name not in distributed}
+    save_file(whole, folder / _TENSORS)
     content = {"format_version": _FORMAT_VERSION, "parts": sorted(state), **record}
     (folder / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -53,8 +74,15 @@ def read_step_parts(folder: Path) -> list[str]:
     return parts
 
 
-def read_step_files(folder: Path) -> dict[str, Any]:
-    """Return the state that `write_step_files` wrote, on the CPU. Nothing is unpickled.
+def read_step_files(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that `write_step_files` wrote. Nothing is unpickled.
+
+    Every rank calls it. Tensors are on the CPU, and whole, but for those that were distributed when
+    they were written and are so in `like`.
+
+    Args:
+        folder: Where they lie.
+        like: A state of the same form, not changed.
 
     Raises:
         FileNotFoundError: If one of the two files is missing.
@@ -64,7 +92,12 @@ def read_step_files(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = {"loss_scale": {"update_cell": {}}, "updates": {}}
     if "ema" in parts:
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
-    for path, tensor in _read(folder / _TENSORS, load_file).items():
+    tensors = _read(folder / _TENSORS, load_file)
+    if (folder / _SHARDS).is_dir():
+        from mfwrap.shard_files import read_shards  # noqa: PLC0415  (slow to import)
+
+        tensors |= read_shards(folder / _SHARDS, dict(_flat(like)))
+    for path, tensor in tensors.items():
         *outer, name = path.split("/", 2)
         part = state
         for key in outer:
@@ -86,4 +119,4 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Ten
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}/")
         else:
-            yield f"{prefix}{name}", value.detach().contiguous()
+            yield f"{prefix}{name}", value

@@ -83,6 +83,13 @@ class CheckpointMixin(_Base):
             check_parameter_groups(Path(resume_from_checkpoint), inner_optimizer(optimizer))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.attached.is_loading = True
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            self.attached.is_loading = False
+
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.attached.load_files(Path(checkpoint))

@@ -7,6 +7,7 @@ from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
+    FullyShardedDataParallelPlugin,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -25,6 +26,8 @@ def of_type(distributed_type):
     """Return an accelerator that says that it is of this type."""
     accelerator = new_accelerator()
     accelerator.state.distributed_type = distributed_type
+    if distributed_type == DistributedType.FSDP:
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     return accelerator
 
 
@@ -98,7 +101,7 @@ ACCELERATORS = {
     **{
         str(kind.value): (
             ValueError,
-            "`accelerator` must train alone or under DistributedDataParallel, got",
+            "`accelerator` must train alone, under DistributedDataParallel or under FSDP2",
             lambda kind=kind: of_type(kind),
         )
         for kind in (

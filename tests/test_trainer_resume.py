@@ -72,6 +72,7 @@ def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=40, phases=[Phase.generate])
 @given(data=st.data())
 def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_factory):

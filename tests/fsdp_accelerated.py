@@ -1,0 +1,210 @@
+"""What each rank does in the tests of networks that accelerate itself shards."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from attached_runs import new_accelerator
+from fsdp_training import whole
+from mfwrap import ExponentialMovingAverage, StepConfig
+from mfwrap.accelerate import AttachedStep, attach
+from mfwrap.trainer import MFTrainerMixin
+from small_llama import small_llama
+
+__all__ = ["resume_attached", "train_attached", "train_with_trainer"]
+
+NUM_STEPS = 3
+NUM_ROWS = 4
+"""Of a micro-batch, of all ranks together."""
+MAX_NORM = 0.5
+DECAY = 0.9
+LAYERS = "LlamaDecoderLayer"
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Leave nothing of what accelerate shares to the next program of the process."""
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            os.environ.pop(name, None)
+
+
+def make_it_shard(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Do what accelerate does on a GPU; on a CPU it passes over its plugin."""
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def rows_of(step: int, micro_batch: int, rank: int, num_ranks: int) -> Tensor:
+    """Return a rank's share of a micro-batch, of shape ``(rows, 8)``."""
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    tokens = torch.randint(0, 256, (NUM_ROWS, 8), generator=generator)
+    return tokens.chunk(num_ranks)[rank]
+
+
+class Loop:
+    """An accelerate loop on a network that is sharded where there are several ranks."""
+
+    def __init__(self, accumulation: int, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
+        self.accelerator = new_accelerator(gradient_accumulation_steps=accumulation)
+        self.accumulation = accumulation
+        if self.accelerator.num_processes > 1:
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=[LAYERS],
+                cpu_ram_efficient_loading=False,
+                state_dict_type=state_dict_type,
+            )
+            make_it_shard(self.accelerator, plugin)
+        torch.manual_seed(0)
+        model = small_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        self.attached: AttachedStep = attach(
+            self.accelerator,
+            StepConfig(local_norm=True),
+            lambda prepared: ExponentialMovingAverage(prepared, DECAY),
+            scale_sense=2.0**10,
+        )
+        self.model: nn.Module
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def train(self, first_step: int = 0) -> list[dict[str, Tensor]]:
+        """Do some steps; return what each reported."""
+        accelerator, reports = self.accelerator, []
+        for step in range(first_step, first_step + NUM_STEPS):
+            for index in range(self.accumulation):
+                rows = rows_of(step, index, accelerator.process_index, accelerator.num_processes)
+                with accelerator.accumulate(self.model):
+                    accelerator.backward(self.model(input_ids=rows, labels=rows).loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+            output = self.attached.last_output
+            reports.append(
+                {name: getattr(output, name) for name in ("loss", "global_norm", "local_norm")}
+            )
+        return reports
+
+    def state(self) -> dict[str, Tensor]:
+        """Return whole weights, averages and moments."""
+        averages = self.attached.ema.state_dict()["averages"]
+        moments = self.optimizer.optimizer.state.values()
+        return (
+            {name: whole(weight) for name, weight in self.model.named_parameters()}
+            | {f"average of {name}": whole(average) for name, average in averages.items()}
+            | {f"moment {i}": whole(each["exp_avg"]) for i, each in enumerate(moments)}
+        )
+
+
+@own_settings()
+def train_attached(rank: int, accumulation: int) -> dict[str, Any]:
+    """Train, with clipping."""
+    del rank
+    loop = Loop(accumulation)
+    reports = loop.train()
+    return {"reports": reports, "state": loop.state()}
+
+
+@own_settings()
+def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, Any]:
+    """Save in the middle; go on, and go on from what was saved in a loop that has not trained."""
+    del rank
+    loop = Loop(2, state_dict_type)
+    loop.train()
+    loop.accelerator.save_state(folder)
+    loop.train(NUM_STEPS)
+    unbroken = loop.state()
+    resumed = Loop(2, state_dict_type)
+    resumed.accelerator.load_state(folder)
+    resumed.train(NUM_STEPS)
+    return {
+        "unbroken": unbroken,
+        "resumed": resumed.state(),
+        "files": sorted(path.name for path in Path(folder).iterdir()),
+        "applied": int(resumed.attached.last_report.applied_updates),
+    }
+
+
+class ShardingTrainer(Trainer):
+    """A Trainer that shards on a CPU as it does on GPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, and let it shard."""
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.num_processes > 1:
+            plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            make_it_shard(self.accelerator, plugin)
+            self.is_fsdp_enabled = True
+
+
+class ShardingMFTrainer(MFTrainerMixin, ShardingTrainer):
+    """With the step behind it."""
+
+
+@own_settings()
+def train_with_trainer(
+    rank: int,
+    folder: str,
+    resumed: str | None = None,
+    num_ranks: int = 2,
+    state_dict_type: str = "FULL_STATE_DICT",
+) -> dict[str, Any]:
+    """Train to the end, from the begin or from a checkpoint."""
+    del rank
+    new_accelerator()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (64, 8), generator=generator)
+    torch.manual_seed(0)
+    sharding: dict[str, Any] = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": [LAYERS],
+            "cpu_ram_efficient_loading": False,
+            "state_dict_type": state_dict_type,
+        },
+    }
+    trainer = ShardingMFTrainer(
+        small_llama(),
+        TrainingArguments(
+            folder,
+            max_steps=6,
+            per_device_train_batch_size=NUM_ROWS // num_ranks,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            max_grad_norm=MAX_NORM,
+            logging_steps=1,
+            save_steps=3,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            optim="adamw_torch_fused",
+            **(sharding if num_ranks > 1 else {}),
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        step=StepConfig(local_norm=True),
+        ema=lambda prepared: ExponentialMovingAverage(prepared, DECAY),
+    )
+    trainer.train(resume_from_checkpoint=resumed)
+    averages = trainer.ema.state_dict()["averages"]
+    return {
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "state": {name: whole(p) for name, p in trainer.model_wrapped.named_parameters()}
+        | {f"average of {name}": whole(average) for name, average in averages.items()},
+    }

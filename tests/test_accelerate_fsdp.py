@@ -1,0 +1,77 @@
+"""Loops and trainers whose network accelerate itself shards with FSDP2."""
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_accelerated import (
+    NUM_STEPS,
+    resume_attached,
+    rows_of,
+    train_attached,
+    train_with_trainer,
+)
+from small_llama import small_llama
+
+EXACT = {"rtol": 0, "atol": 0}
+ROUNDED = {"rtol": 2e-4, "atol": 5e-5}
+"""Sums in another order, which AdamW enlarges where a gradient is near zero; a step is 1e-2."""
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_attached_loop(two_ranks, accumulation):
+    """Trains as one process on all rows does."""
+    first, second = two_ranks.run(train_attached, accumulation)
+    alone = train_attached(0, accumulation)
+
+    torch.testing.assert_close(first["state"], second["state"], **EXACT)
+    for step, report in enumerate(alone["reports"]):
+        ranks = [result["reports"][step] for result in (first, second)]
+        torch.testing.assert_close(ranks[0]["global_norm"], ranks[1]["global_norm"], **EXACT)
+        torch.testing.assert_close(ranks[0]["global_norm"], report["global_norm"])
+        torch.testing.assert_close((ranks[0]["loss"] + ranks[1]["loss"]) / 2, report["loss"])
+    torch.testing.assert_close(first["state"], alone["state"], **ROUNDED)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
+    """Of the rank's own gradients: at the first step those of the weights all begin with."""
+    for rank, result in enumerate(two_ranks.run(train_attached, accumulation)):
+        torch.manual_seed(0)
+        network = small_llama().double()
+        for index in range(accumulation):
+            rows = rows_of(0, index, rank, 2)
+            (network(input_ids=rows, labels=rows).loss / accumulation).backward()
+        expected = [parameter.grad.norm() for parameter in network.parameters()]
+
+        norms = result["reports"][0]["local_norm"].double()
+        torch.testing.assert_close(norms, torch.stack(expected), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
+    """From what accelerate has saved, bitwise; the average lies there in shards."""
+    for result in two_ranks.run(resume_attached, str(tmp_path / "state"), state_dict_type):
+        torch.testing.assert_close(result["resumed"], result["unbroken"], **EXACT)
+        assert result["applied"] == 2 * NUM_STEPS
+        assert "mfwrap_step_shards" in result["files"]
+
+
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_the_trainer(two_ranks, tmp_path, state_dict_type):
+    """Trains as one process does, and a resumed run is the run that was not stopped."""
+    folders = [str(tmp_path / name) for name in ("run", "resumed")]
+    checkpoint = f"{folders[0]}/checkpoint-3"
+    unbroken = two_ranks.run(train_with_trainer, folders[0], None, 2, state_dict_type)
+    resumed = two_ranks.run(train_with_trainer, folders[1], checkpoint, 2, state_dict_type)
+    alone = train_with_trainer(0, str(tmp_path / "alone"), num_ranks=1)
+
+    for whole_run, second_half in zip(unbroken, resumed, strict=True):
+        torch.testing.assert_close(second_half["state"], whole_run["state"], **EXACT)
+    for entry, expected in zip(unbroken[0]["log"], alone["log"], strict=True):
+        assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert entry["learning_rate"] == expected["learning_rate"]
+        assert entry["applied_updates"] == expected["applied_updates"]
+    torch.testing.assert_close(unbroken[0]["state"], alone["state"], **ROUNDED)
+    assert len(alone["state"]) == 2 * len(list(nn.Module.parameters(small_llama())))
