@@ -1,6 +1,7 @@
 """accelerate's own training loop, as its documentation has it, with the step behind it.
 
     python -m mfwrap.recipes.accelerate_loop --output_dir runs/accelerate_loop
+    torchrun --nproc_per_node 2 -m mfwrap.recipes.accelerate_loop
     python -m mfwrap.recipes.accelerate_loop --resume_from_checkpoint runs/accelerate_loop/step_100
 
 One line makes the difference, the one with `attach`. Model and text are those of
@@ -60,6 +61,8 @@ class Training:
     def __init__(self, arguments: LoopArguments) -> None:
         self.arguments = arguments
         self.accelerator = Accelerator(
+            # Several processes on CPU are one training only if accelerate is told.
+            cpu=not torch.accelerator.is_available(),
             mixed_precision=arguments.mixed_precision,
             gradient_accumulation_steps=arguments.gradient_accumulation_steps,
             # The order of an epoch depends on its number alone, so that a run can be resumed in it.
@@ -193,8 +196,9 @@ def main() -> None:
             f"{averaged:.3f} with averaged weights"
         )
     monitor.notify("on_train_end")
+    if run.accelerator.is_main_process:
+        run.accelerator.unwrap_model(run.model).save_pretrained(arguments.output_dir / "model")
     run.accelerator.end_training()
-    run.accelerator.unwrap_model(run.model).save_pretrained(arguments.output_dir / "model")
 
 
 def evaluate_both(run: Training) -> tuple[float, float]:

@@ -1,18 +1,19 @@
 """Train a small Llama on Python's own documentation, byte by byte: the cell at its plainest.
 
     python -m mfwrap.recipes.causal_lm --output_dir runs/causal_lm
+    torchrun --nproc_per_node 2 -m mfwrap.recipes.causal_lm
 
 Everything is built from what is installed: the model from its configuration, the text from
 `pydoc_data.topics`. The run folder gets `metrics.jsonl`, `run.png` and the models of raw and
-averaged weights in `save_pretrained` form.
+averaged weights in `save_pretrained` form. Of several processes the main one writes.
 """
 
-import json
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +24,7 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
     get_cosine_schedule_with_warmup,
@@ -33,9 +35,9 @@ from mfwrap import (
     DynamicLossScaleUpdateCell,
     ExponentialMovingAverage,
     MFTrainOneStepCell,
-    StepReport,
 )
-from mfwrap.callbacks import MFLossMonitor
+from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
+from mfwrap.recipes.metrics_file import MetricsFile
 from mfwrap.recipes.run_picture import draw_run
 
 IGNORED_LABEL = -100
@@ -169,52 +171,22 @@ def evaluate(model: torch.nn.Module, loader: DataLoader[Any], accelerator: Accel
     return float(loss / num_targets)
 
 
-class MetricsFile:
-    """Write one JSON line a step, reading the device once in a while.
-
-    Args:
-        file: Open for writing.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._reports: list[StepReport] = []
-
-    def add(self, report: StepReport | None) -> None:
-        """Keep the report of a step; its numbers stay on the device."""
-        if report is not None:
-            self._reports.append(report)
-
-    def write_steps(self) -> None:
-        """Write all steps that were added since the last time."""
-        for report in self._reports:
-            step = int(report.applied_updates + report.skipped_updates)
-            values = {k: v.tolist() for k, v in report.output._asdict().items() if k != "size"}
-            local_norms = zip(report.local_norm_names, values["local_norm"], strict=True)
-            self.write({"step": step, **values, "local_norm": dict(local_norms)})
-        self._reports.clear()
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Write one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-
 def train(
     arguments: RecipeArguments,
     cell: MFTrainOneStepCell,
     loader: DataLoader[Any],
     metrics: MetricsFile,
+    accelerator: Accelerator,
 ) -> None:
     """Do all updates."""
-    monitor = MFLossMonitor(
-        per_print_times=arguments.logging_steps,
-        origin_epochs=1,
-        dataset_size=arguments.max_steps,
-        global_batch_size=arguments.micro_batch_size * arguments.gradient_accumulation_steps,
-    )
-    state, control = TrainerState(), TrainerControl()
-    monitor.on_train_begin(None, state, control)
+    monitors = run_monitors(arguments, accelerator.num_processes)
+    state = TrainerState(is_world_process_zero=accelerator.is_main_process)
+
+    def notify(event: str, **values: Any) -> None:
+        for monitor in monitors:
+            getattr(monitor, event)(None, state, TrainerControl(), **values)
+
+    notify("on_train_begin")
     batches = micro_batches(loader, arguments.gradient_accumulation_steps)
     try:
         for state.global_step, batch in zip(
@@ -222,15 +194,29 @@ def train(
         ):
             output = cell.step(batch)
             metrics.add(cell.last_report)
-            monitor.on_step_end(
-                None, state, control, step_output=output, step_report=cell.last_report
-            )
+            notify("on_step_end", step_output=output, step_report=cell.last_report)
             if state.global_step % arguments.logging_steps == 0:
                 metrics.write_steps()
         cell.flush()
     finally:
         metrics.write_steps()
-        monitor.on_train_end(None, state, control)
+        notify("on_train_end")
+
+
+def run_monitors(arguments: RecipeArguments, num_processes: int) -> list[TrainerCallback]:
+    """Return what shows the run: its record, and of several processes the norms of each."""
+    samples = arguments.micro_batch_size * arguments.gradient_accumulation_steps * num_processes
+    monitors: list[TrainerCallback] = [
+        MFLossMonitor(
+            per_print_times=arguments.logging_steps,
+            origin_epochs=1,
+            dataset_size=arguments.max_steps,
+            global_batch_size=samples,
+        )
+    ]
+    if num_processes > 1:
+        monitors.append(LocalNormMonitor(arguments.logging_steps, folder=arguments.output_dir))
+    return monitors
 
 
 def main() -> None:
@@ -238,9 +224,11 @@ def main() -> None:
     # The parser's own name for the type of a dataclass is one that no dataclass has.
     parser = HfArgumentParser(RecipeArguments)  # type: ignore[arg-type]
     (arguments,) = parser.parse_args_into_dataclasses()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     set_seed(arguments.seed)
     accelerator = Accelerator(
+        # accelerate takes several processes on CPU for so many that know nothing of each other
+        # unless it is told.
+        cpu=not torch.accelerator.is_available(),
         mixed_precision=arguments.mixed_precision,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
     )
@@ -269,20 +257,26 @@ def main() -> None:
         calculate_per_token_loss=True,
         local_norm_groups="layer",
     )
-    with (arguments.output_dir / "metrics.jsonl").open("w") as file:
+    with contextlib.ExitStack() as stack:
+        file = None
+        if accelerator.is_main_process:
+            arguments.output_dir.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((arguments.output_dir / "metrics.jsonl").open("w"))
         metrics = MetricsFile(file)
         start = evaluate(model, held_out, accelerator)
         metrics.write({"step": 0, "eval_loss": start})
-        train(arguments, cell, training, metrics)
+        train(arguments, cell, training, metrics, accelerator)
         raw = evaluate(model, held_out, accelerator)
         with ema.swap():
             averaged = evaluate(model, held_out, accelerator)
         metrics.write({"step": arguments.max_steps, "eval_loss": raw, "ema_eval_loss": averaged})
-    save(arguments, accelerator.unwrap_model(model), ema)
-    print(
+    if accelerator.is_main_process:
+        save(arguments, accelerator.unwrap_model(model), ema)
+    accelerator.print(
         f"loss on held-out text: {start:.3f} at the start, {raw:.3f} with raw weights, "
         f"{averaged:.3f} with averaged weights\nrun folder: {arguments.output_dir}"
     )
+    accelerator.end_training()
 
 
 def save(

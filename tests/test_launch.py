@@ -1,0 +1,71 @@
+"""The recipes run under torchrun as one training of two processes, without a change."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.run_record import read_run
+
+pytestmark = pytest.mark.slow
+
+SMALL = ["--micro_batch_size=2", "--sequence_length=32", "--warmup_steps=2"]
+TIMEOUT_SECONDS = 480
+"""Enough for a slow machine."""
+
+
+def launch(recipe, folder, *settings):
+    """Run a recipe by torchrun on two processes; return what both of them print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += ["--standalone", "-m", f"mfwrap.recipes.{recipe}", f"--output_dir={folder}"]
+    ended = subprocess.run(
+        [*command, *SMALL, *settings],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
+
+
+def test_the_cells_recipe(tmp_path):
+    """One log and one set of files, of the main process; norms of both, by rank."""
+    printed = launch("causal_lm", tmp_path, "--max_steps=6", "--logging_steps=2")
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    record = read_run(tmp_path)
+
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert printed.count("{ Epoch") == 3
+    assert printed.count("loss on held-out text") == 1
+    assert list(record.local_norms) == [0, 1]
+    other = read_json_lines(tmp_path / "local_norms_rank1.jsonl")
+    own = read_json_lines(tmp_path / "local_norms.jsonl")
+    assert [each["step"] for each in other] == [2, 4, 6]
+    # Each has data of its own.
+    assert all(ours != theirs for ours, theirs in zip(own, other, strict=True))
+    assert (tmp_path / "run.png").exists()
+    for name in ("model", "model_ema"):
+        weights = LlamaForCausalLM.from_pretrained(tmp_path / name).parameters()
+        assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+def test_accelerates_loop(tmp_path):
+    """Half as many updates as alone; checkpoints hold the step once and each process's state."""
+    settings = ["--num_train_epochs=1", "--max_samples=48", "--per_print_times=2"]
+    printed = launch("accelerate_loop", tmp_path, *settings, "--checkpointing_steps=3")
+    names = {path.name for path in (tmp_path / "step_6").iterdir()}
+
+    # 48 texts are 24 micro-batches, 12 a process, and 6 updates.
+    assert printed.count("{ Epoch") == 3
+    assert printed.count("loss on held-out text") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step_3", "step_6"]
+    assert {"mfwrap_step.json", "mfwrap_step.safetensors", "model.safetensors"} <= names
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= names
+    weights = LlamaForCausalLM.from_pretrained(tmp_path / "model").parameters()
+    assert all(torch.isfinite(weight).all() for weight in weights)
