@@ -10,11 +10,16 @@ from torch.optim import Optimizer
 from mfwrap.accumulation import GradientAccumulation
 from mfwrap.arguments import described
 from mfwrap.base_cells import LossScaleHooks
+from mfwrap.cell_accelerator import (
+    DEFAULT_SCALE,
+    check_accumulation,
+    effective_scale,
+    remove_grad_scaler,
+)
 from mfwrap.config import LocalNormGroups, StepConfig
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.fsdp_local_norm import sharded_local_squares_of
 from mfwrap.local_norm import CommunicationHook, checked_communication_hook, local_squares_of
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell
 from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
@@ -28,13 +33,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["MFTrainOneStepCell"]
-
-
-class _NotGiven(float):
-    """The default loss scale, told apart from the same number given by the caller."""
-
-
-_DEFAULT_SCALE = _NotGiven(1.0)
 
 
 class MFTrainOneStepCell(LossScaleHooks):
@@ -109,7 +107,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         optimizer: Optimizer,
         use_clip_grad: bool = False,  # noqa: FBT001, FBT002  (MindFormers' signature)
         max_grad_norm: float = 1.0,
-        scale_sense: ScaleSense = _DEFAULT_SCALE,
+        scale_sense: ScaleSense = DEFAULT_SCALE,
         local_norm: bool = False,  # noqa: FBT001, FBT002  (MindFormers' signature)
         *,
         accelerator: "Accelerator | None" = None,
@@ -140,13 +138,13 @@ class MFTrainOneStepCell(LossScaleHooks):
             msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
             raise TypeError(msg)
         if accelerator is not None:
-            _check_accumulation(accelerator, gradient_accumulation_steps)
+            check_accumulation(accelerator, gradient_accumulation_steps)
         self.ema = ema
         inner = unwrapped_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
         """What is stepped, which has a state of its own; ``None`` for none."""
         parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)
-        loss_scale = LossScale(_effective_scale(scale_sense, accelerator), parameters.device)
+        loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
         self._update = StepUpdate(
             parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
         )
@@ -168,7 +166,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             are_asked_for=local_norm,
         )
         if accelerator is not None:
-            _remove_grad_scaler(accelerator)
+            remove_grad_scaler(accelerator)
             # accelerate writes schedules before it asks this cell for its state.
             accelerator.register_save_state_pre_hook(lambda *_: self.flush())
         self.last_report: StepReport | None = None
@@ -282,35 +280,3 @@ def _check_communication_hook(
             f"{described(communication_hook)}"
         )
         raise ValueError(msg)
-
-
-def _check_accumulation(accelerator: "Accelerator", steps: int) -> None:
-    if accelerator.gradient_accumulation_steps != steps:
-        msg = (
-            "`gradient_accumulation_steps` must be the accelerator's "
-            f"{accelerator.gradient_accumulation_steps}, got {steps}"
-        )
-        raise ValueError(msg)
-
-
-def _effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") -> ScaleSense:
-    """Return the accelerator's loss scale if none was given, as an update cell."""
-    if isinstance(scale_sense, _NotGiven) and accelerator is not None:
-        scaler = accelerator.scaler
-        if scaler is not None and scaler.is_enabled():
-            return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
-        if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
-            msg = (
-                "`scale_sense` must be given with an accelerator in fp16 whose gradient scaler "
-                "another cell has taken, got none"
-            )
-            raise ValueError(msg)
-    return scale_sense
-
-
-def _remove_grad_scaler(accelerator: "Accelerator") -> None:
-    """Take out accelerate's gradient scaler, which would scale a second time."""
-    accelerator.scaler = None
-    # accelerate keeps no public list of what it has prepared.
-    for optimizer in accelerator._optimizers:
-        optimizer.scaler = None

@@ -13,15 +13,26 @@ from mfwrap.config import LocalNormGroups
 from mfwrap.gradients import NormGroups, group_parameters
 from mfwrap.norm_reduction import SquareReduction
 from mfwrap.sharded import is_distributed
-from mfwrap.wrappers import plain_name, reshard, unwrapped_network
+from mfwrap.wrappers import is_deepspeed_engine, plain_name, reshard, unwrapped_network
 
 __all__ = ["TrainedParameters", "checked_network", "network_parameters"]
 
 
 def checked_network(network: nn.Module) -> nn.Module:
-    """Return `network`, or raise ``TypeError`` if it is no module."""
+    """Return `network` if a cell can train it.
+
+    Raises:
+        TypeError: If it is no module, or an engine of DeepSpeed.
+    """
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module, got {described(network)}"
+        raise TypeError(msg)
+    if is_deepspeed_engine(network):
+        msg = (
+            "`network` must not be an engine of DeepSpeed, whose own step has no place for an "
+            "average, local norms, skipped spikes or another loss scale; DeepSpeedCell does that "
+            "step and reports it"
+        )
         raise TypeError(msg)
     return network
 

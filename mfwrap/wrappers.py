@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "distributed_parts",
+    "is_deepspeed_engine",
     "plain_name",
     "reshard",
     "sharded_parts",
@@ -25,6 +26,13 @@ __all__ = [
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
     """Return what reduces gradients over ranks, wherever in the network it is."""
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
+
+
+def is_deepspeed_engine(network: object) -> bool:
+    """Return whether a network is in an engine of DeepSpeed, which has a step of its own."""
+    # Slow to import, and where nobody has imported it there is none.
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and isinstance(network, deepspeed.DeepSpeedEngine)
 
 
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
