@@ -74,7 +74,7 @@ def read_step_parts(folder: Path) -> list[str]:
     return parts
 
 
-def read_step_files(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state that `write_step_files` wrote. Nothing is unpickled.
 
     Every rank calls it. Tensors are on the CPU, and whole, but for those that were distributed when
@@ -82,7 +82,7 @@ def read_step_files(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: Where they lie.
-        like: A state of the same form, not changed.
+        like: A state of the same form, not changed; without one all tensors are whole.
 
     Raises:
         FileNotFoundError: If one of the two files is missing.
@@ -96,7 +96,7 @@ def read_step_files(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     if (folder / _SHARDS).is_dir():
         from mfwrap.shard_files import read_shards  # noqa: PLC0415  (slow to import)
 
-        tensors |= read_shards(folder / _SHARDS, dict(_flat(like)))
+        tensors |= read_shards(folder / _SHARDS, dict(_flat(like or {})))
     for path, tensor in tensors.items():
         *outer, name = path.split("/", 2)
         part = state

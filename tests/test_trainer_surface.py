@@ -46,6 +46,7 @@ OVERRIDDEN = {
     "_get_output_dir": ("self, trial", ["_save_checkpoint"]),
     "_save_checkpoint": ("self, model, trial", ["_maybe_log_save_evaluate"]),
     "_save_scaler": ("self, output_dir", ["_save_checkpoint"]),
+    "_load_optimizer_and_scheduler": ("self, checkpoint", ["_prepare_for_training"]),
     "_load_scaler": ("self, checkpoint", ["_prepare_for_training"]),
     "_load_callback_state": ("self", ["_init_training_state"]),
     "_load_rng_state": ("self, checkpoint", ["_run_epoch"]),
