@@ -11,6 +11,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -18,6 +24,7 @@ from mfwrap import ExponentialMovingAverage
 
 __all__ = [
     "export_averages",
+    "is_sharded",
     "load_exported",
     "load_state",
     "resumed_checkpoint",
@@ -28,6 +35,8 @@ __all__ = [
 _EXPORT = "ema"
 _STATE = "mfwrap_ema.safetensors"
 _TRAINER_STATE = "trainer_state.json"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_PART_OF_WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 _PARTS = ("averages", "buffers", "counters")
 
 
@@ -94,23 +103,48 @@ def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
     return True
 
 
-def export_averages(ema: ExponentialMovingAverage, model: nn.Module, folder: Path) -> None:
-    """Write the model with averaged weights into ``folder/ema``, replaced as a whole."""
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether any weight is distributed over ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def export_averages(
+    ema: ExponentialMovingAverage, model: nn.Module, folder: Path, *, is_writer: bool
+) -> None:
+    """Write the model with averaged weights into ``folder/ema``, replaced as a whole.
+
+    Args:
+        ema: Whose averages.
+        model: That they are of. If it is sharded, every rank calls this.
+        folder: Of the checkpoint.
+        is_writer: Whether this rank writes.
+    """
     # Beside first, so that what bears the name is whole.
     written, final = folder / f"{_EXPORT}.partial", folder / _EXPORT
-    shutil.rmtree(written, ignore_errors=True)
-    saves_itself: Any = model
     with ema.swap():
-        if isinstance(model, PreTrainedModel):
-            # Under the network's own names, under which the best one is loaded again.
-            saves_itself.save_pretrained(written, save_original_format=False)
-        elif hasattr(model, "save_pretrained"):
-            saves_itself.save_pretrained(written)
-        else:
-            written.mkdir()
-            save_model(model, str(written / "model.safetensors"))
+        gathered = get_model_state_dict(model, options=_WHOLE) if is_sharded(model) else None
+        if not is_writer:
+            return
+        shutil.rmtree(written, ignore_errors=True)
+        _save(model, written, gathered)
     shutil.rmtree(final, ignore_errors=True)
     written.rename(final)
+
+
+def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> None:
+    saves_itself: Any = model
+    if isinstance(model, PreTrainedModel):
+        # Under the network's own names, under which the best one is loaded again.
+        saves_itself.save_pretrained(folder, state_dict=gathered, save_original_format=False)
+    elif hasattr(model, "save_pretrained"):
+        saves_itself.save_pretrained(folder, state_dict=gathered)
+    else:
+        folder.mkdir()
+        path = folder / "model.safetensors"
+        if gathered is None:
+            save_model(model, str(path))
+        else:
+            save_file(gathered, path)
 
 
 def load_exported(model: nn.Module, checkpoint: Path) -> None:
@@ -123,7 +157,10 @@ def load_exported(model: nn.Module, checkpoint: Path) -> None:
         adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
     elif files:
         for file in files:
-            model.load_state_dict(load_file(file), strict=False)
+            if is_sharded(model):
+                set_model_state_dict(model, load_file(file), options=_PART_OF_WHOLE)
+            else:
+                model.load_state_dict(load_file(file), strict=False)
     else:
         warnings.warn(
             f"no averaged weights in {folder}: the model keeps the raw ones", stacklevel=3

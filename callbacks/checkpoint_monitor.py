@@ -221,7 +221,10 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             return
         device = next(iter(values.values())).device
         together = torch.stack(
-            [value.detach().float().reshape(()).to(device) for value in values.values()]
+            [
+                value.detach().float().reshape(()).to(device, non_blocking=True)
+                for value in values.values()
+            ]
         )
         if self._reads is None:
             self._reads = DeferredReads(device)

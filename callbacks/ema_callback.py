@@ -6,7 +6,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import ExponentialMovingAverage, StepReport
@@ -14,6 +13,7 @@ from mfwrap.callbacks.applied_updates import AppliedUpdates
 from mfwrap.callbacks.arguments import check_bool
 from mfwrap.callbacks.average_files import (
     export_averages,
+    is_sharded,
     load_exported,
     load_state,
     resumed_checkpoint,
@@ -188,8 +188,8 @@ class EMACallback(TrainerCallback):
         """
         self._evaluated.end()
         self._is_saved = True
-        if self.ema is not None and args.should_save:
-            self._write(self.ema, folder, model)
+        if self.ema is not None:
+            self._write(self.ema, folder, model, is_writer=args.should_save)
 
     def resume_from(self, folder: Path) -> None:
         """Hear which checkpoint the training that begins is resumed from; by an `MFTrainer`."""
@@ -213,7 +213,7 @@ class EMACallback(TrainerCallback):
         if folder is None:
             warnings.warn(f"no checkpoint of step {state.global_step} to save in", stacklevel=2)
         else:
-            self._write(self.ema, folder, model)
+            self._write(self.ema, folder, model, is_writer=True)
 
     def on_train_end(
         self,
@@ -236,10 +236,10 @@ class EMACallback(TrainerCallback):
         self._evaluated.end()
 
     def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if is_sharded(model):
             msg = (
-                "`model` must be whole on each rank for EMACallback to save its average, got "
-                "weights that are sharded over ranks"
+                "`model` must be whole on each rank for EMACallback to keep an average of its own, "
+                "got weights that are sharded over ranks; give the Trainer one (`ema`)"
             )
             raise ValueError(msg)
         return ExponentialMovingAverage(model, **self._settings)
@@ -286,8 +286,10 @@ class EMACallback(TrainerCallback):
         if self._evaluates and self.ema is not None and control.should_evaluate:
             self._evaluated.hold(self.ema, model, state.global_step, control)
 
-    def _write(self, ema: ExponentialMovingAverage, folder: Path, model: nn.Module) -> None:
-        if self._is_own:
+    def _write(
+        self, ema: ExponentialMovingAverage, folder: Path, model: nn.Module, *, is_writer: bool
+    ) -> None:
+        if self._is_own and is_writer:
             save_state(ema, folder)
-        if self._exports:
-            export_averages(ema, model, folder)
+        if self._exports and (is_writer or is_sharded(model)):
+            export_averages(ema, model, folder, is_writer=is_writer)

@@ -11,7 +11,14 @@ from transformers import Trainer, TrainerCallback
 
 from host_reads import HostReads
 from mfwrap import StepConfig
-from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.callbacks import (
+    CheckpointMonitor,
+    EMACallback,
+    EvalCallback,
+    MFLossMonitor,
+    ReplicaCheck,
+    TrainingStateMonitor,
+)
 from mfwrap.callbacks.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from test_callbacks_loss_monitor import Clock
@@ -282,7 +289,7 @@ def reads_per_run(folder, callbacks) -> list[str]:
                 self.modes.__enter__()
             if state.global_step == 5:
                 self.modes.__exit__(None, None, None)
-                self.names = tuple(name for name in self.modes.names if name != "to")
+                self.names = tuple(self.modes.names)
 
     counts = Counts()
     new_trainer(
@@ -298,8 +305,26 @@ def reads_per_run(folder, callbacks) -> list[str]:
 
 
 def test_nothing_more_is_read_on_the_host(tmp_path):
-    """With everything shown and the search for culprits on, a step reads what it reads without."""
-    monitor = TrainingStateMonitor(**EVERYTHING, replay=True, target=["layers.0", "head"])
+    """With every monitor on, and everything shown, a step reads what it reads without."""
+    monitor = TrainingStateMonitor(
+        **EVERYTHING,
+        max_attention_logit_format="jsonl",
+        expert_load_format="jsonl",
+        expert_capacity_factor=1.0,
+        stable_rank_config={"format": "jsonl", "step_interval": 1},
+        throughput_baseline=1.0,
+        replay=True,
+        target=["layers.0", "head"],
+    )
+    others = [
+        MFLossMonitor(tensorboard_dir=tmp_path),
+        CheckpointMonitor(100, save_checkpoint_seconds=1000, embedding_local_norm_threshold=1e9),
+        ReplicaCheck(1, gradients=True),
+        EvalCallback(lambda: None, step_interval=100),
+        EMACallback(0.9),
+    ]
 
-    assert reads_per_run(tmp_path, [monitor]) == reads_per_run(tmp_path / "without", [])
+    assert reads_per_run(tmp_path, [monitor, *others]) == reads_per_run(tmp_path / "without", [])
     assert len(lines(tmp_path)) == 6
+    shown = {tag.split("/")[0] for tag in lines(tmp_path)[3]}
+    assert {"weight_stable_rank", "max_attention_logit", "adam_m_norm"} <= shown

@@ -1,0 +1,172 @@
+"""Measure what monitors cost: everything on beside everything off, in the same training.
+
+    python benchmarks/monitors.py                       # a Llama of 8 million parameters
+    python benchmarks/monitors.py --device cuda --width 1024 --layers 16 --batch-size 16
+
+Each round trains without monitors, with local norms alone, and with all monitors, in an order that
+changes. On are the loss monitor, checkpoints' health, the search for culprits with replay, and
+every number of the training state monitor, as JSON lines and TensorBoard curves: norms of gradients
+and losses of each step; of each tenth step (`--interval`) weights, optimizer state, attention
+logits; of each hundredth stable ranks. The time of a run is the mean of its steps, the first ones
+left out; printed are the median and the spread over rounds, and of the rounds' own ratios.
+"""
+
+import argparse
+import logging
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from mfwrap import StepConfig
+from mfwrap.callbacks import CheckpointMonitor, MFLossMonitor, ReplicaCheck, TrainingStateMonitor
+from mfwrap.trainer import MFTrainer
+from trainer import build_model
+
+WARM_UP = 5
+"""Steps that are left out."""
+
+OFF, NORMS, ON = "no monitors", "local norms alone", "all monitors"
+
+
+@final
+class Timer(TrainerCallback):
+    """Takes the time from the end of the warm-up to the end of the last step.
+
+    Args:
+        device: Awaited at both ends.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._times: list[float] = []
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Look at the clock."""
+        if state.global_step in {WARM_UP, state.max_steps}:
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+            self._times.append(time.perf_counter())
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Return the mean time of the steps that count."""
+        start, end = self._times
+        return (end - start) / (steps - WARM_UP)
+
+
+def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
+    """Return all monitors; in each step what is there anyway, each `interval` steps the rest."""
+    formats = ["jsonl", "tensorboard"]
+    of_each_step = ("local_norm", "device_local_norm", "local_loss", "device_local_loss")
+    others = ("optimizer_state", "weight_state", "max_attention_logit", "expert_load")
+    return [
+        MFLossMonitor(per_print_times=interval, tensorboard_dir=folder / "loss"),
+        TrainingStateMonitor(
+            **{f"{name}_format": formats for name in of_each_step},
+            replay=True,
+            tensorboard_dir=folder / "steps",
+            folder=folder / "steps",
+        ),
+        TrainingStateMonitor(
+            **{f"{name}_format": formats for name in others},
+            step_interval=interval,
+            stable_rank_config={"format": formats, "step_interval": 10 * interval},
+            find_culprit=False,
+            tensorboard_dir=folder / "states",
+            folder=folder / "states",
+        ),
+        CheckpointMonitor(save_checkpoint_steps=10**9),
+        ReplicaCheck(10 * interval),
+    ]
+
+
+def seconds_per_step(
+    what: str, model: LlamaForCausalLM, tokens: Tensor, options: argparse.Namespace
+) -> float:
+    """Train, and return the mean time of a step."""
+    timer = Timer(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = MFTrainer(
+            model,
+            TrainingArguments(
+                output_dir=folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=options.batch_size,
+                gradient_accumulation_steps=options.accumulation,
+                bf16=options.device == "cuda",
+                use_cpu=options.device == "cpu",
+                logging_steps=50,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                log_level="error",
+            ),
+            train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+            callbacks=[timer, *(monitors(Path(folder), options.interval) if what == ON else [])],
+            step=StepConfig(local_norm=what != OFF),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return timer.seconds_per_step(options.steps)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return device, sizes and number of rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--width", type=int, default=256, help="hidden size")
+    parser.add_argument("--layers", type=int, default=6, help="number of layers")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences in a micro-batch")
+    parser.add_argument("--sequence-length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an update")
+    parser.add_argument("--steps", type=int, default=45, help="updates of a run")
+    parser.add_argument("--interval", type=int, default=10, help="steps from one look to the next")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse_arguments()
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("mfwrap").setLevel(logging.ERROR)
+    generator = torch.Generator().manual_seed(0)
+    num_samples = options.batch_size * options.accumulation * options.steps
+    tokens = torch.randint(0, 4096, (num_samples, options.sequence_length), generator=generator)
+    seconds: dict[str, list[float]] = {OFF: [], NORMS: [], ON: []}
+    order = random.Random(0)  # noqa: S311  (an order, no secret)
+    kinds = list(seconds)
+    for _ in range(options.rounds):
+        order.shuffle(kinds)
+        for what in kinds:
+            model = build_model(options.width, options.layers, options.sequence_length)
+            seconds[what].append(seconds_per_step(what, model, tokens, options))
+    print(
+        f"Llama of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters on "
+        f"{options.device}, {options.accumulation} micro-batches of "
+        f"{options.batch_size * options.sequence_length} tokens a step, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {options.rounds} rounds of "
+        f"{options.steps} steps\n\n"
+        "| monitors | ms a step, median (least to most) | ratio, median (least to most) |\n"
+        "| --- | --- | --- |"
+    )
+    for what, times in seconds.items():
+        ratios = [a / b for a, b in zip(times, seconds[OFF], strict=True)]
+        print(
+            f"| {what} | {statistics.median(times) * 1e3:.1f} ({min(times) * 1e3:.1f} to "
+            f"{max(times) * 1e3:.1f}) | {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
+            f"{max(ratios):.3f}) |"
+        )
+
+
+if __name__ == "__main__":
+    main()
