@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import yaml
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.recipe_yaml import RecipeDocument
 from mfwrap.recipes.models import config_keys
@@ -179,10 +178,12 @@ class _Converter:
         return {"config": config}, sequence_length
 
     def _config_keys(self, kind: object) -> set[str]:
-        if kind in CONFIG_MAPPING:
+        try:
             return config_keys(str(kind))
-        says = f"must be a model of transformers, got {kind!r}"
-        raise self._document.error(("model", "model_config", "model_type"), says)
+        except KeyError as error:
+            says = f"must be a model of transformers, got {kind!r}"
+            path = ("model", "model_config", "model_type")
+            raise self._document.error(path, says) from error
 
     def _training(self) -> dict[str, Any]:
         runner = self._section("runner_config")

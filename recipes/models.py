@@ -194,6 +194,9 @@ def config_keys(kind: str) -> set[str]:
 
     Args:
         kind: ``model_type`` of transformers, or that of a `Perceptron`.
+
+    Raises:
+        KeyError: If there is no such kind.
     """
     if kind == PerceptronConfig.model_type:
         return {"num_features", "hidden_size", "num_hidden_layers"}
