@@ -8,23 +8,27 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mfwrap.callbacks import json_lines
 from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
 
+# With what could end a line, a string or an encoding.
+text = st.text(alphabet='az09 "\\\n\r\t\0\x85\u2028\u00e9\U0001f600', max_size=8)
 plain = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    | text,
+    lambda inner: st.lists(inner) | st.dictionaries(text, inner),
     max_leaves=8,
 )
 
 
-@given(records=st.lists(st.dictionaries(st.text(), plain), max_size=5))
+@settings(max_examples=40)
+@given(records=st.lists(st.dictionaries(text, plain, max_size=5), max_size=5))
 def test_what_is_written_is_read(records, tmp_path_factory):
     """Any records come back, in their order, from the same file or one that is gone on with."""
     path = tmp_path_factory.mktemp("lines") / "new" / "records.jsonl"
@@ -72,16 +76,17 @@ def test_a_broken_line_within(tmp_path):
 def test_a_killed_process_leaves_its_lines(tmp_path):
     """What was appended before SIGKILL is there."""
     program = (
-        "import os, signal, sys\n"
+        "import os, runpy, signal, sys\n"
         "from pathlib import Path\n"
-        "from mfwrap.callbacks.json_lines import JsonLines\n"
-        "lines = JsonLines(Path(sys.argv[1]))\n"
+        # By its file, which is quick: the package would load transformers.
+        "lines = runpy.run_path(sys.argv[2])['JsonLines'](Path(sys.argv[1]))\n"
         "for step in range(3):\n"
         "    lines.append({'step': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / "records.jsonl"
-    ended = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    words = [sys.executable, "-c", program, str(path), json_lines.__file__]
+    ended = subprocess.run(words, check=False)
 
     assert ended.returncode == -signal.SIGKILL
     assert read_json_lines(path) == [{"step": 0}, {"step": 1}, {"step": 2}]

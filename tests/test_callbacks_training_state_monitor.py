@@ -222,6 +222,25 @@ def test_a_stock_trainer(tmp_path, caplog):
     ]
 
 
+def test_a_stock_trainer_that_goes_on(tmp_path):
+    """With transformers' own option the settings and the state are those of the checkpoint."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "kind": Trainer}
+    trained(
+        tmp_path, TrainingStateMonitor(weight_state_format="jsonl"), **settings | {"max_steps": 2}
+    )
+    again = new_trainer(
+        Trainer,
+        tmp_path,
+        callbacks=[TrainingStateMonitor()],
+        restore_callback_states_from_checkpoint=True,
+    )
+    train(again, tmp_path / "checkpoint-2")
+    (later,) = [c for c in again.callback_handler.callbacks if type(c) is TrainingStateMonitor]
+
+    assert [record["step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
+    assert later.state()["attributes"]["saved_run"]["finder"]["global_norm"]["num_steps"] == 4
+
+
 def test_an_overflow_of_a_stock_trainer(tmp_path):
     """A logged norm that is not finite is an anomaly of its step."""
     model = tiny_llama()
