@@ -173,20 +173,6 @@ def test_the_embeddings_gradient(tmp_path):
     assert high_record["healthy"]
 
 
-def test_the_best_checkpoint_is_kept(tmp_path):
-    """The Trainer will load it at the end."""
-    monitor = CheckpointMonitor(1, keep_checkpoint_max=1)
-    best = tmp_path / "checkpoint-2"
-    for step in (1, 2, 3, 4):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-x").mkdir()
-    monitor._rotate(tmp_path, str(best))
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("checkpoint-2", "checkpoint-4", "checkpoint-x")
-    ]
-
-
 def test_the_last_record_counts(tmp_path):
     """A checkpoint that was saved again is what it was found to be then; one must be there."""
     for step, healthy in ((2, True), (10, True), (4, True), (4, False), (30, True)):

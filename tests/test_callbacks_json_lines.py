@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,13 +31,14 @@ plain = st.recursive(
 
 @settings(max_examples=40)
 @given(records=st.lists(st.dictionaries(text, plain, max_size=5), max_size=5))
-def test_what_is_written_is_read(records, tmp_path_factory):
+def test_what_is_written_is_read(records):
     """Any records come back, in their order, from the same file or one that is gone on with."""
-    path = tmp_path_factory.mktemp("lines") / "new" / "records.jsonl"
-    for record in records:
-        JsonLines(path).append(record)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "new" / "records.jsonl"
+        for record in records:
+            JsonLines(path).append(record)
 
-    assert (read_json_lines(path) if records else []) == records
+        assert (read_json_lines(path) if records else []) == records
 
 
 def test_what_is_not_finite_is_a_word(tmp_path):
