@@ -23,13 +23,6 @@ plain_only = pytest.mark.parametrize(("family", "name", "fused"), replays(PLAIN)
 both_ways = pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_place"])
 
 
-@pytest.mark.parametrize(("family", "name", "fused"), replays(PLAIN, LOSS_SCALE, MF))
-def test_fused_is_skipped_on_the_device(family, name, fused):
-    """The two ways of each case are the two ways of the package."""
-    optimizer = Replay(cases(family)[name], fused=fused).optimizer
-    assert SkippableOptimizer(optimizer).skips_on_device is fused
-
-
 @with_loss_scale
 def test_overflow(family, name, fused):
     """Every overflow flag is the recorded one."""
@@ -45,17 +38,6 @@ def test_loss_scale(family, name, fused):
 
 
 @with_loss_scale
-def test_live_loss_scale(family, name, fused):
-    """The scale that the next step uses is the one recorded after the step."""
-    replay = Replay(cases(family)[name], fused=fused)
-    live = []
-    for index in range(replay.case["steps"]):
-        replay.step(index)
-        live.append(replay.cell.scale_sense.clone())
-    assert_same(torch.stack(live), [step["scale_sense_after"] for step in replay.case["expected"]])
-
-
-@with_loss_scale
 def test_loss(family, name, fused):
     """Every loss is the recorded one, unscaled."""
     run = run_of(family, name, fused)
@@ -66,19 +48,26 @@ def test_loss(family, name, fused):
 def test_weights(family, name, fused):
     """The weights after every step are the recorded ones."""
     run = run_of(family, name, fused)
+    assert SkippableOptimizer(run.replay.optimizer).skips_on_device is fused
     run.assert_weights()
 
 
 @with_loss_scale
-def test_schedule_position(family, name, fused):
-    """After a flush the schedule has advanced by the applied updates alone."""
+def test_live_state(family, name, fused):
+    """After each step the live scale is the recorded one; after a flush the schedule stands there.
+
+    It has advanced by the applied updates alone.
+    """
     replay = Replay(cases(family)[name], fused=fused)
-    positions = []
+    scales, positions = [], []
     for index in range(replay.case["steps"]):
         replay.step(index)
+        scales.append(replay.cell.scale_sense.clone())
         replay.cell.flush()
         positions.append(replay.schedule.last_epoch)
-    assert_same(positions, [step["global_step"] for step in replay.case["expected"]])
+    expected = replay.case["expected"]
+    assert_same(torch.stack(scales), [step["scale_sense_after"] for step in expected])
+    assert_same(positions, [step["global_step"] for step in expected])
 
 
 @with_loss_scale
@@ -173,6 +162,7 @@ def test_learning_rates_of_all_groups(fused):
 def test_plain_cell(family, name, fused):
     """TrainOneStepCell follows its recorded runs, through weights that are not finite, too."""
     run = run_of(family, name, fused)
+    assert SkippableOptimizer(run.replay.optimizer).skips_on_device is fused
     returns_grad = run.replay.case["wrapper_args"].get("return_grad", False)
     losses = [output[0] if returns_grad else output for output in run.outputs]
     assert_same(torch.stack(losses), run.recorded("loss"), relative=TOLERANCE)

@@ -17,7 +17,7 @@ def run(monkeypatch, folder, *arguments: str) -> None:
 
 def test_the_recipe_prints_and_saves(monkeypatch, tmp_path, capsys):
     """A line of loss and one of time for each epoch, accuracy, and a checkpoint that loads."""
-    run(monkeypatch, tmp_path, "--epoch_size=2", "--amp_level=O2", "--save_checkpoint_steps=1000")
+    run(monkeypatch, tmp_path, "--epoch_size=2", "--save_checkpoint_steps=1000")
 
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"epoch: 1 step: 89, loss is \d\.\d+", lines[0])
