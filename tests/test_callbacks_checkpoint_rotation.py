@@ -19,7 +19,7 @@ from mfwrap.callbacks.checkpoint_rotation import rotate_checkpoints
     ],
 )
 def test_what_is_left(num_kept, best, healthy, left, tmp_path):
-    """The last ones by number, the Trainer's best, the newest healthy one; what is no checkpoint."""
+    """The last ones by number, the best one, the newest healthy one, and what is none."""
     for step in (1, 2, 3, 4, 10):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
         name = f"checkpoint-{step}"
