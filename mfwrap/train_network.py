@@ -127,10 +127,11 @@ def build_train_network(
             lr_scheduler=lr_scheduler,
         )
         device = unwrapped_optimizer(network.optimizer).param_groups[0]["params"][0].device
-        inner, own_loss = unwrapped_network(network.network), None
+        inner = unwrapped_network(network.network)
+        own_loss: Callable[..., Tensor] | None = None
         if isinstance(inner, WithLossCell):
             # As in MindSpore, where a cell with a loss leaves the names of weights as they are.
-            inner, own_loss = inner.backbone_network, inner.loss_fn
+            inner, own_loss = inner.backbone_network, cast("nn.Module", inner.loss_fn)
         return TrainNetwork(inner, device, precision_of("O0", device), network, loss_fn=own_loss)
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module or a training cell, got {described(network)}"
