@@ -187,7 +187,8 @@ def test_as_a_module(recipe):
     "launcher",
     [
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"],
-        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+        # Its launcher of several CPU processes is MPI's; that of GPUs starts the same program.
+        ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
          "--main_process_port", "29532", "--num_machines", "1", "--mixed_precision", "no",
          "--dynamo_backend", "no"],
     ],
