@@ -1,16 +1,19 @@
 """Norms of a rank's own gradients, from before they are reduced over ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.arguments import described
 from mfwrap.devices import on_device
 from mfwrap.norms import sum_of_squares
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 __all__ = [
     "CommunicationHook",
@@ -22,9 +25,7 @@ __all__ = [
     "tap",
 ]
 
-CommunicationHook = tuple[
-    Any, "Callable[[Any, distributed.GradBucket], torch.futures.Future[Tensor]]"
-]
+CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future[Tensor]]"]
 """``(state, hook)``, as ``DistributedDataParallel.register_comm_hook`` takes them."""
 
 
@@ -68,7 +69,7 @@ class GradientTap:
         self.squares: dict[int, Tensor] = {}
         """Shape ``()``, float32, by the parameter's ``id``: of its last reduction."""
 
-    def read(self, bucket: "distributed.GradBucket") -> None:
+    def read(self, bucket: "GradBucket") -> None:
         """Note the sums of squares of a bucket, whose gradients are read once."""
         if not self.readers:
             return
@@ -147,10 +148,10 @@ def _refuse_another(present: CommunicationHook, given: CommunicationHook | None)
 
 
 def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
-    # torch compares these annotations with the classes: strings would be refused.
-    def tapping_hook(
-        state: GradientTap, bucket: distributed.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    # torch compares the annotation of `bucket` with the class: its name would be refused.
+    from torch._C._distributed_c10d import GradBucket  # noqa: PLC0415  (not in every torch)
+
+    def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.read(bucket)
         inner_state, hook = state.communication_hook
         return hook(inner_state, bucket)

@@ -1,0 +1,124 @@
+"""What a step in a loop keeps, beside accelerate's own files of a checkpoint."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mfwrap.callers import callers_stacklevel
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.loop_step import LoopStep
+from mfwrap.loss_scale import DynamicLossScaleUpdateCell
+from mfwrap.step_files import has_step_files, read_step_files, write_step_files
+
+__all__ = ["check_saved_step", "load_step", "save_step"]
+
+
+def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
+    """Write loss scale, counts and average, after a flush; every process calls it.
+
+    Args:
+        folder: Of the checkpoint.
+        step: What is saved.
+        is_writer: Whether this process writes what all of them have.
+    """
+    # First, because it flushes.
+    state = step.state_dict()
+    counts = [window.update.counts for window in step.windows.values()]
+    record = {
+        "loss_scale": step.loss_scale.value.item(),
+        "applied_updates": [each.applied_updates.item() for each in counts],
+        "skipped_updates": [each.skipped_updates.item() for each in counts],
+    }
+    write_step_files(folder, state, record, is_writer=is_writer)
+
+
+def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
+    """Raise what `load_step` would, before anything has changed; nothing without files of a step.
+
+    Args:
+        folder: Of the checkpoint.
+        step: What is to be restored.
+        ema: Its average; ``None`` for none.
+    """
+    if has_step_files(folder):
+        state = read_step_files(folder, step.state_dict())
+        step.check_state_dict(_fitting(folder, state, step, ema))
+
+
+def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
+    """Restore what `save_step` wrote, or begin from a checkpoint that was written without a step.
+
+    Args:
+        folder: Of the checkpoint, whose weights have been loaded.
+        step: What is restored; nothing of it is changed if anything does not fit.
+        ema: Its average; ``None`` for none. One that the files lack starts from the weights.
+
+    Raises:
+        FileNotFoundError: If one of the files is missing.
+        KeyError: If a name is missing or unknown.
+        TypeError: If a value has the wrong type.
+        ValueError: If a file is damaged, or a value has the wrong shape or range.
+    """
+    if has_step_files(folder):
+        state = read_step_files(folder, step.state_dict())
+    else:
+        state = _stock_state(folder, step)
+    step.load_state_dict(_fitting(folder, state, step, ema, warns=True))
+    if ema is not None and "ema" not in state:
+        warnings.warn(
+            f"no average in {folder}: it starts from the weights that are loaded",
+            stacklevel=callers_stacklevel(),
+        )
+        ema.restart()
+
+
+def _fitting(
+    folder: Path,
+    state: dict[str, Any],
+    step: LoopStep,
+    ema: ExponentialMovingAverage | None,
+    *,
+    warns: bool = False,
+) -> dict[str, Any]:
+    """Return a state with what this run keeps and the checkpoint does not."""
+    if ema is None and "ema" in state:
+        msg = f"`ema` must be given to go on from {folder}, which has an average, got none"
+        raise ValueError(msg)
+    fitting = dict(state)
+    if ema is not None:
+        fitting.setdefault("ema", ema.state_dict())
+    present = step.loss_scale.state_dict()
+    if present["update_cell"].keys() != state["loss_scale"]["update_cell"].keys():
+        fitting["loss_scale"] = present
+        if warns:
+            warnings.warn(
+                f"the loss scale in {folder} is of another kind: it starts anew",
+                stacklevel=callers_stacklevel(),
+            )
+    return fitting
+
+
+def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
+    """Return a state to begin with from a checkpoint that was written without the step."""
+    warnings.warn(
+        f"no state of the step in {folder}, written without it: counts start from zero",
+        stacklevel=callers_stacklevel(),
+    )
+    state = step.state_dict()
+    state.pop("ema", None)
+    for counts in state["updates"].values():
+        for counter in counts.values():
+            counter.zero_()
+    scaler = folder / "scaler.pt"
+    if scaler.exists():
+        saved = torch.load(scaler, weights_only=True)
+        # A scaler that is switched off saves nothing.
+        state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
+        counters = state["loss_scale"]["update_cell"]
+        if isinstance(step.loss_scale.update_cell, DynamicLossScaleUpdateCell):
+            # torch counts steps since the scale changed from 0, MindSpore from 1.
+            counters["cur_iter"].fill_(saved.get("_growth_tracker", 0) + 1)
+            counters["last_overflow_iter"].zero_()
+    return state

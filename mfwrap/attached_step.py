@@ -1,0 +1,289 @@
+"""The step that an accelerate loop is attached to."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mfwrap.accelerate_classes import (
+    attached_class,
+    inner_optimizer,
+    restore_optimizer,
+    restore_scheduler,
+)
+from mfwrap.accelerate_ddp import attached_handler_class
+from mfwrap.accelerate_scaler import StepScaler
+from mfwrap.accelerate_setup import (
+    EMA,
+    made_average,
+    named_parameters_of,
+    scale_of,
+    trained_models,
+)
+from mfwrap.accelerate_state import check_saved_step, load_step, save_step
+from mfwrap.config import StepConfig
+from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.fsdp_local_norm import sharded_local_squares_of
+from mfwrap.fsdp_parts import ShardedParts
+from mfwrap.local_norm import CommunicationHook, local_squares_of
+from mfwrap.loop_step import LoopStep
+from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.parameters import TrainedParameters
+from mfwrap.ranks import agreement_of
+from mfwrap.scale_sense import LossScale, ScaleSense
+from mfwrap.wrappers import distributed_parts
+
+__all__ = ["AttachedStep"]
+
+
+@final
+class AttachedStep:
+    """The step behind an accelerate loop; `attach` makes it.
+
+    Source: MindFormers, ``MFTrainOneStepCell``.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: StepConfig,
+        ema: EMA | None,
+        scale_sense: ScaleSense | None,
+        communication_hook: CommunicationHook | None,
+    ) -> None:
+        self.config = config
+        """Settings of the step."""
+        self.ema = ema if isinstance(ema, ExponentialMovingAverage) else None
+        """The average; ``None`` without one, and before ``prepare`` has let it be made."""
+        self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
+        self._accelerator = accelerator
+        self._kind = type(accelerator)
+        self._grad_scaler = accelerator.scaler
+        self._communication_hook = communication_hook
+        self._distributed_parts: list[DistributedDataParallel] = []
+        self._ddp_handler = accelerator.ddp_handler
+        self._handler_kind = type(self._ddp_handler)
+        if scale_sense is None:
+            scale_sense = scale_of(accelerator)
+        self.step = LoopStep(config, LossScale(scale_sense, accelerator.device), accelerator)
+        """What the accelerator's own calls are handed on to; a loop need not know it."""
+        self._scaler = StepScaler(self, self._grad_scaler)
+        self._loaded_folder: Path | None = None
+        self.has_grad_scaler = self._grad_scaler is not None
+        """Whether the accelerator has a gradient scaler of its own."""
+        self.answers_late = False
+        """Whether ``optimizer_step_was_skipped`` says False instead of waiting."""
+        self.is_loading = False
+        """Whether states of optimizers are being loaded; steps are the optimizers' own then."""
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._on_save),
+            accelerator.register_load_state_pre_hook(self._on_load),
+        ]
+        accelerator.scaler = self._scaler
+        accelerator.attachment = self
+        accelerator.__class__ = attached_class(self._kind)
+        if self._ddp_handler is not None and (config.local_norm or communication_hook is not None):
+            self._ddp_handler.__class__ = attached_handler_class(
+                self._handler_kind, communication_hook
+            )
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """Everything that is known of the last update; ``None`` before the first."""
+        return self.step.last_report
+
+    @property
+    def last_output(self) -> StepOutput | LocalNormStepOutput | None:
+        """MindFormers' 5- or 7-tuple of the last update; ``None`` before the first."""
+        return None if self.last_report is None else self.last_report.output
+
+    @property
+    def last_reports(self) -> tuple[StepReport | None, ...]:
+        """The last report of each optimizer, in the order in which they were prepared."""
+        return tuple(window.last_report for window in self.step.windows.values())
+
+    @property
+    def local_norm_names(self) -> tuple[str, ...]:
+        """Names of the groups of local norms, of the first optimizer."""
+        windows = list(self.step.windows.values())
+        return windows[0].update.parameters.groups().names if windows else ()
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The loss scale that the next backward uses, shape ``()``, float32; a copy."""
+        return self.step.loss_scale.value.clone()
+
+    def flush(self) -> None:
+        """Wait for what is pending of the last update: advance schedules, count skips.
+
+        Call it at the end of training if ``accelerator.end_training`` is not, and before reading a
+        schedule. ``save_state`` does it by itself.
+
+        Raises:
+            RuntimeError: If too many updates in a row were skipped.
+        """
+        self.step.flush()
+
+    def detach(self) -> None:
+        """Make the accelerator, and what it has prepared, what they would be without the step.
+
+        Schedules are brought up to date first. Gradients that wait for a step are clipped and,
+        unless the accelerator has a gradient scaler of its own, unscaled. That scaler comes back
+        as it was. A communication hook cannot be taken out of a model: the one before which local
+        norms were taken stays, and they are no longer taken.
+        """
+        accelerator = self._accelerator
+        if accelerator.__dict__.get("attachment") is not self:
+            return
+        try:
+            self.flush()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            for window in self.step.windows.values():
+                window.hand_back(scaled=self.has_grad_scaler)
+                window.update.local_squares = None
+            self.step.schedules.clear()
+            for optimizer in accelerator._optimizers:
+                restore_optimizer(optimizer, self._grad_scaler)
+            for scheduler in accelerator._schedulers:
+                restore_scheduler(scheduler)
+            accelerator.scaler = self._grad_scaler
+            accelerator.__class__ = self._kind
+            if self._ddp_handler is not None:
+                self._ddp_handler.__class__ = self._handler_kind
+            del accelerator.attachment
+
+    def see_model(self, prepared: nn.Module) -> None:
+        """Learn of a model in what accelerate has put around it."""
+        known = self._distributed_parts
+        known += [part for part in distributed_parts(prepared) if part not in known]
+
+    def build(self, *, final: bool = False) -> None:
+        """Add the optimizers that have been prepared, with the names of their parameters.
+
+        Args:
+            final: Also those whose parameters are in no model that has been prepared.
+
+        Raises:
+            ValueError: If there is no such model to make an average of, or the average is of
+                something else.
+        """
+        models = self._accelerator._models
+        if self._make_ema is not None and self.ema is None:
+            trained = trained_models(models, self._accelerator._optimizers)
+            if trained or final:
+                self.ema = made_average(self._make_ema, trained)
+        if self.ema is not None and not self.step.windows:
+            self.ema.check_placement()
+            self.step.follow(self.ema)
+        for wrapper in self._accelerator._optimizers:
+            optimizer = inner_optimizer(wrapper)
+            window = self.step.windows.get(optimizer)
+            if window is not None and window.update.parameters.are_current:
+                continue
+            named, are_complete = named_parameters_of(optimizer, models)
+            if final or are_complete:
+                parameters = TrainedParameters(named, optimizer, self.config.local_norm_groups)
+                self._add(optimizer, parameters)
+        if final:
+            self.step.check_average()
+
+    def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
+        parts = self._distributed_parts
+        self.step.add(
+            optimizer,
+            parameters,
+            local_squares=sharded_local_squares_of(
+                ShardedParts(*self._accelerator._models),
+                parameters.tensors,
+                local_squares_of(
+                    parts,
+                    parameters.tensors,
+                    self._communication_hook,
+                    are_asked_for=self.config.local_norm,
+                ),
+                are_asked_for=self.config.local_norm,
+            ),
+            agreement=agreement_of(parts, parameters.tensors),
+        )
+
+    def clear(self) -> None:
+        """Forget what has been prepared."""
+        try:
+            self.flush()
+        finally:
+            self.step.clear()
+            self._distributed_parts.clear()
+            if self._make_ema is not None:
+                self.ema = None
+
+    def saving(self, save: Callable[[], Any]) -> Any:
+        """Save without a gradient scaler where accelerate has none of its own."""
+        if self.ema is not None:
+            self.ema.refuse_inside_swap("save_state")
+        self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
+        try:
+            return save()
+        finally:
+            self._accelerator.scaler = self._scaler
+
+    def loading(self, load: Callable[[], Any]) -> Any:
+        """Load without accelerate's gradient scaler, of which the step's files know more."""
+        self._accelerator.scaler = None
+        self.is_loading = True
+        try:
+            loaded = load()
+        finally:
+            self._accelerator.scaler = self._scaler
+            self.is_loading = False
+        folder, self._loaded_folder = self._loaded_folder, None
+        if folder is not None:
+            self.load_files(folder)
+        return loaded
+
+    def _on_save(self, models: object, weights: object, output_dir: str) -> None:
+        del models, weights
+        each_node = self._accelerator.project_configuration.save_on_each_node
+        self.save_files(Path(output_dir), each_node=each_node)
+
+    def save_files(self, folder: Path, *, each_node: bool = False) -> None:
+        """Write loss scale, counts and average into a checkpoint, after a flush.
+
+        Args:
+            folder: An existing one; the main process writes.
+            each_node: Let the main process of each node write.
+        """
+        accelerator = self._accelerator
+        save_step(
+            folder,
+            self.step,
+            is_writer=(
+                accelerator.is_local_main_process if each_node else accelerator.is_main_process
+            ),
+        )
+
+    def _on_load(self, models: object, input_dir: str) -> None:
+        del models
+        self._loaded_folder = Path(input_dir)
+        # Before accelerate has changed anything, so that an error leaves all as it is.
+        self.build(final=True)
+        check_saved_step(self._loaded_folder, self.step, self.ema)
+
+    def load_files(self, folder: Path) -> None:
+        """Restore what `save_files` wrote; nothing is changed if anything does not fit.
+
+        Call it when the weights have been loaded: an average that the files lack starts from them.
+
+        Raises:
+            FileNotFoundError: If one of the files is missing.
+            KeyError: If a name is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a file is damaged, or a value has the wrong shape or range.
+        """
+        self.build(final=True)
+        load_step(folder, self.step, self.ema)
