@@ -60,7 +60,8 @@ class EMACallback(TrainerCallback):
         TypeError: If an argument has the wrong type.
         ValueError: If a setting is out of range, or `load_best` lacks `evaluate` or `export`. At
             the begin of a training, if settings of an average are given and the Trainer has one, if
-            there is another `EMACallback`, or if weights are sharded over ranks.
+            there is another `EMACallback`, or if weights are sharded over ranks and the Trainer has
+            no average.
     """
 
     def __init__(

@@ -10,17 +10,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from attached_runs import new_accelerator
 from fsdp_training import whole
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
+from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainerMixin
 from small_llama import small_llama
 
-__all__ = ["resume_attached", "train_attached", "train_with_trainer"]
+__all__ = ["evaluate_averages", "resume_attached", "train_attached", "train_with_trainer"]
 
 NUM_STEPS = 3
 NUM_ROWS = 4
@@ -157,19 +159,18 @@ class ShardingMFTrainer(MFTrainerMixin, ShardingTrainer):
     """With the step behind it."""
 
 
-@own_settings()
-def train_with_trainer(
-    rank: int,
+def new_trainer(
     folder: str,
-    resumed: str | None = None,
-    num_ranks: int = 2,
-    state_dict_type: str = "FULL_STATE_DICT",
-) -> dict[str, Any]:
-    """Train to the end, from the begin or from a checkpoint."""
-    del rank
+    num_ranks: int,
+    state_dict_type: str,
+    callbacks: list[TrainerCallback],
+    **arguments: Any,
+) -> ShardingMFTrainer:
+    """Return a trainer that shards where there are several ranks."""
     new_accelerator()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (64, 8), generator=generator)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
     torch.manual_seed(0)
     sharding: dict[str, Any] = {
         "fsdp": True,
@@ -180,7 +181,7 @@ def train_with_trainer(
             "state_dict_type": state_dict_type,
         },
     }
-    trainer = ShardingMFTrainer(
+    return ShardingMFTrainer(
         small_llama(),
         TrainingArguments(
             folder,
@@ -195,16 +196,65 @@ def train_with_trainer(
             use_cpu=True,
             disable_tqdm=True,
             optim="adamw_torch_fused",
+            **arguments,
             **(sharding if num_ranks > 1 else {}),
         ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=callbacks,
         step=StepConfig(local_norm=True),
         ema=lambda prepared: ExponentialMovingAverage(prepared, DECAY),
     )
-    trainer.train(resume_from_checkpoint=resumed)
+
+
+def _averages(trainer: ShardingMFTrainer) -> dict[str, Tensor]:
     averages = trainer.ema.state_dict()["averages"]
+    return {name: whole(average) for name, average in averages.items()}
+
+
+def _weights(trainer: ShardingMFTrainer) -> dict[str, Tensor]:
+    return {name: whole(weight) for name, weight in trainer.model_wrapped.named_parameters()}
+
+
+@own_settings()
+def train_with_trainer(
+    rank: int,
+    folder: str,
+    resumed: str | None = None,
+    num_ranks: int = 2,
+    state_dict_type: str = "FULL_STATE_DICT",
+) -> dict[str, Any]:
+    """Train to the end, from the begin or from a checkpoint."""
+    del rank
+    trainer = new_trainer(folder, num_ranks, state_dict_type, [])
+    trainer.train(resume_from_checkpoint=resumed)
+    averages = {f"average of {name}": value for name, value in _averages(trainer).items()}
     return {
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "state": {name: whole(p) for name, p in trainer.model_wrapped.named_parameters()}
-        | {f"average of {name}": whole(average) for name, average in averages.items()},
+        "state": _weights(trainer) | averages,
+    }
+
+
+@own_settings()
+def evaluate_averages(rank: int, folder: str, num_ranks: int = 2) -> dict[str, Any]:
+    """Train, evaluate and export averages, and end with those of the best checkpoint."""
+    del rank
+    trainer = new_trainer(
+        folder,
+        num_ranks,
+        "FULL_STATE_DICT",
+        [EMACallback()],
+        eval_strategy="steps",
+        eval_steps=3,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    log = trainer.state.log_history
+    best = Path(trainer.state.best_model_checkpoint)
+    return {
+        "losses": torch.tensor([entry["eval_loss"] for entry in log if "eval_loss" in entry]),
+        "exported": load_file(Path(folder, "checkpoint-6", "ema", "model.safetensors")),
+        "averages": _averages(trainer),
+        "best": load_file(best / "ema" / "model.safetensors"),
+        "end": _weights(trainer),
     }

@@ -6,6 +6,7 @@ from torch import nn
 
 from fsdp_accelerated import (
     NUM_STEPS,
+    evaluate_averages,
     resume_attached,
     rows_of,
     train_attached,
@@ -75,3 +76,15 @@ def test_the_trainer(two_ranks, tmp_path, state_dict_type):
         assert entry["applied_updates"] == expected["applied_updates"]
     torch.testing.assert_close(unbroken[0]["state"], alone["state"], **ROUNDED)
     assert len(alone["state"]) == 2 * len(list(nn.Module.parameters(small_llama())))
+
+
+def test_the_trainer_with_averages(two_ranks, tmp_path):
+    """Evaluated, exported and loaded at the end as those of one process are."""
+    ranks = two_ranks.run(evaluate_averages, str(tmp_path / "ranks"))
+    alone = evaluate_averages(0, str(tmp_path / "alone"), 1)
+
+    for result in ranks:
+        torch.testing.assert_close(result["losses"], alone["losses"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(result["exported"], result["averages"], **EXACT)
+        torch.testing.assert_close(result["end"], result["best"], **EXACT)
+        torch.testing.assert_close(result["end"], alone["end"], **ROUNDED)
