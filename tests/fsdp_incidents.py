@@ -30,6 +30,7 @@ __all__ = [
     "evaluate_with_averages",
     "fail_in_a_micro_batch",
     "meet_a_bad_loss",
+    "meet_a_bad_loss_everywhere",
     "new_cell",
     "norms_of_placed_tensors",
     "train_with_a_divisor",
@@ -65,9 +66,18 @@ def _kept(cell: MFTrainOneStepCell) -> list[Tensor]:
         ]
 
 
-def meet_a_bad_loss(rank: int, optimizer: str, factor: float) -> dict[str, Any]:
-    """Train with losses that are bad on the last rank in steps 0 and 2, and without those steps."""
-    if rank < distributed.get_world_size() - 1:
+def meet_a_bad_loss(
+    rank: int, optimizer: str, factor: float, *, everywhere: bool = False
+) -> dict[str, Any]:
+    """Train with losses that are bad in steps 0 and 2, and without those steps.
+
+    Args:
+        rank: Of this process.
+        optimizer: Its name.
+        factor: What losses are multiplied by.
+        everywhere: On every rank; otherwise on the last one.
+    """
+    if rank < distributed.get_world_size() - 1 and not everywhere:
         factor = 1.0
 
     def train(factors: Sequence[float | None]) -> tuple[list[list[Tensor]], list[Any]]:
@@ -78,6 +88,7 @@ def meet_a_bad_loss(rank: int, optimizer: str, factor: float) -> dict[str, Any]:
             optimizer,
             scale_sense=DynamicLossScaleUpdateCell(1024.0, 2, 100),
             ema=ExponentialMovingAverage(network, decay=0.75),
+            local_norm=True,
             use_skip_data_by_global_norm=True,
             global_norm_spike_threshold=100.0,
         )
@@ -96,11 +107,17 @@ def meet_a_bad_loss(rank: int, optimizer: str, factor: float) -> dict[str, Any]:
         "skipped": [report.skipped.item() for report in reports],
         "overflow": [report.output.overflow.item() for report in reports],
         "norms": [report.output.global_norm.item() for report in reports],
+        "own is finite": [report.output.local_norm.isfinite().all().item() for report in reports],
         "weights and averages after a first skip": _are_equal(kept[0], kept[1][: len(kept[0])]),
         "all after a later skip": _are_equal(kept[2], kept[3]),
         "end is that without the skipped steps": _are_equal(kept[4], clean[2]),
         "changes when applied": not _are_equal(kept[3], kept[4]),
     }
+
+
+def meet_a_bad_loss_everywhere(rank: int, optimizer: str, factor: float) -> dict[str, Any]:
+    """Train with losses that are bad on all ranks at once."""
+    return meet_a_bad_loss(rank, optimizer, factor, everywhere=True)
 
 
 def _are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

@@ -1,5 +1,6 @@
 """What each rank does in the tests of steps with sharded parameters."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from fsdp_networks import NUM_STEPS, Case, micro_batches_of, new_model, optimizer_of, sharded
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
 
-__all__ = ["CASES", "MAX_NORM", "train", "whole"]
+__all__ = ["CASES", "MAX_NORM", "OTHER_CASES", "train", "whole"]
 
 MAX_NORM = 0.5
 
@@ -23,6 +24,18 @@ CASES = [
     Case("layers", 4, "float32", "fused SGD", per_token=True),
     Case("partly replicated", 4, "float32", "fused AdamW"),
 ]
+
+OTHER_CASES = [
+    case
+    for case in itertools.starmap(
+        Case,
+        itertools.product(
+            ("layers",), (1, 4), ("float32", "bf16"), ("fused AdamW", "fused SGD"), (False, True)
+        ),
+    )
+    if case not in CASES
+]
+"""With those above, every accumulation, precision and optimizer, per token and not."""
 
 
 @torch.no_grad()

@@ -62,9 +62,10 @@ def test_something_was_learned_before_saving(checkpoint):
 
 
 @pytest.mark.slow
-def test_three_ranks_go_on_from_two(checkpoint, optimizer, tmp_path):
-    """Shards of another size, and back again to two."""
-    with RankPool(3, tmp_path) as ranks:
+@pytest.mark.parametrize("number", [3, 4])
+def test_more_ranks_go_on_from_two(checkpoint, optimizer, tmp_path, number):
+    """Shards of another size, from shards and from DistributedDataParallel."""
+    with RankPool(number, tmp_path) as ranks:
         for rank in ranks.run(load, checkpoint["folder"], "layers", optimizer):
             assert_same(rank["loaded"], checkpoint["saved"])
 

@@ -13,6 +13,7 @@ from fsdp_incidents import (
     evaluate_with_averages,
     fail_in_a_micro_batch,
     meet_a_bad_loss,
+    meet_a_bad_loss_everywhere,
     norms_of_placed_tensors,
     train_with_a_divisor,
 )
@@ -22,7 +23,7 @@ from fsdp_refusals import be_refused
 
 __all__ = ["ranks"]
 
-NAN, SPIKE = float("nan"), 1e4
+NAN, INF, SPIKE = float("nan"), float("inf"), 1e4
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -31,7 +32,10 @@ def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
     """Nothing changes under torch.equal, at the first step with momentum, too; then all goes on."""
     met = ranks.run(meet_a_bad_loss, optimizer, factor)
 
-    for rank in met:
+    for index, rank in enumerate(met):
+        # Each rank's own norms tell whose gradients they were.
+        is_bad = factor != SPIKE and index == len(met) - 1
+        assert rank["own is finite"] == [not is_bad, True] * 2
         assert rank["skipped"] == [True, False, True, False]
         assert rank["overflow"] == [factor != SPIKE, False] * 2
         assert rank["weights and averages after a first skip"]
@@ -41,6 +45,16 @@ def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
     norms = torch.tensor([rank["norms"] for rank in met]).nan_to_num(-1)
     # The same bits on every rank, or ranks might decide differently.
     assert torch.equal(norms, norms[:1].expand_as(norms))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_infinite_on_all_ranks_skips_once(ranks, optimizer):
+    """As on one; infinities of several ranks do not add up to something else."""
+    for rank in ranks.run(meet_a_bad_loss_everywhere, optimizer, INF):
+        assert rank["overflow"] == rank["skipped"] == [True, False] * 2
+        assert rank["own is finite"] == [False, True] * 2
+        assert rank["all after a later skip"]
+        assert rank["end is that without the skipped steps"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from fsdp_networks import NUM_STEPS, Case, micro_batches_of, new_model, optimizer_of
 from fsdp_ranks import ranks
-from fsdp_training import CASES, MAX_NORM, train
+from fsdp_training import CASES, MAX_NORM, OTHER_CASES, train
 
 __all__ = ["ranks"]
 
@@ -70,6 +70,8 @@ def run(ranks, request) -> list[dict[str, Any]]:
 def _cases(test: Any) -> Any:
     """Let a test see each case, as which the ranks have trained once."""
     marked = [pytest.param(case, case, id=case_id(case)) for case in CASES]
+    slow = pytest.mark.slow
+    marked += [pytest.param(case, case, id=case_id(case), marks=slow) for case in OTHER_CASES]
     return pytest.mark.parametrize(("case", "run"), marked, indirect=["run"], scope="module")(test)
 
 
