@@ -82,6 +82,7 @@ def test_one_head_and_no_batch():
     watch.begin()
     network(inputs)
     network(3 * inputs)
+    network(2 * inputs)
     found = watch.end()
     network(10 * inputs)
     expected = (network.inner(3 * inputs) @ (3 * inputs).t()).max() / 2
