@@ -54,11 +54,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "WithGradCell": "`mfwrap.GradOperation`",
         "build_train_network": "`mfwrap.Model`, and its `train_network`",
         "build_wrapper": "`mfwrap.MFTrainOneStepCell`, or a recipe that `mfwrap train` runs",
-        "depend": "nothing: torch runs statements in their order",
-        "fill": "`torch.full`",
         "get_grad": "`dict(gradients)[identifier]`: with `return_ids` each gradient stands beside "
         "its id",
-        "identity": "the value itself",
         "load_checkpoint": "`torch.load` with `weights_only`",
         "load_param_into_net": "`network.load_state_dict(...)`",
         "save_checkpoint": "`torch.save`, or `mfwrap.callbacks.ModelCheckpoint`",
@@ -67,7 +64,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "accelerate finds other devices by itself",
     }
 )
-"""What stands for each name."""
+"""What stands for each name.
+
+No function of torch has one of these names: pickle looks a function without a module up in all
+modules, and expects nothing but an AttributeError.
+"""
 
 
 def absent_name_message(name: str) -> str | None:

@@ -5,6 +5,7 @@ import pkgutil
 import re
 
 import pytest
+import torch
 from accelerate import Accelerator
 
 import mfwrap
@@ -35,6 +36,12 @@ def test_any_other_name_is_an_ordinary_error():
 def test_no_name_is_both_absent_and_there():
     """A name that comes later has to leave the table."""
     assert not INSTEAD.keys() & {*mfwrap.__all__, *schedules.SCHEDULES, *mfwrap.callbacks.__all__}
+
+
+def test_no_function_of_torch_has_an_absent_name():
+    """Pickle looks for a function without a module in all of them, and expects AttributeErrors."""
+    assert {name for name in INSTEAD if hasattr(torch, name)} == {"Tensor"}
+    assert isinstance(torch.Tensor, type)  # classes have a module
 
 
 @pytest.mark.parametrize("sentence", INSTEAD.values(), ids=INSTEAD)
