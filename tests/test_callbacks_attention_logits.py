@@ -120,8 +120,11 @@ def test_a_network_of_transformers():
         watch = AttentionLogits(model)
         watch.begin()
         model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= 3
         with torch.no_grad():
             model(input_ids=tokens)
+        model.eval()(input_ids=tokens)
         found.append(watch.end())
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -129,7 +132,7 @@ def test_a_network_of_transformers():
     assert [list(each) for each in found] == [names, names]
     for name in names:
         assert found[0][name].shape == (4,)
-        assert found[0][name].max() > 0.5
+        assert 0.5 < found[0][name].max() < 1.5
         assert torch.allclose(found[0][name], found[1][name], rtol=1e-5)
 
 
