@@ -175,7 +175,7 @@ def program(*words, env=None, **options):
 
 def test_as_a_module(recipe):
     """``python -m mfwrap`` is the command line, with its exit code."""
-    result = program("-m", "mfwrap", "validate", recipe, "--set", "task=x")
+    result = program("-m", "mfwrap", "plot", "nowhere")
 
     assert result.returncode == 2
     assert result.stderr.startswith("mfwrap: ")

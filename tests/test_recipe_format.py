@@ -285,3 +285,9 @@ def test_reading_leaves_the_text_alone():
     assert dataclasses.is_dataclass(recipe)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.peft = 1
+
+
+def test_a_misspelt_section_is_named():
+    """Not only that the one that is meant is missing."""
+    with pytest.raises(RecipeError, match=r"`datas`.*did you mean `data`"):
+        parse_recipe(recipe_text().replace("\ndata:", "\ndatas:"), "r")

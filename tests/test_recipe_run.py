@@ -56,7 +56,7 @@ def run(folder, *overrides, text=None, resume=False, **sections):
     return run_recipe(recipe, resume=resume)
 
 
-QUICK = {"causal_lm", "image_classification", "regression"}
+QUICK = {"causal_lm", "regression"}
 
 
 @pytest.mark.parametrize(
