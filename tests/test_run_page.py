@@ -37,6 +37,13 @@ def test_names_are_no_markup(page_file):
     assert "<script>alert(1)" not in page_file.read_text(encoding="utf-8")
 
 
+def test_what_was_first_is_named(page_file):
+    """The table of anomalies has the module, by the field that the record has for it."""
+    text = page_file.read_text(encoding="utf-8")
+
+    assert '<td class="name">layers.1.mlp</td>' in text
+
+
 def test_runs_of_one_name_are_numbered(page_file):
     """They could not be told apart."""
     assert "run (1), run (2)</h1>" in page_file.read_text(encoding="utf-8")

@@ -66,7 +66,10 @@ def test_global_norm(shown):
 
     assert (norm["spike"].x, norm["spike"].y) == ((12,), (40.0,))
     assert norm["norm not finite"].x == (20,)
-    assert shown["global_norm"].figure.layout.shapes[0].y0 == 1.5
+    layout = shown["global_norm"].figure.layout
+    assert layout.shapes[0].y0 == 1.5
+    # On a logarithmic axis a label stands at a power of ten.
+    assert 10 ** layout.annotations[0].y == pytest.approx(1.5)
 
 
 def test_local_norms(shown):
@@ -111,6 +114,18 @@ def test_several_runs(tmp_path):
     assert [line.name for line in lines] == ["a: Learning rate", "&lt;b&gt;: Learning rate"]
     assert lines[0].line.color != lines[1].line.color
     assert both["loss"].figure.layout.xaxis.range == both["global_norm"].figure.layout.xaxis.range
+
+
+def test_curves_of_the_training_come_before_those_of_evaluations(tmp_path):
+    """The menu begins with the throughput of steps."""
+    rows = [{"step": s, "eval_steps_per_second": 2.0, "throughput": 3.0} for s in (1, 2)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    drawn = panels(tmp_path)["throughput"].figure.data
+
+    assert [(trace.name, trace.visible) for trace in drawn] == [
+        ("throughput", True),
+        ("eval_steps_per_second", False),
+    ]
 
 
 def test_everything_else_is_shown(shown):

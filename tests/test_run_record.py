@@ -60,6 +60,22 @@ def test_what_was_recorded_last_counts(tmp_path):
     assert read_run(tmp_path).curves == {"loss": Curve([1, 2, 3], [1.0, 2.0, 9.0])}
 
 
+def test_the_trainers_log_fills_gaps(tmp_path):
+    """It has means over several steps and names sorted by letters; JSON lines have neither."""
+    records = [{"step": s, "loss": s, "local_norm": {"z": 1.0, "a": 2.0}} for s in (1, 2)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    log = [
+        {"step": 2, "loss": 9.0, "local_norm/a": 9.0, "eval_loss": 1.5},
+        {"step": 4, "loss": 4.0, "local_norm/a": 4.0, "local_norm/b": 5.0},
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    run = read_run(tmp_path)
+
+    assert run.curves == {"loss": Curve([1, 2, 4], [1.0, 2.0, 4.0]), "eval_loss": Curve([2], [1.5])}
+    assert list(run.local_norms[0]) == ["z", "a", "b"]
+    assert run.local_norms[0]["a"] == Curve([1, 2, 4], [2.0, 2.0, 4.0])
+
+
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
