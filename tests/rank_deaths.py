@@ -1,6 +1,6 @@
 """A program that is one of two ranks, of which the second fails in the middle of a step.
 
-Arguments: how it fails, the rank, and the folder for what is left behind.
+Arguments: how it fails, whether weights are sharded, the rank, and the folder for what is left.
 """
 
 import os
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
+from mfwrap.sharded_checkpoint import save_sharded
 from small_networks import TokenClassifier, labelled_batches
 from training_state import training_state
 
@@ -62,7 +65,22 @@ def new_training(network: torch.nn.Module) -> tuple[MFTrainOneStepCell, list[Any
     return cell, [network, optimizer, cell]
 
 
-def main(failure: str, rank: int, folder: Path) -> None:
+def _local_state(parts: list[Any]) -> dict[str, Any]:
+    """Return what this rank holds; comparing more would take ranks that are no longer there."""
+    state = training_state(*parts)
+    return {k: v.to_local().clone() if hasattr(v, "to_local") else v for k, v in state.items()}
+
+
+def _shared(inner: FailingClassifier, way: str, group: distributed.ProcessGroup) -> torch.nn.Module:
+    if way == "replicated":
+        return DistributedDataParallel(inner, process_group=group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    fully_shard(inner.layers, mesh=mesh)
+    fully_shard(inner, mesh=mesh)
+    return inner
+
+
+def main(failure: str, way: str, rank: int, folder: Path) -> None:
     """Train, save, fail or see the other one fail, and leave behind what is then."""
     distributed.init_process_group(
         "gloo",
@@ -75,20 +93,19 @@ def main(failure: str, rank: int, folder: Path) -> None:
     group = distributed.new_group(timeout=STEP)
     torch.manual_seed(0)
     inner = FailingClassifier()
-    cell, parts = new_training(DistributedDataParallel(inner, process_group=group))
+    cell, parts = new_training(_shared(inner, way, group))
     distributed.barrier()
     batches = labelled_batches(GOOD_STEPS + 1, seed=rank)
     for batch in batches[:GOOD_STEPS]:
         cell(*batch)
-    if rank == 0:
-        torch.save([part.state_dict() for part in parts], folder / "checkpoint.pt")
-    before = training_state(*parts)
+    save_sharded(folder / "checkpoint", cell)
+    before = _local_state(parts)
     if rank == 1:
         inner.failure = failure
     try:
         cell(*batches[GOOD_STEPS])
     except (ValueError, RuntimeError):
-        torch.save({"before": before, "after": training_state(*parts)}, folder / f"rank{rank}.pt")
+        torch.save({"before": before, "after": _local_state(parts)}, folder / f"rank{rank}.pt")
         if failure == "raises and stays" and rank == 1:
             # Until the test lets go: nothing tells the other rank that this one waits.
             sys.stdin.read()
@@ -96,4 +113,4 @@ def main(failure: str, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))

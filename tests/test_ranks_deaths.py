@@ -1,5 +1,6 @@
 """When a rank fails, the others end, too, in time, and nothing of what there was is lost."""
 
+import itertools
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import rank_deaths
+from mfwrap.sharded_checkpoint import load_sharded
 from rank_deaths import FailingClassifier, new_training
 from small_networks import labelled_batches
 from training_state import assert_same_state
@@ -19,6 +21,8 @@ from training_state import assert_same_state
 pytestmark = pytest.mark.slow
 
 FAILURES = ("killed", "raises", "raises and stays")
+WAYS = ("replicated", "sharded")
+CASES = list(itertools.product(FAILURES, WAYS))
 HANGS_SECONDS = 200
 """More than a rank takes that waits for the process group's timeout, on a slow machine, too."""
 
@@ -33,15 +37,15 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Start the ranks of all failures at once; return them by failure, with their folder."""
+    """Start the ranks of all cases at once; return them by case, with their folder."""
     started = {}
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    for failure in FAILURES:
+    for failure, way in CASES:
         folder = tmp_path_factory.mktemp("ranks")
         ranks = [
             subprocess.Popen(
-                [sys.executable, rank_deaths.__file__, failure, str(rank), str(folder)],
+                [sys.executable, rank_deaths.__file__, failure, way, str(rank), str(folder)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -49,7 +53,7 @@ def started(tmp_path_factory):
             )
             for rank in range(2)
         ]
-        started[failure] = folder, ranks
+        started[failure, way] = folder, ranks
     yield started
     for _, ranks in started.values():
         for rank in ranks:
@@ -57,12 +61,12 @@ def started(tmp_path_factory):
             rank.wait()
 
 
-@pytest.fixture(scope="module", params=FAILURES)
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def ended(request, started):
     """Wait for both ranks, the first one first; one that hangs fails the test."""
     folder, ranks = started[request.param]
     errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
-    return request.param, Ended(folder, [rank.returncode for rank in ranks], errors)
+    return request.param[0], Ended(folder, [rank.returncode for rank in ranks], errors)
 
 
 def first_error(errors):
@@ -100,10 +104,7 @@ def test_the_checkpoint_goes_on(ended):
     """What was saved before is whole, and one process goes on from it."""
     _, ranks = ended
     cell, parts = new_training(FailingClassifier())
-    states = torch.load(ranks.folder / "checkpoint.pt")
-    states[0] = {name.removeprefix("module."): value for name, value in states[0].items()}
-    for part, state in zip(parts, states, strict=True):
-        part.load_state_dict(state)
+    load_sharded(ranks.folder / "checkpoint", cell)
     before = [weight.clone() for weight in parts[0].parameters()]
 
     [batch] = labelled_batches(1)
