@@ -12,13 +12,17 @@ from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.callbacks.epoch_mean import SavedMean
-from mfwrap.callbacks.flops import StepFlops, device_peak_tflops
+from mfwrap.callbacks.flops import StepFlops
+from mfwrap.callbacks.loss_monitor_run import (
+    averages_loss,
+    begin_run,
+    is_read_next,
+    writer_of,
+)
 from mfwrap.callbacks.loss_monitor_settings import LossMonitorSettings, directory_name
 from mfwrap.callbacks.loss_record import StepRecord, record_lines
 from mfwrap.callbacks.monitored_run import MonitoredRun
 from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.run_size import global_batch_size, num_processes, run_length
-from mfwrap.callbacks.scalar_writer import ScalarWriter
 from mfwrap.callbacks.step_clock import StepClock
 
 __all__ = ["MFLossMonitor"]
@@ -121,7 +125,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             log_timers_to_tensorboard=log_timers_to_tensorboard,
         )
         self._clock = clock
-        self._writer = _writer(self._settings)
+        self._writer = writer_of(self._settings)
         self._flops = StepFlops(flops_per_step, count=count_flops)
         self._run: MonitoredRun | None = None
         self._said_what_is_missing = False
@@ -201,7 +205,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         if step_output is None and step_report is not None:
             step_output = step_report.output
         self._run.end_step(
-            state.global_step, step_output, self._flops.value, sends=_is_read_next(control)
+            state.global_step, step_output, self._flops.value, sends=is_read_next(control)
         )
         if state.is_world_process_zero and not self._run.has_outputs:
             self._say_what_is_missing()
@@ -268,38 +272,20 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         train_dataloader: Any,
         model: nn.Module | None,
     ) -> MonitoredRun:
-        settings = self._settings
-        peak = settings.peak_tflops
-        if peak is None and settings.shows_flops:
-            peak = device_peak_tflops(model)
-        return MonitoredRun(
-            run_length(
-                state,
-                args,
-                train_dataloader,
-                origin_epochs=settings.origin_epochs,
-                dataset_size=settings.dataset_size,
-                initial_epoch=settings.initial_epoch,
-                initial_step=settings.initial_step,
-            ),
+        return begin_run(
+            self._settings,
             self._print,
             clock=StepClock(self._clock),
+            args=args,
+            state=state,
             global_step=global_step,
-            per_print_times=settings.per_print_times,
-            global_batch_size=settings.global_batch_size or global_batch_size(args, state),
-            num_processes=num_processes(),
-            averages_loss=self._averages_loss,
-            is_main=state.is_world_process_zero,
-            peak_tflops=peak,
+            train_dataloader=train_dataloader,
+            model=model,
             saved_mean=self.saved_mean,
         )
 
-    @property
-    def _averages_loss(self) -> bool:
-        return self._settings.loss_over_ranks and num_processes() > 1
-
     def _takes_part(self, state: TrainerState) -> bool:
-        return state.is_world_process_zero or self._averages_loss
+        return state.is_world_process_zero or averages_loss(self._settings)
 
     def _pause(self) -> None:
         self._flush()
@@ -324,23 +310,3 @@ class MFLossMonitor(TrainerCallback, ExportableState):
                 "MFLossMonitor gets no `step_output` in this loop. It cannot show overflow, loss "
                 "scale and the loss of each step, and prints the numbers that the loop logs."
             )
-
-
-def _is_read_next(control: TrainerControl) -> bool:
-    """Tell whether the loop is about to do what shows or keeps the mean of the losses."""
-    return (
-        control.should_log
-        or control.should_save
-        or control.should_evaluate
-        or control.should_training_stop
-    )
-
-
-def _writer(settings: LossMonitorSettings) -> ScalarWriter | None:
-    if settings.tensorboard_dir is None:
-        return None
-    return ScalarWriter(
-        Path(settings.tensorboard_dir),
-        loss_scale=settings.log_loss_scale_to_tensorboard,
-        timers=settings.log_timers_to_tensorboard,
-    )
