@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from mfwrap.callbacks import TrainingStateMonitor
@@ -77,6 +78,24 @@ def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
     assert [record["step"] for record in records] == [22, 23, 24, 25, 26]
     assert [record["consecutive_skips"] for record in records] == [1, 2, 3, 4, 5]
     assert ["is_replay_exact" in record for record in records] == [True] + 4 * [False]
+
+
+def test_a_weight_that_spoils_the_loss(tmp_path):
+    """Without a replay, too, it is named when it has risen beyond what the loss can hold."""
+
+    class BlowUp(TrainerCallback):
+        def on_step_begin(self, _args, state, *_, model, **__):
+            if state.global_step == 24:
+                model.blocks[2].linear.weight.data *= 1e25
+
+    monitor = TrainingStateMonitor(folder=tmp_path)
+    train_blocks(monitor, callbacks=[BlowUp()], num_steps=25)
+    (record,) = records_of(tmp_path)
+
+    assert (record["step"], record["kind"]) == (25, "loss_not_finite")
+    assert (record["layer"], record["where"]) == ("blocks.2", "weight")
+    assert record["name"] == record["weights"][0]["name"] == "blocks.2.linear.weight"
+    assert "is_replay_exact" not in record
 
 
 def test_usual_norms_go_on_after_a_resume(tmp_path):
