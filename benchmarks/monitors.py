@@ -49,8 +49,9 @@ class Timer(TrainerCallback):
         self._device = device
         self._times: list[float] = []
 
-    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look at the clock."""
+        del args, control
         if state.global_step in {WARM_UP, state.max_steps}:
             if self._device == "cuda":
                 torch.cuda.synchronize()
@@ -64,19 +65,19 @@ class Timer(TrainerCallback):
 
 def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
     """Return all monitors; in each step what is there anyway, each `interval` steps the rest."""
-    formats = ["jsonl", "tensorboard"]
+    formats: Any = ["jsonl", "tensorboard"]
     of_each_step = ("local_norm", "device_local_norm", "local_loss", "device_local_loss")
     others = ("optimizer_state", "weight_state", "max_attention_logit", "expert_load")
     return [
         MFLossMonitor(per_print_times=interval, tensorboard_dir=folder / "loss"),
         TrainingStateMonitor(
-            **{f"{name}_format": formats for name in of_each_step},
+            **dict.fromkeys((f"{name}_format" for name in of_each_step), formats),
             replay=True,
             tensorboard_dir=folder / "steps",
             folder=folder / "steps",
         ),
         TrainingStateMonitor(
-            **{f"{name}_format": formats for name in others},
+            **dict.fromkeys((f"{name}_format" for name in others), formats),
             step_interval=interval,
             stable_rank_config={"format": formats, "step_interval": 10 * interval},
             find_culprit=False,

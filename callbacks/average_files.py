@@ -157,10 +157,11 @@ def load_exported(model: nn.Module, checkpoint: Path) -> None:
         adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
     elif files:
         for file in files:
+            weights: dict[str, Any] = load_file(file)
             if is_sharded(model):
-                set_model_state_dict(model, load_file(file), options=_PART_OF_WHOLE)
+                set_model_state_dict(model, weights, options=_PART_OF_WHOLE)
             else:
-                model.load_state_dict(load_file(file), strict=False)
+                model.load_state_dict(weights, strict=False)
     else:
         warnings.warn(
             f"no averaged weights in {folder}: the model keeps the raw ones", stacklevel=3
