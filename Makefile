@@ -61,6 +61,7 @@ format: $(VENV)/.installed ## format the code and repair what ruff can repair
 benchmark: $(VENV)/.installed-benchmark ## measure everything after backward, and whole steps of the Trainer, beside peers
 	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
+	PYTHONSAFEPATH= $(RUN) benchmarks/distributed.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/monitors.py
 
 # mkdocstrings reads the package, with callbacks/ and recipes/, in the shape of an ordinary install.

@@ -5,14 +5,13 @@
 
 Plain means backward, `clip_grad_norm_` and fused AdamW. mfwrap does the same and has every rank's
 own norms by parameter, from before the reduction, overflow checks agreed by all ranks and a dynamic
-loss scale. Each round trains every contestant anew, in an order that changes. The time of a run is
-the median of its steps, the first ones left out; printed are the median and the spread over rounds,
-and the median of the rounds' own ratios. Messages are what the backend was asked for in one step.
+loss scale. Each round trains every contestant anew; the two of a kind take turns step by step. The
+time of a run is the median of its steps, the first ones left out; printed are the median and the
+spread over rounds, and the median of the rounds' own ratios. Messages are what the backend was asked for in one step.
 """
 
 import argparse
 import os
-import random
 import socket
 import statistics
 import tempfile
@@ -110,6 +109,10 @@ CONTESTANTS: dict[str, tuple[Callable[[argparse.Namespace], nn.Module], Callable
 }
 
 
+PAIRS = (("DDP", "DDP, mfwrap"), ("FSDP2", "FSDP2, mfwrap"))
+"""What is compared."""
+
+
 def batches_of_step(arguments: argparse.Namespace, rank: int) -> list[Tensor]:
     """Return this rank's micro-batches."""
     generator = torch.Generator().manual_seed(rank)
@@ -120,17 +123,23 @@ def batches_of_step(arguments: argparse.Namespace, rank: int) -> list[Tensor]:
     ]
 
 
-def seconds_per_step(step: Step, batches: list[Tensor], arguments: argparse.Namespace) -> float:
-    """Return the median time of a step, begun together by all ranks."""
-    times = []
-    for _ in range(arguments.steps):
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        step(batches)
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[LEFT_OUT:])
+def seconds_per_step(
+    steps: dict[str, Step], batches: list[Tensor], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Return the median time of each kind of step, begun together by all ranks.
+
+    The kinds take turns step by step, so that a machine that grows slower does so for all.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(arguments.steps):
+        for name in sorted(steps, reverse=number % 2 == 1):
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            steps[name](batches)
+            if arguments.device == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each[LEFT_OUT:]) for name, each in times.items()}
 
 
 def messages_of(step: Step, batches: list[Tensor]) -> int:
@@ -152,15 +161,15 @@ def train_rank(rank: int, arguments: argparse.Namespace, port: int, results: str
     batches = batches_of_step(arguments, rank)
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     messages: dict[str, int] = {}
-    order = random.Random(0)  # noqa: S311  (an order, no secret)
-    names = list(CONTESTANTS)
     for _ in range(arguments.rounds):
-        order.shuffle(names)
-        for name in names:
-            wrap, make_step = CONTESTANTS[name]
-            step = make_step(wrap(arguments))
-            seconds[name].append(seconds_per_step(step, batches, arguments))
-            messages[name] = messages_of(step, batches)
+        for names in PAIRS:
+            steps = {}
+            for name in names:
+                wrap, make_step = CONTESTANTS[name]
+                steps[name] = make_step(wrap(arguments))
+            for name, value in seconds_per_step(steps, batches, arguments).items():
+                seconds[name].append(value)
+                messages[name] = messages_of(steps[name], batches)
     if rank == 0:
         torch.save((seconds, messages), results)
     torch.distributed.barrier()
