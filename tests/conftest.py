@@ -1,7 +1,9 @@
 """For every test: a fixed seed, no state left over, CUDA tests only where CUDA is."""
 
+import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +24,36 @@ settings.register_profile(
 settings.load_profile("mfwrap")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``cuda`` on a machine without a CUDA device."""
+    """Leave most of what is sampled to the slow tests, and share what is made for many tests."""
+    families: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function):
+            families.setdefault((item.path, item.originalname), []).append(item)
+            _run_beside_others_of_its_fixtures(item)
+    for (_, name), cases in families.items():
+        marker = cases[0].get_closest_marker("fast_sample")
+        if marker is not None:
+            # The same ones in every run.
+            choice = random.Random(name)  # noqa: S311  (a choice, no secret)
+            kept = choice.sample(cases, min(marker.args[0], len(cases)))
+            for case in cases:
+                if case not in kept:
+                    case.add_marker(pytest.mark.slow)
+    _skip_without_cuda(items)
+
+
+def _run_beside_others_of_its_fixtures(item: pytest.Function) -> None:
+    """Let one of several workers run all tests of a fixture that takes long to make."""
+    definitions = item._fixtureinfo.name2fixturedefs
+    if "two_ranks" in definitions:
+        item.add_marker(pytest.mark.xdist_group("two_ranks"))
+    elif any(each[-1].scope == "module" for each in definitions.values() if each):
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _skip_without_cuda(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

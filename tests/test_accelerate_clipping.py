@@ -40,6 +40,7 @@ each_time = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast_sample(60)
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD", "foreach AdamW"])
 @pytest.mark.parametrize(("way", "setting"), CASES)
 def test_clipping_is_accelerates(way, setting, optimizer):
@@ -49,6 +50,7 @@ def test_clipping_is_accelerates(way, setting, optimizer):
     assert_agree(clipped_alone(WAYS[way], optimizer, setting), actual)
 
 
+@pytest.mark.fast_sample(24)
 @each_time
 @each_scale
 @each_way
@@ -61,6 +63,7 @@ def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro
     assert_agree(clipped_alone(WAYS[way], "fused SGD", setting, **settings), actual)
 
 
+@pytest.mark.fast_sample(16)
 @each_scale
 @each_way
 def test_clipping_between_two_backwards_is_accelerates(way, scale):
@@ -143,6 +146,7 @@ def test_the_configuration_clips_where_the_loop_does_not(way, optimizer, scale):
     assert_agree(expected._replace(returned=[]), actual._replace(returned=[]))
 
 
+@pytest.mark.fast_sample(16)
 @each_scale
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in NOT_CLIPPING])
 def test_the_loops_own_clipping_comes_before_the_configurations(way, scale):
@@ -165,6 +169,7 @@ HIDING = {
 }
 
 
+@pytest.mark.fast_sample(24)
 @each_scale
 @pytest.mark.parametrize("accumulation", [1, 4])
 @each_time

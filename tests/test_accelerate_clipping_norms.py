@@ -42,6 +42,7 @@ def test_the_returned_norm_is_that_of_float64(scale, precision, accumulation, li
     assert torch.equal(training.step.last_output.global_norm, norm)
 
 
+@pytest.mark.fast_sample(16)
 @each_scale
 @pytest.mark.parametrize("way", WAYS)
 def test_reported_norms_are_those_before_any_clipping(way, scale):

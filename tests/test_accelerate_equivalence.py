@@ -82,12 +82,14 @@ def assert_near(expected: Trace, actual: Trace, *, weights: float) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=weights)
 
 
+@pytest.mark.fast_sample(12)
 @each_loop
 def test_without_clipping_weights_are_accelerates_to_the_last_bit(loop):
     """A power of two goes into the gradients and out of them without rounding."""
     assert_bitwise(alone(loop), attached(loop))
 
 
+@pytest.mark.fast_sample(12)
 @each_loop
 def test_a_limit_of_infinity_measures_and_changes_no_bit(loop):
     """Norms are accelerate's, of unscaled gradients, and the weights those without clipping."""
@@ -97,6 +99,7 @@ def test_a_limit_of_infinity_measures_and_changes_no_bit(loop):
     assert_same_norms(alone(measuring), attached(measuring))
 
 
+@pytest.mark.fast_sample(12)
 @each_loop
 def test_clipped_training_agrees_with_accelerates(loop):
     """Losses, norms, rates, weights and averages are accelerate's, clipping included.
@@ -118,6 +121,7 @@ def test_clipped_training_agrees_with_accelerates(loop):
     assert_near(expected, actual, weights=4e-7)
 
 
+@pytest.mark.fast_sample(12)
 @each_loop
 def test_these_runs_learn_clip_and_move_the_rate(loop):
     """The comparisons above compare something."""

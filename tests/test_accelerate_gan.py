@@ -190,6 +190,7 @@ each_zeroing = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast_sample(16)
 @pytest.mark.parametrize("limit", [INF, 0.1], ids=["not clipped", "clipped"])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @each_zeroing

@@ -96,6 +96,7 @@ def train_pair(
     return Pair(norms, rates, skipped, weights, averages, step)
 
 
+@pytest.mark.fast_sample(12)
 @pytest.mark.parametrize("zero_each_at_once", [False, True], ids=["zeroed later", "zeroed at once"])
 @pytest.mark.parametrize(
     "optimizers",

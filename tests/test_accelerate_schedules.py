@@ -27,6 +27,7 @@ each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_accumulation = pytest.mark.parametrize("accumulation", [1, 2])
 
 
+@pytest.mark.fast_sample(48)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "accumulation"),
     [("fused SGD", "no", 1), ("fused SGD", "fp16", 2), ("SGD", "bf16", 2)],
@@ -56,6 +57,7 @@ def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
     assert actual.state == expected.state
 
 
+@pytest.mark.fast_sample(16)
 @each_accumulation
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 @each_schedule
@@ -71,6 +73,7 @@ def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
     torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=0)
 
 
+@pytest.mark.fast_sample(16)
 @each_accumulation
 @pytest.mark.parametrize("bad_updates", [(), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "OneCycleLR" not in name])
@@ -89,6 +92,7 @@ def test_a_schedule_apart_from_the_optimizer_is_stepped_at_once(name, bad_update
     assert actual.state == expected.state
 
 
+@pytest.mark.fast_sample(12)
 @pytest.mark.parametrize("num_updates", [1, 3, 4])
 @each_schedule
 def test_a_state_right_after_a_skip_is_that_of_the_updates_before(name, num_updates):

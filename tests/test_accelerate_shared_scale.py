@@ -90,6 +90,7 @@ BAD = {
 }
 
 
+@pytest.mark.fast_sample(16)
 @pytest.mark.parametrize("zeroed_first", [False, True], ids=["zeroed last", "zeroed first"])
 @pytest.mark.parametrize("zero", ZEROING.values(), ids=ZEROING)
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)

@@ -55,6 +55,7 @@ each_clipping = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast_sample(48)
 @pytest.mark.parametrize(
     ("max_norm", "accumulation"),
     [(None, 4), (0.3, 1), (0.3, 4), (INF, 1)],
@@ -106,6 +107,7 @@ def test_the_other_updates_are_done(optimizer, precision, bad_update):
         assert all(not torch.equal(*pair) for pair in pairs)
 
 
+@pytest.mark.fast_sample(16)
 @pytest.mark.parametrize("given_ema", [False, True], ids=["callable", "object"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @each_place
@@ -130,6 +132,7 @@ def test_training_goes_on_as_if_the_bad_batch_had_not_been(
     assert kept == expected.rates
 
 
+@pytest.mark.fast_sample(12)
 @pytest.mark.parametrize("bad_updates", [(0, 1), (1, 3, 4), (4,)], ids=str)
 @each_precision
 @each_optimizer

@@ -214,6 +214,7 @@ def assert_exported(run_folder, averages, *, is_own):
 SEARCHES = [("its average", None), ("own average", None), ("stock", None), ("stock", "named")]
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(("kind", "name"), SEARCHES)
 @pytest.mark.filterwarnings("ignore")  # what the search's library warns of is its own
 def test_a_search(tmp_path, kind, name):

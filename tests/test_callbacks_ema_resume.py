@@ -51,6 +51,7 @@ def end(trainer, callback):
     return rest | averages
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [4, 6, 10])
 def test_resumed(tmp_path, kind, step):
@@ -79,6 +80,7 @@ class ToldToEnd(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("kind", ["its average", "own average"])
 @pytest.mark.parametrize(
     ("step", "arguments"),
@@ -125,6 +127,7 @@ def test_a_truncated_average(tmp_path):
         resumed.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_saved_again(tmp_path, kind):
     """The exported model is replaced as a whole; parts of an earlier attempt do not matter."""

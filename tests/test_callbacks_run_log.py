@@ -59,6 +59,7 @@ def test_import_configures_nothing():
     assert (out, err) == ("[] 0 True\n" * 2, "")
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("early", [True, False])
 def test_logging_of_the_program(early):
     """A program's own set-up is used alone, be it before the first line or after it."""

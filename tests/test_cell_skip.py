@@ -26,6 +26,7 @@ each_value = pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 each_place = pytest.mark.parametrize("bad_step", [0, 3], ids=["first step", "later step"])
 
 
+@pytest.mark.fast_sample(40)
 @each_place
 @each_value
 @each_case
@@ -44,6 +45,7 @@ def test_one_bad_element_changes_nothing(make_optimizer, precision, value, bad_s
             assert_same_state(averages_before, training.averages())
 
 
+@pytest.mark.fast_sample(16)
 @each_place
 @each_case
 def test_training_goes_on_as_if_the_bad_batch_had_not_been(make_optimizer, precision, bad_step):

@@ -262,6 +262,7 @@ def test_weights_of_each_type_are_the_optimizers(kind, dtype):
     assert_same(wrapped.weights(), alone.weights())
 
 
+@pytest.mark.fast_sample(24)
 @each_of_each_type
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_later_skip_changes_nothing(kind, dtype, bad):
@@ -290,6 +291,7 @@ def test_a_first_skip_changes_nothing(kind, dtype):
         assert not after[key].any(), key
 
 
+@pytest.mark.fast_sample(20)
 @each
 @pytest.mark.parametrize("divisor", [8.0, None])
 @pytest.mark.parametrize("num_skips", [1, 2])

@@ -144,6 +144,7 @@ def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
     assert values(run, "applied_updates") == [1, 2, 3, 4]
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"bf16": True, "max_grad_norm": 0.0}, {"fp16": True, "optim": "adafactor"}],

@@ -50,6 +50,7 @@ KEPT = {
 }
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(tmp_path, name):
     """The same checkpoints stay, and the same one is the best, as with the stock Trainer."""

@@ -191,6 +191,7 @@ def tell_to_end(folder, when, event, step):
     return happened.events
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS)
 def test_how_it_ends(tmp_path, when, event, step, stopped):
     """It saves after its step, once, and does nothing else that the step did not ask for."""
@@ -201,6 +202,7 @@ def test_how_it_ends(tmp_path, when, event, step, stopped):
     assert f"evaluated {stopped}" not in events
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS + EVALUATION_IS_DUE)
 def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
     """Whenever it was told to end, and whatever was due then, nothing shows in the resumed run."""

@@ -60,6 +60,7 @@ def unbroken(tmp_path_factory):
     return run
 
 
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize(("name", "step"), FAST)
 def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
     """Whatever there is at the end is the same, after whichever step the run was stopped."""
@@ -318,6 +319,7 @@ def losses(trainer):
     return [(entry["loss"], entry["learning_rate"]) for entry in logged(trainer)]
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.filterwarnings("ignore:no state of the step")
@@ -376,6 +378,7 @@ def test_the_average_after_a_stock_checkpoint(tmp_path):
     assert torch.equal(begin.averages["transformer.wpe.weight"], saved["transformer.wpe.weight"])
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 def test_our_checkpoint_is_resumed_by_the_stock_trainer(plain, tmp_path, precision, step):
