@@ -7,8 +7,8 @@ Plain means backward, `clip_grad_norm_` and fused AdamW. mfwrap does the same an
 own norms by parameter, from before the reduction, overflow checks agreed by all ranks and a dynamic
 loss scale. Each round trains every contestant anew; the two of a kind take turns step by step. The
 time of a run is the median of its steps, the first ones left out; printed are the median and the
-spread over rounds, and the median of the rounds' own ratios. Messages are what the backend was asked
-for in one step.
+spread over rounds, and the median of the rounds' own ratios. Messages are what the backend was
+asked for in one step.
 """
 
 import argparse
