@@ -25,10 +25,10 @@ train: $(VENV)/.installed ## train the default recipe, a small Llama; the run go
 
 # One thread a worker: with torch's default, two workers would start as many threads as there are cores, twice.
 test: $(VENV)/.installed ## run the fast tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup -m "not slow and not cuda"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow and not cuda"
 
 test-full: $(VENV)/.installed ## run the fast tests and the slow ones
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup -m "not cuda"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not cuda"
 
 # An environment of its own that sees all packages of the machine's python3, so that nothing is written outside this
 # folder. --system-site-packages would not do: it passes over the packages of a python3 that is itself in a virtual

@@ -26,12 +26,11 @@ settings.load_profile("mfwrap")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most of what is sampled to the slow tests, and share what is made for many tests."""
+    """Leave most of what is sampled to the slow tests; skip what needs a CUDA device."""
     families: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function):
             families.setdefault((item.path, item.originalname), []).append(item)
-            _run_beside_others_of_its_fixtures(item)
     for (_, name), cases in families.items():
         marker = cases[0].get_closest_marker("fast_sample")
         if marker is not None:
@@ -42,15 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if case not in kept:
                     case.add_marker(pytest.mark.slow)
     _skip_without_cuda(items)
-
-
-def _run_beside_others_of_its_fixtures(item: pytest.Function) -> None:
-    """Let one of several workers run all tests of a fixture that takes long to make."""
-    definitions = item._fixtureinfo.name2fixturedefs
-    if "two_ranks" in definitions:
-        item.add_marker(pytest.mark.xdist_group("two_ranks"))
-    elif any(each[-1].scope == "module" for each in definitions.values() if each):
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def _skip_without_cuda(items: list[pytest.Item]) -> None:

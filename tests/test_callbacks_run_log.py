@@ -38,6 +38,7 @@ def run_program(program: str) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_standard_output_where_nothing_is_configured():
     """Without any logging set up, lines go to standard output, once, as MindFormers' begin."""
     out, err = run_program(SAY + SAY)
@@ -47,6 +48,7 @@ def test_standard_output_where_nothing_is_configured():
     assert err == ""
 
 
+@pytest.mark.slow
 def test_import_configures_nothing():
     """Importing the callbacks adds no handler and sets no level."""
     out, err = run_program(

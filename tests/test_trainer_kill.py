@@ -95,6 +95,7 @@ def test_told_to_end(left_alone, tmp_path):
     assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
 
 
+@pytest.mark.slow
 def test_told_to_end_twice(tmp_path):
     """A second SIGTERM ends the process at once, in the middle of the step."""
     with start_process(tmp_path, SETTINGS, waits=True) as process:

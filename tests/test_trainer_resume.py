@@ -165,6 +165,7 @@ def test_resumed_in_the_trainer_that_has_written_it(unbroken, tmp_path):
     assert_same_state(unbroken("fused")[1], end_of(trainer))
 
 
+@pytest.mark.slow
 def test_resumed_in_a_new_process(unbroken, tmp_path):
     """Nothing that a process has at its begin is missed."""
     trained(tmp_path, callbacks=[StopAfter(SKIPPED)])
