@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, MFLossMonitor, ReplicaCheck, TrainingStateMonitor
 from mfwrap.trainer import MFTrainer
-from trainer import build_model
+from trainer import argument_parser, build_model
 
 WARM_UP = 5
 """Steps that are left out."""
@@ -119,24 +119,11 @@ def seconds_per_step(
     return timer.seconds_per_step(options.steps)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return device, sizes and number of rounds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--width", type=int, default=256, help="hidden size")
-    parser.add_argument("--layers", type=int, default=6, help="number of layers")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences in a micro-batch")
-    parser.add_argument("--sequence-length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an update")
-    parser.add_argument("--steps", type=int, default=45, help="updates of a run")
-    parser.add_argument("--interval", type=int, default=10, help="steps from one look to the next")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Measure and print."""
-    options = parse_arguments()
+    parser = argument_parser(__doc__, steps=45)
+    parser.add_argument("--interval", type=int, default=10, help="steps from one look to the next")
+    options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     logging.getLogger("mfwrap").setLevel(logging.ERROR)

@@ -38,23 +38,30 @@ def build_model(width: int, layers: int, sequence_length: int) -> LlamaForCausal
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return device, sizes and number of rounds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def argument_parser(description: str | None, steps: int) -> argparse.ArgumentParser:
+    """Return a parser of device, sizes and number of rounds.
+
+    Args:
+        description: Of the program; its first line is shown.
+        steps: Updates of a run, where none are asked for.
+    """
+    parser = argparse.ArgumentParser(
+        description=description.splitlines()[0] if description else None
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--width", type=int, default=256, help="hidden size")
     parser.add_argument("--layers", type=int, default=6, help="number of layers")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences in a micro-batch")
     parser.add_argument("--sequence-length", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an update")
-    parser.add_argument("--steps", type=int, default=10, help="updates of a run")
+    parser.add_argument("--steps", type=int, default=steps, help="updates of a run")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each contestant")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
     """Measure and print."""
-    arguments = parse_arguments()
+    arguments = argument_parser(__doc__, steps=10).parse_args()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from mfwrap.callbacks.arguments import check_bool, check_int
 from mfwrap.callbacks.console import print_line
-from mfwrap.callbacks.monitored_value import Improvement, watched_value
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.monitored_value import Improvement, value_of_epoch
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["EarlyStopping"]
@@ -81,13 +80,8 @@ class EarlyStopping(Callback):
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Compare; ask for the end after too many epochs without an improvement."""
         parameters = run_context.original_args()
-        value = watched_value(parameters, self._improvement.monitor)
+        value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:
-            run_logger(__name__).warning(
-                "EarlyStopping finds no `%s` in epoch %d, which does not count",
-                self._improvement.monitor,
-                parameters.cur_epoch_num,
-            )
             return
         self.wait += 1
         if self._improvement.improves(value, self.best):

@@ -8,9 +8,10 @@ from typing import Any
 from accelerate.utils import reduce
 from torch import Tensor
 
+from mfwrap.callbacks.run_log import run_logger
 from mfwrap.model import CallbackParameters
 
-__all__ = ["Improvement", "loss_of", "watched_value"]
+__all__ = ["Improvement", "loss_of", "value_of_epoch", "watched_value"]
 
 _SMALLER_IS_BETTER = {
     *{"hausdorff_distance", "loss", "mae", "mean_surface_distance", "mse", "perplexity"},
@@ -59,6 +60,19 @@ def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
         return None
     mean: Tensor = reduce(loss.detach().float().mean(), "mean")
     return float(mean)
+
+
+def value_of_epoch(callback: object, parameters: CallbackParameters, monitor: str) -> float | None:
+    """Return `watched_value`, or warn in the name of a callback that there is none."""
+    value = watched_value(parameters, monitor)
+    if value is None:
+        run_logger(type(callback).__module__).warning(
+            "%s finds no `%s` in epoch %d, which does not count",
+            type(callback).__name__,
+            monitor,
+            parameters.cur_epoch_num,
+        )
+    return value
 
 
 def _number(name: str, value: Any) -> float:

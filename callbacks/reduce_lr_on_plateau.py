@@ -6,8 +6,7 @@ from torch import Tensor
 
 from mfwrap.callbacks.arguments import check_bool, check_int
 from mfwrap.callbacks.console import print_line
-from mfwrap.callbacks.monitored_value import Improvement, watched_value
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.monitored_value import Improvement, value_of_epoch
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["ReduceLROnPlateau"]
@@ -86,13 +85,8 @@ class ReduceLROnPlateau(Callback):
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Compare; lower the rates after too many epochs without an improvement."""
         parameters = run_context.original_args()
-        value = watched_value(parameters, self._improvement.monitor)
+        value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:
-            run_logger(__name__).warning(
-                "ReduceLROnPlateau finds no `%s` in epoch %d, which does not count",
-                self._improvement.monitor,
-                parameters.cur_epoch_num,
-            )
             return
         if self._cooldown_left > 0:
             self._cooldown_left -= 1

@@ -126,13 +126,7 @@ def build_train_network(
             loss_scale_manager=loss_scale_manager,
             lr_scheduler=lr_scheduler,
         )
-        device = unwrapped_optimizer(network.optimizer).param_groups[0]["params"][0].device
-        inner = unwrapped_network(network.network)
-        own_loss: Callable[..., Tensor] | None = None
-        if isinstance(inner, WithLossCell):
-            # As in MindSpore, where a cell with a loss leaves the names of weights as they are.
-            inner, own_loss = inner.backbone_network, cast("nn.Module", inner.loss_fn)
-        return TrainNetwork(inner, device, precision_of("O0", device), network, loss_fn=own_loss)
+        return _around_cell(network)
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module or a training cell, got {described(network)}"
         raise TypeError(msg)
@@ -158,6 +152,16 @@ def build_train_network(
         accelerator.prepare_model(trained), unwrapped_optimizer(optimizer), manager, lr_scheduler
     )
     return built._replace(cell=cell, manager=manager, divisor=divisor)
+
+
+def _around_cell(cell: TrainingCell) -> TrainNetwork:
+    device = unwrapped_optimizer(cell.optimizer).param_groups[0]["params"][0].device
+    inner = unwrapped_network(cell.network)
+    own_loss: Callable[..., Tensor] | None = None
+    if isinstance(inner, WithLossCell):
+        # As in MindSpore, where a cell with a loss leaves the names of weights as they are.
+        inner, own_loss = inner.backbone_network, cast("nn.Module", inner.loss_fn)
+    return TrainNetwork(inner, device, precision_of("O0", device), cell, loss_fn=own_loss)
 
 
 def _cell(
