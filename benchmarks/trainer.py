@@ -4,23 +4,28 @@
     python benchmarks/trainer.py --device cuda --width 1024 --layers 16 --batch-size 16
 
 All train the same model on the same data with fused AdamW, accumulation, clipping and a cosine
-schedule. Each round trains every contestant anew, in an order that changes. The time of a run is
-the median of its steps, the first ones left out; printed are the median and the spread over rounds,
-and the median of the rounds' own ratios.
+schedule, each in a process of its own; they take turns step by step, in an order that changes, so
+that a machine that grows slower does so for all. A round trains every contestant anew. Its time is
+the median of its steps, its ratio the median of the ratios of steps with the same number, the first
+ones left out; printed are median and spread of both over rounds.
 """
 
 import argparse
-import logging
 import random
 import statistics
 import tempfile
+import time
 import warnings
+from multiprocessing.connection import Connection
 
 import torch
+from torch.multiprocessing import get_context
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from trainer_contestants import CONTESTANTS, Setting
+
+LEFT_OUT = 2
 
 
 def build_model(width: int, layers: int, sequence_length: int) -> LlamaForCausalLM:
@@ -59,34 +64,91 @@ def argument_parser(description: str | None, steps: int) -> argparse.ArgumentPar
     return parser
 
 
-def main() -> None:
-    """Measure and print."""
-    arguments = argument_parser(__doc__, steps=10).parse_args()
+def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
+    """Train one contestant, in a process of its own.
+
+    Args:
+        index: Of the contestant.
+        turn: Says when a step may begin, and is told when it has ended.
+        arguments: Device and sizes.
+    """
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    length = arguments.sequence_length
+
+    def step_done() -> None:
+        if arguments.device == "cuda":
+            torch.cuda.synchronize()
+        turn.send("done")
+        turn.recv()
+
     generator = torch.Generator().manual_seed(0)
     num_samples = arguments.batch_size * arguments.accumulation * arguments.steps
-    tokens = torch.randint(0, 4096, (num_samples, length), generator=generator)
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in CONTESTANTS}
+    length = arguments.sequence_length
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(
+            build_model(arguments.width, arguments.layers, length),
+            torch.randint(0, 4096, (num_samples, length), generator=generator),
+            folder,
+            arguments.device,
+            arguments.batch_size,
+            arguments.accumulation,
+            arguments.steps,
+        )
+        turn.send("ready")
+        turn.recv()
+        CONTESTANTS[index].train(setting, step_done)
+
+
+def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> list[list[float]]:
+    """Train every contestant once, and return the time of each one's steps that count."""
+    context = get_context("spawn")
+    processes, turns = [], []
+    for index in range(len(CONTESTANTS)):
+        turn, other_end = context.Pipe()
+        # A process that ends too early takes the others, and this one, with it.
+        process = context.Process(target=train, args=(index, other_end, arguments), daemon=True)
+        process.start()
+        other_end.close()
+        processes.append(process)
+        turns.append(turn)
+    for turn in turns:
+        turn.recv()
+    times: list[list[float]] = [[] for _ in CONTESTANTS]
+    indices = list(range(len(CONTESTANTS)))
+    for _ in range(arguments.steps):
+        order.shuffle(indices)
+        for index in indices:
+            start = time.perf_counter()
+            turns[index].send("go on")
+            turns[index].recv()
+            times[index].append(time.perf_counter() - start)
+    for turn, process in zip(turns, processes, strict=True):
+        turn.send("finish")
+        process.join()
+    return [each[LEFT_OUT:] for each in times]
+
+
+def median_and_spread(values: list[float], form: str) -> str:
+    """Return the median, least and most of some numbers."""
+    numbers = (statistics.median(values), min(values), max(values))
+    median, least, most = (format(number, form) for number in numbers)
+    return f"{median} ({least} to {most})"
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = argument_parser(__doc__, steps=20).parse_args()
+    length = arguments.sequence_length
     order = random.Random(0)  # noqa: S311  (an order, no secret)
-    contestants = list(CONTESTANTS)
+    milliseconds: list[list[float]] = [[] for _ in CONTESTANTS]
+    ratios: list[list[float]] = [[] for _ in CONTESTANTS]
     for _ in range(arguments.rounds):
-        order.shuffle(contestants)
-        for contestant in contestants:
-            model = build_model(arguments.width, arguments.layers, length)
-            with tempfile.TemporaryDirectory() as folder:
-                setting = Setting(
-                    model,
-                    tokens,
-                    folder,
-                    arguments.device,
-                    arguments.batch_size,
-                    arguments.accumulation,
-                    arguments.steps,
-                )
-                seconds[contestant.name].append(contestant.seconds_per_step(setting))
+        times = seconds_of_steps(arguments, order)
+        for index, each in enumerate(times):
+            milliseconds[index].append(statistics.median(each) * 1e3)
+            of_stock = [a / b for a, b in zip(each, times[0], strict=True)]
+            ratios[index].append(statistics.median(of_stock))
+    model = build_model(arguments.width, arguments.layers, length)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"Llama of {num_parameters / 1e6:.1f} million float32 parameters on {arguments.device}, "
@@ -95,14 +157,9 @@ def main() -> None:
         f"{torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps\n\n"
         "| training step | ms, median (least to most) | of the stock Trainer |\n| --- | --- | --- |"
     )
-    stock = seconds[CONTESTANTS[0].name]
-    for contestant in CONTESTANTS:
-        times = seconds[contestant.name]
-        ratio = statistics.median(a / b for a, b in zip(times, stock, strict=True))
-        print(
-            f"| {contestant.name} | {statistics.median(times) * 1e3:.1f} "
-            f"({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}) | {ratio:.3f} |"
-        )
+    for index, contestant in enumerate(CONTESTANTS):
+        time_of_step = median_and_spread(milliseconds[index], ".1f")
+        print(f"| {contestant.name} | {time_of_step} | {median_and_spread(ratios[index], '.3f')} |")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 import abc
 import importlib.util
 import logging
-import statistics
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ from mfwrap.trainer import MFTrainer
 DECAY = 0.999
 LEARNING_RATE = 1e-4
 WARMUP = 2
-_LEFT_OUT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +52,16 @@ class Contestant(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def seconds_per_step(self, setting: Setting) -> float:
-        """Train, and return the median time of a step, the first ones left out."""
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
+        """Train, and call `step_done` at the end of each update."""
 
 
-class _Clock(TrainerCallback):
-    def __init__(self) -> None:
-        self.times: list[float] = []
+class _EndOfStep(TrainerCallback):
+    def __init__(self, step_done: Callable[[], None]) -> None:
+        self._step_done = step_done
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-
-    def median(self) -> float:
-        pairs = zip(self.times[_LEFT_OUT - 1 :], self.times[_LEFT_OUT:], strict=False)
-        return statistics.median(after - before for before, after in pairs)
+        self._step_done()
 
 
 def _arguments(setting: Setting) -> TrainingArguments:
@@ -90,12 +82,10 @@ def _arguments(setting: Setting) -> TrainingArguments:
     )
 
 
-def _trained(trainer: Trainer) -> float:
-    clock = _Clock()
-    trainer.add_callback(clock)
+def _train(trainer: Trainer, step_done: Callable[[], None]) -> None:
+    trainer.add_callback(_EndOfStep(step_done))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return clock.median()
 
 
 class Stock(Contestant):
@@ -103,10 +93,9 @@ class Stock(Contestant):
 
     name = "stock Trainer"
 
-    def seconds_per_step(self, setting: Setting) -> float:
-        return _trained(
-            Trainer(setting.model, _arguments(setting), train_dataset=setting.dataset())
-        )
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
+        trainer = Trainer(setting.model, _arguments(setting), train_dataset=setting.dataset())
+        _train(trainer, step_done)
 
 
 class _NormsByHand(TrainerCallback):
@@ -134,11 +123,11 @@ class StockWithCallbacks(Contestant):
 
     name = "stock Trainer, callbacks for norms and average"
 
-    def seconds_per_step(self, setting: Setting) -> float:
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
         trainer = Trainer(setting.model, _arguments(setting), train_dataset=setting.dataset())
         trainer.add_callback(_NormsByHand())
         trainer.add_callback(_AverageByHand())
-        return _trained(trainer)
+        _train(trainer, step_done)
 
 
 class Ours(Contestant):
@@ -146,7 +135,7 @@ class Ours(Contestant):
 
     name = "MFTrainer, everything on"
 
-    def seconds_per_step(self, setting: Setting) -> float:
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
         logging.getLogger("mfwrap").setLevel(logging.ERROR)
         trainer = MFTrainer(
             setting.model,
@@ -157,7 +146,7 @@ class Ours(Contestant):
             ema=lambda model: ExponentialMovingAverage(model, DECAY),
             scale_sense=DynamicLossScaleUpdateCell(65536, 2, 2000),
         )
-        return _trained(trainer)
+        _train(trainer, step_done)
 
 
 class Lightning(Contestant):
@@ -165,13 +154,11 @@ class Lightning(Contestant):
 
     name = "Lightning, norms and average"
 
-    def seconds_per_step(self, setting: Setting) -> float:
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
         from lightning.pytorch import LightningModule  # noqa: PLC0415  (may not be installed)
         from lightning.pytorch import Trainer as LightningTrainer  # noqa: PLC0415
         from lightning.pytorch.callbacks import Callback, WeightAveraging  # noqa: PLC0415
         from lightning.pytorch.utilities import grad_norm  # noqa: PLC0415
-
-        clock = _Clock()
 
         class Module(LightningModule):
             def __init__(self) -> None:
@@ -193,7 +180,7 @@ class Lightning(Contestant):
         class Steps(Callback):
             def on_train_batch_end(self, _: Any, __: Any, ___: Any, ____: Any, index: int) -> None:
                 if (index + 1) % setting.accumulation == 0:
-                    clock.on_step_end()
+                    step_done()
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         trainer = LightningTrainer(
@@ -214,7 +201,6 @@ class Lightning(Contestant):
         dataset: Any = setting.dataset()
         loader: Any = DataLoader(dataset, setting.batch_size, shuffle=True)
         trainer.fit(Module(), loader)
-        return clock.median()
 
 
 CONTESTANTS: tuple[Contestant, ...] = (
