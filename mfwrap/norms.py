@@ -38,8 +38,10 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
         kind_squares = (
             _squares_on_cpu(kind, dtype) if where.type == "cpu" else _squares(kind, dtype)
         )
-        moved = on_device(kind_squares, device).unbind()
-        for index, square in zip(indices, moved, strict=True):
+        moved = on_device(kind_squares, device)
+        if len(indices) == len(gradients):
+            return moved
+        for index, square in zip(indices, moved.unbind(), strict=True):
             squares[index] = square
     return torch.stack(squares)
 
@@ -55,6 +57,8 @@ def _squares(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _squares_on_cpu(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     large = [gradient.numel() > _LARGE for gradient in gradients]
+    if not any(large):
+        return _squares(gradients, dtype)
     small = [gradient for gradient, is_large in zip(gradients, large, strict=True) if not is_large]
     small_squares = iter(_squares(small, dtype).unbind() if small else ())
     return torch.stack(

@@ -29,7 +29,11 @@ def local_tensors(tensors: Iterable[_Tensor]) -> list[_Tensor]:
 
     What is no distributed tensor is returned itself.
     """
-    return [tensor.to_local() if is_distributed(tensor) else tensor for tensor in tensors]
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return list(tensors)
+    kind = module.DTensor
+    return [tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -11,9 +11,15 @@ from mfwrap.outputs import LocalNormStepOutput, StepReport
 __all__ = ["StepLog"]
 
 
+# Losses that wait to be counted, at most: a few kilobytes.
+_MOST_PENDING = 64
+
+
 @final
 class StepLog:
     """Count on the device what the log reports, and leave losses out that are not finite.
+
+    A micro-batch costs one operation; losses are counted together, when someone asks.
 
     Args:
         device: The training device.
@@ -33,6 +39,8 @@ class StepLog:
         self.num_steps = 0
         """Updates since the last log."""
         self._num_losses = 0
+        # Losses that are not counted yet, with their shares.
+        self._pending: list[tuple[Tensor, Tensor | float]] = []
         # Since the last log: how many losses were left out, and of how many updates.
         self._left_out = self._zero()
         self._left_share = self._zero().double()
@@ -51,13 +59,29 @@ class StepLog:
             share: Of the update that the micro-batch is: shares of an update add up to 1.
         """
         self._num_losses += 1
-        bad = ~loss.isfinite()
-        self._non_finite_losses = self._non_finite_losses + bad
-        if not self.filters:
-            return loss
-        self._left_out = self._left_out + bad
-        self._left_share = self._left_share + bad * share
-        return torch.where(bad, 0.0, loss)
+        self._pending.append((loss, share))
+        if len(self._pending) == _MOST_PENDING:
+            self._settle()
+        return loss.nan_to_num(0.0, 0.0, 0.0) if self.filters else loss
+
+    def _settle(self) -> None:
+        """Count the losses that wait."""
+        if not self._pending:
+            return
+        losses, shares = zip(*self._pending, strict=True)
+        self._pending = []
+        bad = ~torch.stack(losses).isfinite()
+        self._non_finite_losses = self._non_finite_losses + bad.sum()
+        if self.filters:
+            self._left_out = self._left_out + bad.sum()
+            # Filled on the device: a copy from the host would wait for it.
+            weights = [
+                torch.as_tensor(share, dtype=torch.float64)
+                if isinstance(share, Tensor)
+                else torch.full((), share, dtype=torch.float64, device=self._device)
+                for share in shares
+            ]
+            self._left_share = self._left_share + (bad * torch.stack(weights)).sum()
 
     def count(self, report: StepReport) -> None:
         """Count an update."""
@@ -70,6 +94,7 @@ class StepLog:
         Args:
             losses: Shape ``()``: the sum without them.
         """
+        self._settle()
         kept = self.num_steps - self._left_share
         return torch.where(kept > 0, losses * (self.num_steps / kept), losses).to(losses.dtype)
 
@@ -86,6 +111,7 @@ class StepLog:
             The log with the mean of the losses that were not left out, without a loss if all
             were; and by how much that mean is larger than the Trainer's.
         """
+        self._settle()
         output = report.output
         scalars = {
             "loss_scale": output.loss_scale,
@@ -114,6 +140,7 @@ class StepLog:
 
     def state_dict(self) -> dict[str, float]:
         """Return all counts; waits for the device."""
+        self._settle()
         return {
             "num_steps": self.num_steps,
             "num_losses": self._num_losses,
@@ -125,6 +152,7 @@ class StepLog:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self._pending = []
         self.num_steps, self._num_losses = state["num_steps"], state["num_losses"]
         self._left_out = self._zero() + state["left_out"]
         self._left_share = self._zero().double() + state["left_share"]
