@@ -17,8 +17,34 @@ __all__ = [
 ]
 
 
+class _WarmUpAndCosineLR(WarmUpLR):
+    """What the schedules have in common that reach `lr_end` at `decay_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        num_cycles: float,
+        lr_end: float,
+        decay_steps: int,
+        warm_up: WarmUp,
+    ) -> None:
+        self._run_ends = run_length(total_steps)
+        self.num_cycles = check_number("num_cycles", num_cycles)
+        self.lr_end = check_number("lr_end", lr_end)
+        self.decay_steps = decay_steps
+        super().__init__(optimizer, total_steps, **warm_up)
+
+    def rate(self, learning_rate: Any, step: int) -> Any:
+        # MindFormers lets it cut off the warm-up, too.
+        return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
+
+    def _cycles_at(self, step: int) -> Any:
+        return self.num_cycles * progress(step, self.warmup_steps, self._run_ends)
+
+
 @final
-class CosineWithWarmUpLR(WarmUpLR):
+class CosineWithWarmUpLR(_WarmUpAndCosineLR):
     """Rise to the group's rate, and fall to `lr_end` along a cosine.
 
     ``lr_end + (learning_rate - lr_end) * (1 + cos(2 * pi * num_cycles * p)) / 2``.
@@ -58,24 +84,16 @@ class CosineWithWarmUpLR(WarmUpLR):
         decay_ratio: float | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        self._run_ends = run_length(total_steps)
-        self.num_cycles = check_number("num_cycles", num_cycles)
-        self.lr_end = check_number("lr_end", lr_end)
-        self.decay_steps = end_of_cosine(decay_steps, decay_ratio, total_steps)
         warm_up.setdefault("warmup_steps", 0)
-        super().__init__(optimizer, total_steps, **warm_up)
-
-    def rate(self, learning_rate: Any, step: int) -> Any:
-        # MindFormers lets it cut off the warm-up, too.
-        return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
+        last = end_of_cosine(decay_steps, decay_ratio, run_length(total_steps))
+        super().__init__(optimizer, total_steps, num_cycles, lr_end, last, warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        waves = self.num_cycles * progress(step, self.warmup_steps, self._run_ends)
-        return between(self.lr_end, learning_rate, half_wave(2 * waves))
+        return between(self.lr_end, learning_rate, half_wave(2 * self._cycles_at(step)))
 
 
 @final
-class CosineWithRestartsAndWarmUpLR(WarmUpLR):
+class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
     """Rise to the group's rate, and fall to `lr_end` along a cosine, several times over.
 
     ``lr_end + (learning_rate - lr_end) * (1 + cos(pi * (num_cycles * p % 1))) / 2``.
@@ -114,19 +132,11 @@ class CosineWithRestartsAndWarmUpLR(WarmUpLR):
         decay_steps: int | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        self._run_ends = run_length(total_steps)
-        self.num_cycles = check_number("num_cycles", num_cycles)
-        self.lr_end = check_number("lr_end", lr_end)
-        self.decay_steps = end_of_cosine(decay_steps, None, total_steps)
-        super().__init__(optimizer, total_steps, **warm_up)
-
-    def rate(self, learning_rate: Any, step: int) -> Any:
-        # MindFormers lets it cut off the warm-up, too.
-        return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
+        last = end_of_cosine(decay_steps, None, run_length(total_steps))
+        super().__init__(optimizer, total_steps, num_cycles, lr_end, last, warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        falls = self.num_cycles * progress(step, self.warmup_steps, self._run_ends)
-        return between(self.lr_end, learning_rate, half_wave(falls % 1))
+        return between(self.lr_end, learning_rate, half_wave(self._cycles_at(step) % 1))
 
 
 @final

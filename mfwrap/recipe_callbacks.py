@@ -77,7 +77,11 @@ def read_monitor(
 
 def asks_for_tensorboard(section: Mapping[str, Any] | None) -> bool:
     """Return whether a section ``monitor_config`` has a format that TensorBoard shows."""
-    formats = [value for key, value in (section or {}).items() if key.endswith("_format")]
+    settings = section or {}
+    formats = [value for key, value in settings.items() if key.endswith("_format")]
+    stable_rank = settings.get("stable_rank_config")
+    if isinstance(stable_rank, Mapping):
+        formats.append(stable_rank.get("format"))
     return any(isinstance(one, (str, list)) and "tensorboard" in one for one in formats)
 
 

@@ -73,9 +73,7 @@ CALLBACKS_WITHOUT_MEANING = frozenset(
 )
 """Callbacks that watch Ascend devices, MindInsight or experts."""
 
-MONITOR_KEYS_WITHOUT_MEANING = frozenset(
-    {"dump_path", "max_attention_logit_format", "stable_rank_config"}
-)
+MONITOR_KEYS_WITHOUT_MEANING = frozenset({"dump_path"})
 """Keys of ``monitor_config``."""
 
 OPTIMIZERS: Mapping[str, str] = MappingProxyType(

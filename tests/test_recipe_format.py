@@ -11,7 +11,7 @@ from mfwrap import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
 )
-from mfwrap.callbacks import MFLossMonitor
+from mfwrap.callbacks import MFLossMonitor, TrainingStateMonitor
 from mfwrap.recipe import RecipeError, RecipeWarning, parse_recipe
 from mfwrap.recipe_library import shipped_recipes
 from recipe_texts import recipe_text
@@ -148,6 +148,22 @@ def test_lr_schedule_section():
     # The reference's recorded values.
     rates = [schedule.rate(1.0, step) for step in (0, 1, 2, 6, 9, 10)]
     assert rates == pytest.approx([0, 0.5, 1, 0.55, 0.134254, 0.1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"local_norm_format": ["log", "tensorboard"]},
+        {"stable_rank_config": {"format": "tensorboard"}},
+        {"stable_rank_config": {"format": ["log", "tensorboard"]}},
+    ],
+)
+def test_curves_of_the_monitor_have_a_folder(shown):
+    """MindFormers' section names none: they lie beside the run."""
+    recipe = parsed(monitor_config={"monitor_on": True} | shown)
+    (make,) = recipe.make_callbacks
+
+    assert isinstance(make(), TrainingStateMonitor)
 
 
 def test_callbacks_are_made_anew():
