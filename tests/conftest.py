@@ -1,5 +1,6 @@
 """For every test: a fixed seed, no state left over, CUDA tests only where CUDA is."""
 
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if case not in kept:
                     case.add_marker(pytest.mark.slow)
     _skip_without_cuda(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector leave alone what was imported: every Trainer makes it look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip_without_cuda(items: list[pytest.Item]) -> None:
