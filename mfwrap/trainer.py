@@ -159,8 +159,9 @@ class MFTrainerMixin(CheckpointMixin):
         counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         # On several ranks counting sends a message.
         counts_here = self.step_log.filters and counts_items and self.args.world_size == 1
-        if num_items is None or not counts_here:
-            return 1 / self.current_gradient_accumulation_steps
+        num_micro_batches = self.current_gradient_accumulation_steps
+        if num_items is None or not counts_here or num_micro_batches == 1:
+            return 1 / num_micro_batches
         items = self._get_num_items_in_batch([inputs], self.args.device)
         # With DataParallel both are repeated for each device.
         share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]

@@ -124,6 +124,21 @@ def test_losses_are_left_out_of_the_mean_of_several_updates(tmp_path):
     assert values(run, "overflows") == [2, 2]
 
 
+def test_losses_are_left_out_without_accumulation(tmp_path):
+    """A bad micro-batch is a whole update, however many targets it has."""
+    run, losses = spoilt_run(
+        tmp_path,
+        [1, NAN, 1, 1],
+        logging_steps=4,
+        gradient_accumulation_steps=1,
+        data=Counting(64),
+    )
+
+    expected = sum(losses.mean(step) for step in (0, 2, 3)) / 3
+    assert values(run, "loss")[0] == pytest.approx(expected, rel=1e-6)
+    assert values(run, "non_finite_losses")[0] == 1
+
+
 def test_a_log_without_any_finite_loss_has_no_loss(tmp_path):
     """It has the rest; logs before and after it are as ever, and the training's is finite."""
     run, losses = spoilt_run(tmp_path, [1] * 4 + [NAN] * 4)
