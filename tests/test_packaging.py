@@ -69,7 +69,7 @@ def test_every_dependency_has_a_tested_version():
 
 @pytest.mark.slow
 def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
-    """A wheel has all of the package with its types and recipes, and no tests."""
+    """A wheel has all of the package with its types, recipes and page, and no tests."""
     tree = tmp_path / "tree"
     tree.mkdir()
     for name in ("mfwrap", "callbacks", "recipes", "tests"):
@@ -78,17 +78,17 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
         )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    (tree / "recipes" / "example.yaml").write_text("steps: 1\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--no-index", "-w", tmp_path, tree], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {
+    files = {
         (path if path.parts[0] == "mfwrap" else "mfwrap" / path).as_posix()
         for folder in ("mfwrap", "callbacks", "recipes")
-        for path in (p.relative_to(tree) for p in (tree / folder).rglob("*.py"))
+        for kind in ("*.py", "*.yaml", "*.css", "*.js", "py.typed")
+        for path in (p.relative_to(tree) for p in (tree / folder).rglob(kind))
     }
 
-    files = {name for name in names if ".dist-info/" not in name}
-    assert files == modules | {"mfwrap/py.typed", "mfwrap/recipes/example.yaml"}
+    assert {name for name in names if ".dist-info/" not in name} == files
+    assert {"mfwrap/py.typed", "mfwrap/recipes/causal_lm.yaml", "mfwrap/run_page.js"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
