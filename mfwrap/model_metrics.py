@@ -152,7 +152,12 @@ def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[s
     if isinstance(metrics, str) or not isinstance(metrics, Collection):
         msg = f"`metrics` must be a dict or a set of names, got {described(metrics)}"
         raise TypeError(msg)
-    named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics}
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        # A set of names has an order of its own in each process, and ranks compute in turn.
+        names = sorted(metrics, key=str) if isinstance(metrics, (set, frozenset)) else metrics
+        named = {name: name for name in names}
     return {name: _metric(metric) for name, metric in named.items()}
 
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,13 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
     }
+    # The network must not outlive the group: the last one to let go of it waits, with Python's lock
+    # in its hand, for a thread that may be waiting for that lock.
+    torch.save(_train(rank, folder), Path(folder) / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _train(rank: int, folder: str) -> dict[str, Any]:
     network = classifier()
     if rank:  # Wrapping for several ranks makes the weights those of the first.
         nn.init.zeros_(network[0].weight)
@@ -56,10 +64,8 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         loader(15, 2),
         callbacks=[history, checkpoint, EarlyStopping("loss", patience=9)],
     )
-    result = {
+    return {
         "weights": [weight.detach() for weight in network.parameters()],
         "metrics": model.eval(loader(15, 2)),
         "history": history.history,
     }
-    torch.save(result, Path(folder) / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()

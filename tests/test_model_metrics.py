@@ -68,6 +68,16 @@ def test_one_hot_labels_are_classes():
     assert metrics.compute() == {"a": 0.5}
 
 
+def test_metrics_have_one_order_in_all_processes():
+    """Whoever gives a set leaves the order to each process's hashes; a list keeps its own."""
+    names = ["recall", "loss", "mse", "F1", "top_5_accuracy", "mae", "acc", "precision"]
+
+    for unordered in (set(names), frozenset(names)):
+        assert list(named_metrics(unordered)) == sorted(names)
+    for ordered in (names, tuple(names), dict.fromkeys(names).keys(), {n: n for n in names}):
+        assert list(named_metrics(ordered)) == names
+
+
 def test_an_evaluation_begins_with_nothing():
     """A metric forgets the evaluation before."""
     Accelerator(cpu=True)
