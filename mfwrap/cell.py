@@ -14,6 +14,7 @@ from mfwrap.cell_accelerator import (
     DEFAULT_SCALE,
     check_accumulation,
     effective_scale,
+    flush_before_save,
     remove_grad_scaler,
 )
 from mfwrap.config import LocalNormGroups, StepConfig
@@ -167,8 +168,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
         if accelerator is not None:
             remove_grad_scaler(accelerator)
-            # accelerate writes schedules before it asks this cell for its state.
-            accelerator.register_save_state_pre_hook(lambda *_: self.flush())
+            flush_before_save(accelerator, self.flush)
         self.last_report: StepReport | None = None
         """Everything that is known of the last update; ``None`` before the first."""
 

@@ -1,5 +1,7 @@
 """What a cell takes over from the accelerator that it is given."""
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mfwrap.loss_scale import DynamicLossScaleUpdateCell
@@ -8,7 +10,13 @@ from mfwrap.scale_sense import ScaleSense
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["DEFAULT_SCALE", "check_accumulation", "effective_scale", "remove_grad_scaler"]
+__all__ = [
+    "DEFAULT_SCALE",
+    "check_accumulation",
+    "effective_scale",
+    "flush_before_save",
+    "remove_grad_scaler",
+]
 
 
 class _NotGiven(float):
@@ -54,3 +62,23 @@ def remove_grad_scaler(accelerator: "Accelerator") -> None:
     # accelerate keeps no public list of what it has prepared.
     for optimizer in accelerator._optimizers:
         optimizer.scaler = None
+
+
+def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
+    """Let an accelerator call a cell's method before it saves, as long as the cell lives.
+
+    accelerate writes schedules before it asks the cell for its state. It keeps what it calls to its
+    own end, and a cell must not live that long: its network would outlive its group of processes.
+
+    Args:
+        accelerator: Saves.
+        flush: A bound method.
+    """
+    method = weakref.WeakMethod(flush)
+
+    def before_save(*_: object) -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    accelerator.register_save_state_pre_hook(before_save)

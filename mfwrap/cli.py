@@ -4,6 +4,7 @@ Exit codes: 0 if all went well, 1 if a run failed, 2 if a recipe or the command 
 was interrupted.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -275,4 +276,6 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
 def _leave_process_group() -> None:
     from accelerate import PartialState  # noqa: PLC0415
 
+    # A network that outlives its group of processes can keep them from ending.
+    gc.collect()
     PartialState().destroy_process_group()

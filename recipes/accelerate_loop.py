@@ -198,7 +198,11 @@ def main() -> None:
     monitor.notify("on_train_end")
     if run.accelerator.is_main_process:
         run.accelerator.unwrap_model(run.model).save_pretrained(arguments.output_dir / "model")
-    run.accelerator.end_training()
+    accelerator = run.accelerator
+    del run, monitor
+    # Now, because a network that outlives its group of processes can keep them from ending.
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 def evaluate_both(run: Training) -> tuple[float, float]:

@@ -232,6 +232,14 @@ def main() -> None:
         mixed_precision=arguments.mixed_precision,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
     )
+    train_and_save(arguments, accelerator)
+    # Now, because a network that outlives its group of processes can keep them from ending.
+    accelerator.free_memory()
+    accelerator.end_training()
+
+
+def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None:
+    """Train from the start to the end, evaluate and save."""
     model = build_model(arguments.sequence_length)
     optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, fused=True)
     schedule = get_cosine_schedule_with_warmup(
@@ -276,7 +284,6 @@ def main() -> None:
         f"loss on held-out text: {start:.3f} at the start, {raw:.3f} with raw weights, "
         f"{averaged:.3f} with averaged weights\nrun folder: {arguments.output_dir}"
     )
-    accelerator.end_training()
 
 
 def save(

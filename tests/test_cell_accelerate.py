@@ -1,6 +1,7 @@
 """The cell with what a real Accelerator has prepared, on CPU."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -308,3 +309,19 @@ def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
     assert schedule.get_last_lr() == rate == [0.1 * inverse(3)]
     assert schedule.state_dict()["last_epoch"] == 3
     assert cell.state_dict()["applied_updates"] == 3
+
+
+@pytest.mark.parametrize("ends", ["freed", "saved"])
+def test_an_accelerator_does_not_keep_the_cell_alive(tmp_path, ends):
+    """Nor its network, which would outlive its group of processes; saving goes on without it."""
+    accelerator = Accelerator(cpu=True)
+    network, optimizer, schedule, cell = prepared_training(accelerator, local_norm=True)
+    cell(*labelled_batches(1)[0])
+    kept = [weakref.ref(cell), weakref.ref(network)]
+    del network, optimizer, schedule, cell
+    if ends == "saved":
+        # It collects, as freeing does; its lists hold the network.
+        accelerator.save_state(tmp_path)
+    accelerator.free_memory()
+
+    assert [reference() for reference in kept] == [None, None]
