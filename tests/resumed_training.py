@@ -108,25 +108,31 @@ def new_trainer(
     settings = RunSettings() if settings is None else settings
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    evaluations: dict[str, Any] = {}
     if settings.evaluates:
         callbacks = [*callbacks, EarlyStoppingCallback(NUM_STEPS), EMACallback(), MFLossMonitor()]
-        evaluations = {
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "load_best_model_at_end": True,
-            "save_steps": 2,
-        }
-    defaults = {
-        "optim": settings.optim,
-        "max_grad_norm": settings.max_grad_norm,
-        "train_sampling_strategy": settings.sampling,
-        "dataloader_num_workers": settings.workers,
-        "save_steps": settings.save_steps,
-        "logging_steps": settings.logging_steps,
+    keywords = _step_keywords(settings) if issubclass(kind, MFTrainer) else {}
+    trainer = kind(
+        tiny_gpt2(settings.dropout, seed) if model is None else model,
+        TrainingArguments(str(folder), **(_arguments(settings) | arguments)),
+        train_dataset=Rows(settings.spoilt_rows),
+        eval_dataset=Rows(),
+        data_collator=padded,
+        callbacks=list(callbacks),
+        **(keywords | dict(trainer_settings or {})),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _arguments(settings: RunSettings) -> dict[str, Any]:
+    """Return what `settings` say as ``TrainingArguments`` call it."""
+    evaluations = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "save_steps": 2,
     }
-    fixed = {
-        "output_dir": str(folder),
+    arguments = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
         "num_train_epochs": 2,
@@ -138,28 +144,26 @@ def new_trainer(
         "disable_tqdm": True,
         "log_level": "error",
         "dataloader_pin_memory": False,
+        "optim": settings.optim,
+        "max_grad_norm": settings.max_grad_norm,
+        "train_sampling_strategy": settings.sampling,
+        "dataloader_num_workers": settings.workers,
+        "save_steps": settings.save_steps,
+        "logging_steps": settings.logging_steps,
     }
-    keywords: dict[str, Any] = {}
-    if issubclass(kind, MFTrainer):
-        scale = DynamicLossScaleUpdateCell(2.0**10, 2, 2) if settings.dynamic_scale else None
-        keywords = {
-            "ema": (lambda m: ExponentialMovingAverage(m, 0.9, warmup=True))
-            if settings.ema
-            else None,
-            "scale_sense": scale,
-            "step": StepConfig(local_norm=True, local_norm_groups="layer"),
-        }
-    trainer = kind(
-        tiny_gpt2(settings.dropout, seed) if model is None else model,
-        TrainingArguments(**(fixed | defaults | evaluations | arguments)),
-        train_dataset=Rows(settings.spoilt_rows),
-        eval_dataset=Rows(),
-        data_collator=padded,
-        callbacks=list(callbacks),
-        **(keywords | dict(trainer_settings or {})),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return arguments | (evaluations if settings.evaluates else {})
+
+
+def _step_keywords(settings: RunSettings) -> dict[str, Any]:
+    """Return what an `MFTrainer` takes beside the stock Trainer's keywords."""
+    average = (lambda m: ExponentialMovingAverage(m, 0.9, warmup=True)) if settings.ema else None
+    return {
+        "ema": average,
+        "scale_sense": DynamicLossScaleUpdateCell(2.0**10, 2, 2)
+        if settings.dynamic_scale
+        else None,
+        "step": StepConfig(local_norm=True, local_norm_groups="layer"),
+    }
 
 
 def trained(folder: Path, settings: RunSettings | None = None, **keywords: Any) -> Any:
