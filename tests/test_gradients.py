@@ -112,6 +112,16 @@ def test_one_bad_element_shows_in_its_own_square_only(dtype, bad):
     assert sum_of_squares(gradients, CPU).isfinite().tolist() == [True, False, True]
 
 
+def test_a_large_gradient_among_small_ones_is_summed_as_exactly():
+    """It is large by itself, whatever the others are."""
+    gradients = [torch.ones(3), torch.full((2**22,), 0.1), torch.ones(5)]
+
+    squares = sum_of_squares(gradients, CPU)
+
+    exact = torch.stack([gradient.double().square().sum() for gradient in gradients])
+    torch.testing.assert_close(squares.double(), exact, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
