@@ -35,9 +35,8 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
             indices.append(index)
             kind.append(dense)
     for (where, dtype), (indices, kind) in by_kind.items():
-        kind_squares = (
-            _squares_on_cpu(kind, dtype) if where.type == "cpu" else _squares(kind, dtype)
-        )
+        squares_of = _squares_on_cpu if where.type == "cpu" else _squares
+        kind_squares = squares_of(kind, _accumulation_dtype(dtype))
         moved = on_device(kind_squares, device)
         if len(indices) == len(gradients):
             return moved
@@ -51,39 +50,35 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _squares(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    norms = torch._foreach_norm(gradients, 2, dtype=_accumulation_dtype(dtype))
-    return torch.stack(norms).square_().float()
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square_().float()
 
 
 def _squares_on_cpu(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    large = [gradient.numel() > _LARGE for gradient in gradients]
-    if not any(large):
-        return _squares(gradients, dtype)
-    small = [gradient for gradient, is_large in zip(gradients, large, strict=True) if not is_large]
-    small_squares = iter(_squares(small, dtype).unbind() if small else ())
-    return torch.stack(
-        [
-            _large_square_on_cpu(gradient) if is_large else next(small_squares)
-            for gradient, is_large in zip(gradients, large, strict=True)
-        ]
-    )
+    return _squares([_of_the_same_norm(gradient, dtype) for gradient in gradients], dtype)
 
 
-def _large_square_on_cpu(gradient: Tensor) -> Tensor:
-    """Sum by rows first: torch's running float32 sum over 20 million squares is off by 2e-3."""
-    dtype = _accumulation_dtype(gradient.dtype)
+def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norms of a large gradient's rows, without copying any of it.
+
+    torch's running float32 sum over 20 million squares is off by 2e-3.
+    """
+    if gradient.numel() <= _LARGE:
+        return gradient
     if gradient.is_contiguous():
         flat = gradient.view(-1)
-        whole = flat.numel() // _ROW * _ROW
-        rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
-        rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
-        return (rows.square_().sum() + rest.square_()).float()
-    # A view would copy; splitting along the longest dimension does not.
-    longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
-    length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
-    slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
-    norms: Tensor = torch.stack([torch.linalg.vector_norm(s, dtype=dtype) for s in slices])
-    return norms.square_().sum().float()
+        rest = flat.numel() % _ROW
+        rows = flat[: flat.numel() - rest].view(-1, _ROW)
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+        if rest:
+            norm_of_rest: Tensor = torch.linalg.vector_norm(flat[-rest:], dtype=dtype)
+            norms = torch.cat((norms, norm_of_rest.view(1)))
+    else:
+        # A view would copy; splitting along the longest dimension does not.
+        longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
+        length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
+        slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in slices])
+    return _of_the_same_norm(norms, dtype)
 
 
 def as_real(tensor: Tensor) -> Tensor:

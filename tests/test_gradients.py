@@ -122,6 +122,24 @@ def test_a_large_gradient_among_small_ones_is_summed_as_exactly():
     torch.testing.assert_close(squares.double(), exact, rtol=1e-5, atol=0)
 
 
+def test_large_gradients_with_and_without_a_broken_row_keep_their_places():
+    """Several large ones of any length, between small, empty and missing ones and a view."""
+    sizes = [2**16 + 1, 5, 2**17, 0, 3 * 2**16 - 1, 1]
+    gradients = [torch.randn(size) * (index + 1) for index, size in enumerate(sizes)]
+    gradients[2:2] = [None, torch.randn(512, 300).t()]
+
+    assert_close_to_exact(gradients)
+
+
+@pytest.mark.parametrize("position", [0, 4095, 4096, -2, -1])
+def test_a_bad_element_of_a_large_gradient_shows_in_its_own_square_only(position):
+    """Wherever it is: in the first row, in the next, in the rest that fills none."""
+    gradients = [torch.ones(2**16 + 2) for _ in range(3)]
+    gradients[1][position] = math.nan
+
+    assert sum_of_squares(gradients, CPU).isfinite().tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
