@@ -32,6 +32,9 @@ class Measurement(NamedTuple):
     local_norm: Tensor
     """Shape ``(G,)``, float32: L2 norm by group of this rank's own unscaled gradients."""
 
+    groups: NormGroups
+    """The ``G`` groups."""
+
     has_targets: Tensor | None
     """Shape ``()``, bool: whether there is anything to learn from; ``None`` for yes."""
 
@@ -81,6 +84,7 @@ def measure(
         divisor=divisor,
         global_norm=square.sqrt() / divisor,
         local_norm=groups.sums(own_squares).sqrt() / local_divisor,
+        groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
     )
 

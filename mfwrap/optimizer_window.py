@@ -204,8 +204,11 @@ class OptimizerWindow:
         elif coefficient is None:
             coefficient = self.update.configured_coefficient(measured)
         if self._first is not None:
-            norms = {"global_norm": self._first.global_norm, "local_norm": self._first.local_norm}
-            measured = measured._replace(**norms)
+            measured = measured._replace(
+                global_norm=self._first.global_norm,
+                local_norm=self._first.local_norm,
+                groups=self._first.groups,
+            )
         loss = self._loss(accumulation_steps, measured.global_norm.device)
         self.last_report = self.update.apply(loss, measured, coefficient)
         self.open()

@@ -271,7 +271,7 @@ class StepUpdate:
         *,
         norm_is_asked_for: bool,
     ) -> StepReport:
-        groups = self.parameters.groups()
+        groups = measured.groups
         reports_norm = norm_is_asked_for or self._config.use_clip_grad
         output: StepOutput | LocalNormStepOutput = StepOutput(
             loss=loss,

@@ -42,6 +42,28 @@ def test_the_returned_norm_is_that_of_float64(scale, precision, accumulation, li
     assert torch.equal(training.step.last_output.global_norm, norm)
 
 
+@each_scale
+def test_reported_names_are_those_of_the_norms(scale):
+    """Also if a layer is frozen between the norms and the step, which freezes later updates."""
+    config = StepConfig(local_norm=True)
+    training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True, config=config)
+    network = training.network
+    num_trainable = []
+    for batch in labelled_batches(2):
+        num_trainable.append(sum(p.requires_grad for p in network.parameters()))
+        training.backward(batch)
+        training.accelerator.clip_grad_norm_(network.parameters(), LIMIT)
+        network.layers[0].requires_grad_(False)  # noqa: FBT003  (torch's signature)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+        report = training.step.last_report
+        assert len(report.local_norm_names) == num_trainable[-1]
+        assert report.output.local_norm.numel() == num_trainable[-1]
+        assert len(report.output.size) == num_trainable[-1]
+    assert num_trainable[0] > num_trainable[1]
+
+
 @pytest.mark.fast_sample(16)
 @each_scale
 @pytest.mark.parametrize("way", WAYS)
