@@ -62,7 +62,9 @@ def test_llama(attention, products):
     product = 2 * pieces * length * length * config.hidden_size
 
     expected = weights + products * product * config.num_hidden_layers
-    assert counted(network, batch) == expected
+    # Some releases of transformers make the angles of the rotations as a product, too.
+    angles = length * config.hidden_size // config.num_attention_heads
+    assert counted(network, batch) in {expected, expected + angles}
 
 
 def counting() -> bool:

@@ -1,5 +1,6 @@
 """MFTrainer trains as the stock Trainer does, whatever its arguments."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from mfwrap.trainer import MFTrainer
 from small_networks import IGNORED
@@ -27,6 +28,9 @@ from trainer_runs import (
     values,
 )
 
+# The newer name; the older one is deprecated where there is a newer.
+RENAMED = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters
+CHECKPOINTED = {"activation_checkpointing" if RENAMED else "gradient_checkpointing": True}
 COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "adamw_torch_fused"}
 
 
@@ -221,10 +225,8 @@ CASES = {
     "resumed": Case({**SAVED, "lr_scheduler_type": "cosine"}, resume_at=2),
     "resumed, bf16": Case({**SAVED, "bf16": True, "max_grad_norm": 0.0}, resume_at=2),
     "resumed, fp16, Adafactor": Case({**SAVED, "fp16": True, "optim": "adafactor"}, resume_at=2),
-    "activation checkpointing": Case({"activation_checkpointing": True}),
-    "activation checkpointing, bf16": Case(
-        {"activation_checkpointing": True, "bf16": True, "max_grad_norm": 0.0}
-    ),
+    "gradient checkpointing": Case(CHECKPOINTED),
+    "gradient checkpointing, bf16": Case({**CHECKPOINTED, "bf16": True, "max_grad_norm": 0.0}),
     "label smoothing": Case({"label_smoothing_factor": 0.1}),
     "LoRA": Case(model=lora_llama),
     "LoRA, bf16": Case({"bf16": True, "max_grad_norm": 0.0}, model=lora_llama),
