@@ -9,6 +9,7 @@ __all__ = [
     "MONITOR_KEYS_WITHOUT_MEANING",
     "OPTIMIZERS",
     "OPTIMIZER_KEYS_WITHOUT_MEANING",
+    "SCHEDULE_ALIASES",
 ]
 
 CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -92,3 +93,16 @@ OPTIMIZER_KEYS_WITHOUT_MEANING = frozenset(
     {"layer_decay", "optimizer_type", "param_group", "swap", "weight_decay_params"}
 )
 """Keys of ``optimizer``."""
+
+SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "constant_with_warmup": "ConstantWarmUpLR",
+        "cosine": "CosineWithWarmUpLR",
+        "cosine_annealing": "CosineAnnealingLR",
+        "cosine_annealing_warm_restarts": "CosineAnnealingWarmRestarts",
+        "cosine_with_restarts": "CosineWithRestartsAndWarmUpLR",
+        "linear": "LinearWithWarmUpLR",
+        "polynomial": "PolynomialWithWarmUpLR",
+    }
+)
+"""Names under which MindFormers registers its schedules, too, and their classes."""

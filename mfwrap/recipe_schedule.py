@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mfwrap.recipe_names import SCHEDULE_ALIASES
 from mfwrap.recipe_objects import RecipeObjects
 from mfwrap.recipe_yaml import Path
 from mfwrap.schedules import SCHEDULES
@@ -59,10 +60,7 @@ def read_schedule(
         RecipeError: If it is no schedule.
     """
     settings = dict(section)
-    name = settings.pop("type", None)
-    if not isinstance(name, str) or name not in SCHEDULES:
-        says = f"must be one of {sorted(SCHEDULES)}, got {name!r}"
-        raise objects.document.error((*path, "type"), says)
+    kind = _kind(objects, (*path, "type"), settings.pop("type", None))
     total_steps = settings.pop("total_steps", None)
     if total_steps == -1:  # MindFormers: the length of the training
         total_steps = None
@@ -72,7 +70,6 @@ def read_schedule(
         says = f"must be a number, got {rate!r}"
         raise objects.document.error((*path, "learning_rate"), says)
     probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
-    kind = SCHEDULES[name]
     length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
     checked = dict(settings)
     if "total_steps" in inspect.signature(kind).parameters:
@@ -84,6 +81,14 @@ def read_schedule(
         known=_settings_of(kind),
     )
     return ScheduleChoice(kind, settings, total_steps), rate
+
+
+def _kind(objects: RecipeObjects, path: Path, name: object) -> type[FormulaLR]:
+    """Return the class of a schedule that is named, or called by MindFormers' other name of it."""
+    known = [*SCHEDULES, *SCHEDULE_ALIASES]
+    if not isinstance(name, str) or name not in known:
+        raise objects.document.error(path, f"must be one of {sorted(known)}, got {name!r}")
+    return SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
 
 
 def _settings_of(kind: type[FormulaLR]) -> set[str]:

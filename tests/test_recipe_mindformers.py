@@ -141,6 +141,7 @@ monitor_config: {monitor_on: True, global_norm_spike_threshold: 3.0}
 lr_schedule:
   {type: PolynomialWithWarmUpLR, learning_rate: 1.e-4, lr_end: 1.e-6, warmup_steps: 5, power: 2.0}
 """,
+    "registered": "lr_schedule: {type: polynomial, learning_rate: 5.e-5, warmup_steps: 0}\n",
     "vit": """
 trainer: {type: ImageClassificationTrainer}
 model: {model_config: {type: ViTConfig, hidden_size: 32, num_hidden_layers: 1,
