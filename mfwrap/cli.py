@@ -87,11 +87,17 @@ def cli() -> None:
     metavar="[PATH]",
     help="Go on from a checkpoint: from PATH, or from the newest one of the run's folder.",
 )
-def train(recipe: str, overrides: Sequence[str], resume: str | None) -> None:
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Remove the checkpoints, models and records of a former run from the run's folder.",
+)
+def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrite: bool) -> None:
     """Run RECIPE.
 
     The run's folder gets recipe.yaml, metrics.jsonl with all that each step reports, checkpoints,
-    model, and with an average of the weights model_ema.
+    model, and with an average of the weights model_ema. One that holds checkpoints is refused
+    without --resume or --overwrite.
 
     \b
     Examples:
@@ -99,17 +105,19 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None) -> None:
       mfwrap train my.yaml --set callbacks.0.per_print_times=1 --set ema=null
       mfwrap train my.yaml --resume
       mfwrap train my.yaml --resume runs/my/checkpoint-50
+      mfwrap train my.yaml --overwrite
     """  # noqa: D301
     checked = _checked(recipe, overrides)
     if resume is not None:
-        _check_resume(checked, resume)
+        _check_resume(checked, resume, overwrite=overwrite)
     _silence_bars(checked)
     # Reading a recipe is quick without what running it takes.
     from mfwrap.recipe_objects import REFUSALS  # noqa: PLC0415
     from mfwrap.recipe_run import run_recipe  # noqa: PLC0415
 
     try:
-        result = run_recipe(checked, resume=resume or resume == _RESUME_NEWEST)
+        from_newest = resume == _RESUME_NEWEST
+        result = run_recipe(checked, resume=resume or from_newest, overwrite=overwrite, say=say)
     except RecipeError:
         raise
     except REFUSALS as error:
@@ -232,9 +240,12 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
     return recipe
 
 
-def _check_resume(recipe: "Recipe", resume: str) -> None:
+def _check_resume(recipe: "Recipe", resume: str, *, overwrite: bool) -> None:
     from transformers.trainer_utils import get_last_checkpoint  # noqa: PLC0415
 
+    if overwrite:
+        msg = "--overwrite: must be given without --resume, which goes on from what is there"
+        raise RecipeError(msg)
     folder = recipe.arguments.output_dir or ""
     if resume == _RESUME_NEWEST:
         if not Path(folder).is_dir() or get_last_checkpoint(folder) is None:

@@ -1,6 +1,7 @@
 """Running a recipe."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.ema import ExponentialMovingAverage
 from mfwrap.recipe import Recipe, check_columns
+from mfwrap.recipe_folder import begin_anew, check_former_run
 from mfwrap.recipe_metrics import (
     RECIPE_FILE,
     MetricsRecorder,
@@ -32,19 +34,36 @@ class RunResult(NamedTuple):
     """Of the last evaluation; names of averaged weights begin with ``ema_``."""
 
 
-def run_recipe(recipe: Recipe, *, resume: str | bool = False) -> RunResult:
+def run_recipe(
+    recipe: Recipe,
+    *,
+    resume: str | bool = False,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunResult:
     """Train, evaluate raw and averaged weights, and save both.
 
     Args:
         recipe: What to run.
         resume: Folder of a checkpoint to go on from, or ``True`` for the newest of the run.
+        overwrite: Whether checkpoints and models of a former run in the folder are removed; its
+            records are in any case, but for a run that is resumed.
+        say: Hears, in the main process, which ones were removed.
 
     Raises:
-        RecipeError: If the data do not have what the task needs.
+        RecipeError: If the data do not have what the task needs, or the folder holds checkpoints
+            that are neither to be resumed nor overwritten.
         ValueError: If there is no whole checkpoint to resume from.
     """
-    trainer, recorder = build_trainer(recipe)
     folder = Path(recipe.arguments.output_dir or "")
+    if not (resume or overwrite):
+        check_former_run(recipe.document, folder)
+    trainer, recorder = build_trainer(recipe)
+    if not resume:
+        # Not before: what cannot begin takes no place.
+        removed = begin_anew(folder, recipe.arguments, overwrite=overwrite)
+        if overwrite and removed:
+            say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(recipe.document.data, sort_keys=False, allow_unicode=True)

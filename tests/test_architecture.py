@@ -52,7 +52,7 @@ LEVELS = (
     {"evaluation", "train_network"},
     {"evaluator", "model_run", "model_updates"},
     {"model_loop"},
-    {"trainer_saving"},
+    {"trainer_losses", "trainer_saving"},
     {"trainer", "model"},
     {"callbacks"},
     {"run_record"},
@@ -65,7 +65,7 @@ LEVELS = (
     {"recipe_library"},
     {"recipe_format", "recipe_objects"},
     {"recipe_callbacks", "recipe_metrics", "recipe_peft", "recipe_schedule", "recipe_step"},
-    {"recipe_training"},
+    {"recipe_folder", "recipe_training"},
     {"recipe"},
     {"cli_output", "recipe_mindformers", "recipe_run"},
     {"cli_plot", "cli_report"},
@@ -76,10 +76,12 @@ LEVELS = (
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MAY_IMPORT_TRANSFORMERS = {
-    *{"trainer", "trainer_checkpoint", "trainer_events", "trainer_saving", "trainer_settings"},
+    *{"trainer", "trainer_checkpoint", "trainer_events", "trainer_losses", "trainer_saving"},
+    *{"trainer_settings"},
     *{"callback_adapter", "model_data", "model_run"},
     *{"model", "callbacks", "cli", "recipes"},
-    *{"recipe", "recipe_callbacks", "recipe_metrics", "recipe_run", "recipe_training"},
+    *{"recipe", "recipe_callbacks", "recipe_folder", "recipe_metrics", "recipe_run"},
+    "recipe_training",
 }
 FOLDERS = {"callbacks", "recipes"}
 PUBLIC = {"accelerate", "model", "trainer", "callbacks"}

@@ -57,6 +57,22 @@ def test_resume(recipe, capsys):
     assert call(capsys, "train", recipe, "--resume", "runs/small/checkpoint-3")[0] == 0
 
 
+def test_a_second_run_into_one_folder(recipe, capsys):
+    """It is refused in one line, and with ``--overwrite`` says what it has removed."""
+    short = ("train", recipe, "--set", "training.max_steps=3")
+    call(capsys, *short)
+    code, out, err = call(capsys, *short)
+
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "got runs/small with checkpoint-3; go on from it with --resume" in err
+    code, _, err = call(capsys, *short, "--overwrite")
+    assert (code, err.count("\n")) == (0, 1)
+    assert (
+        err == "mfwrap: removed from runs/small: checkpoint-3, metrics.jsonl, model, "
+        "throughput.jsonl\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -69,6 +85,7 @@ def test_resume(recipe, capsys):
         (["validate", "RECIPE", "--set", "ema.decay=2"], "`ema.decay` must be in [0, 1), got 2"),
         (["train", "RECIPE", "--resume"], "must hold a checkpoint"),
         (["train", "RECIPE", "--resume", "nowhere"], "must be the folder of a checkpoint"),
+        (["train", "RECIPE", "--resume", "--overwrite"], "must be given without --resume"),
         (["plot", "nowhere"], "must be the folder of a run"),
         (["init", "causal_lmm"], "did you mean 'causal_lm'?"),
         (["import-mindformers", "nowhere"], "must be a MindFormers YAML file"),

@@ -1,0 +1,120 @@
+"""A run's folder has one run in it: another one's checkpoints are refused, its records go."""
+
+import json
+
+import pytest
+
+from mfwrap.recipe import RecipeError, parse_recipe
+from mfwrap.recipe_run import run_recipe
+from recipe_texts import recipe_text
+
+SAVING = {"save_strategy": "steps", "save_steps": 3}
+
+
+def run(folder, *, resume=False, overwrite=False, rate=0.01, **training):
+    """Run a small recipe with a monitor into a folder; return what was said of removals."""
+    said = []
+    monitor = {"monitor_on": True, "weight_state_format": "jsonl", "step_interval": 1}
+    text = recipe_text(
+        training={**training, "learning_rate": rate, "output_dir": str(folder), "optim": "sgd"},
+        runner_wrapper={"use_clip_grad": True, "max_consecutive_skips": None},
+        monitor_config=monitor,
+    )
+    recipe = parse_recipe(text, "r.yaml")
+    run_recipe(recipe, resume=resume, overwrite=overwrite, say=said.append)
+    return said
+
+
+def lines(path):
+    """Return the records of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def contents(folder):
+    """Return the names and bytes of all files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path):
+    """The error names the folder and the three ways out; nothing in it has changed."""
+    run(tmp_path, **SAVING)
+    before = contents(tmp_path)
+
+    with pytest.raises(RecipeError, match=r"r\.yaml, line \d+: `training\.output_dir`") as caught:
+        run(tmp_path, **SAVING)
+    for word in (str(tmp_path), "checkpoint-6", "--resume", "--set", "--overwrite"):
+        assert word in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", ["checkpoint-3", "checkpoint.partial/replaced/checkpoint-3"])
+def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
+    """A process that is killed between two renames leaves it in the folder of the partial one."""
+    (tmp_path / place).mkdir(parents=True)
+
+    with pytest.raises(RecipeError, match="checkpoint-3"):
+        run(tmp_path)
+    run(tmp_path, overwrite=True)
+    assert not (tmp_path / place.partition("/")[0]).exists()
+
+
+def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
+    """A run that diverged leaves none of its steps, anomalies and pictures to the next."""
+    run(tmp_path, rate=1e30)
+    assert (tmp_path / "anomalies.jsonl").exists()
+    for name in ("run.png", "run.html", "error_rank_1.txt", "metrics_rank1.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.1").touch()
+    kept = ["notes.txt", "train.jsonl", "my_metrics.jsonl", "run.svg"]
+    for name in kept:
+        (tmp_path / name).write_text("mine")
+    assert run(tmp_path, max_steps=4) == []
+
+    assert not (tmp_path / "anomalies.jsonl").exists()
+    for name in ("metrics", "training_state"):
+        steps = {record["step"] for record in lines(tmp_path / f"{name}.jsonl") if "step" in record}
+        assert max(steps) == 4
+    steps = [record["step"] for record in lines(tmp_path / "training_state.jsonl")]
+    assert steps == sorted(set(steps))
+    assert [record["step"] for record in lines(tmp_path / "throughput.jsonl")] == [2, 4]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {*kept, "tensorboard", "model", "recipe.yaml"}
+    assert not left & {"run.png", "run.html", "error_rank_1.txt", "metrics_rank1.jsonl"}
+    assert not list((tmp_path / "tensorboard").iterdir())
+
+
+def test_overwrite_removes_the_former_run(tmp_path):
+    """Its checkpoints, models and records go, are named in one line, and resume finds the new."""
+    run(tmp_path, rate=1e30, **SAVING)
+    (tmp_path / "model_ema").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    said = run(tmp_path, overwrite=True, max_steps=3, **SAVING)
+
+    assert len(said) == 1
+    for name in ("anomalies.jsonl", "checkpoint-3", "checkpoint-6", "metrics.jsonl", "model_ema"):
+        assert name in said[0]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == [
+        "checkpoint-3",
+        "checkpoint-best",
+    ]
+    assert not (tmp_path / "anomalies.jsonl").exists()
+    assert not (tmp_path / "model_ema").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    run(tmp_path, resume=True, **SAVING)
+    steps = [one["step"] for one in lines(tmp_path / "metrics.jsonl") if "loss" in one]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_cannot_begin_removes_nothing(tmp_path):
+    """What is wrong with the data is found before the former run makes place."""
+    run(tmp_path / "run", **SAVING)
+    before = contents(tmp_path / "run")
+    (tmp_path / "d.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    text = recipe_text(data=None, training={"output_dir": str(tmp_path / "run")})
+    text += f"data: {{type: json_lines, path: {tmp_path / 'd.jsonl'}}}\n"
+
+    with pytest.raises(RecipeError, match="must have the columns"):
+        run_recipe(parse_recipe(text, "r.yaml"), overwrite=True)
+    assert contents(tmp_path / "run") == before
