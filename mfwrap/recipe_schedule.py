@@ -1,5 +1,6 @@
 """MindFormers' schedules behind a Trainer, which learns the number of updates when it trains."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,12 +75,7 @@ def read_schedule(
     checked = dict(settings)
     if "total_steps" in inspect.signature(kind).parameters:
         checked["total_steps"] = length
-    objects.build(
-        path,
-        kind,
-        checked | {"optimizer": probe},
-        known=_settings_of(kind),
-    )
+    objects.build(path, functools.partial(kind, probe), checked, known=_settings_of(kind))
     return ScheduleChoice(kind, settings, total_steps), rate
 
 
@@ -92,10 +88,12 @@ def _kind(objects: RecipeObjects, path: Path, name: object) -> type[FormulaLR]:
 
 
 def _settings_of(kind: type[FormulaLR]) -> set[str]:
+    """Return the keys of a schedule: its arguments, and a rate in the place of the optimizer."""
     parameters = inspect.signature(kind).parameters
     has_warm_up = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     names = {name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
-    return (names | (WarmUp.__annotations__.keys() if has_warm_up else set())) - {"last_epoch"}
+    names |= {"learning_rate", *WarmUp.__annotations__} if has_warm_up else {"base_lr"}
+    return names - {"optimizer", "last_epoch"}
 
 
 def scheduled(trainer: type[Any], choice: ScheduleChoice | None) -> type[Any]:

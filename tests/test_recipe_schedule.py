@@ -50,3 +50,26 @@ def test_an_unknown_name_gets_all_that_are_known():
         parsed(type="polinomial")
 
     assert all(repr(name) in str(error.value) for name in [*ALIASES, *SCHEDULES])
+
+
+@pytest.mark.parametrize(
+    ("section", "rate"),
+    [
+        ({"type": "CosineWithWarmUpLR", **WARM_UP}, "learning_rate"),
+        ({"type": "CosineAnnealingLR", "base_lr": 0.01, "t_max": 4}, "base_lr"),
+    ],
+)
+def test_the_optimizer_is_no_key_of_a_schedule(section, rate):
+    """It is the run's own: the error names the keys that are known, and not this one."""
+    with pytest.raises(RecipeError, match=r"`lr_schedule\.optimizer` is not a key") as error:
+        parsed(**section, optimizer="AdamW")
+
+    assert "line" in str(error.value)
+    assert f"'{rate}'" in str(error.value)
+    assert "'optimizer'" not in str(error.value)
+
+
+def test_a_misspelt_rate_gets_its_name():
+    """The rate is among the keys that are known."""
+    with pytest.raises(RecipeError, match="did you mean `learning_rate`"):
+        parsed(type="LinearWithWarmUpLR", warmup_steps=1, learnin_rate=0.01)
