@@ -20,7 +20,8 @@ class Measurement(NamedTuple):
     """One read of the gradients; tensors on the training device."""
 
     overflow: Tensor
-    """Shape ``()``, bool: the gradients are not finite, or the loss scale is none."""
+    """Shape ``()``, bool: the gradients are not finite, scaled or unscaled, or what they are
+    divided by is no positive, finite number."""
 
     divisor: Tensor | None
     """Shape ``()``, float32: what makes the gradients unscaled, a copy; ``None`` if nothing has
@@ -78,11 +79,13 @@ def measure(
         local_divisor = loss_scale * _nonzero(normalizer.local)
     if own_squares is None:
         own_squares = squares
+    global_norm = square.sqrt() / divisor
     return Measurement(
-        # A scale of 0 or below may have been set without anyone reading it.
-        overflow=~(torch.isfinite(square) & (loss_scale > 0)),
+        # A scale of 0 or below may have been set, and a denominator that is nan or infinite
+        # returned, without anyone reading it.
+        overflow=~(torch.isfinite(global_norm) & torch.isfinite(divisor) & (divisor > 0)),
         divisor=divisor,
-        global_norm=square.sqrt() / divisor,
+        global_norm=global_norm,
         local_norm=groups.sums(own_squares).sqrt() / local_divisor,
         groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,

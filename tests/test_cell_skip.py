@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW
 
+from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
 from small_networks import Classifier, labelled_batches
 from spoilt_training import OPTIMIZERS, PRECISIONS, BadElement, SpoiltTraining
-from training_state import assert_same_state, assert_unchanged
+from training_state import assert_same_state, assert_unchanged, training_state
 
 NAN, INF = float("nan"), float("inf")
 NUM_STEPS = 5
@@ -159,3 +161,43 @@ def test_the_attributes_for_skipping_do_not_leak_into_a_plain_step():
 
     for ours, theirs in zip(training.network.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def averages_of(ema):
+    """Return copies of the averages by name."""
+    return {name: average.clone() for name, average in ema.named_averages()}
+
+
+class MaskedSum(nn.Module):
+    """A linear layer whose loss comes as numerator and denominator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs, mask):
+        products = self.layer(inputs).squeeze(1).float()
+        return (products * mask.nan_to_num()).sum(), mask.sum()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize(
+    "mask",
+    [torch.tensor([1.0, NAN, 1.0]), torch.ones(70_000, dtype=torch.float16)],
+    ids=["nan", "beyond float16"],
+)
+def test_a_denominator_that_is_not_finite_changes_nothing(mask, fused):
+    """A count of tokens that is nan, or that float16 cannot hold, skips the update."""
+    network = MaskedSum()
+    optimizer = AdamW(network.parameters(), lr=0.1, fused=fused)
+    ema = ExponentialMovingAverage(network)
+    cell = MFTrainOneStepCell(network, optimizer, calculate_per_token_loss=True, ema=ema)
+    cell(torch.ones(3, 4), torch.ones(3))
+    before, average = training_state(network, optimizer), averages_of(ema)
+
+    output = cell(torch.ones(len(mask), 4), mask)
+
+    assert output.overflow
+    assert cell.last_report.skipped
+    assert_same_state(before, training_state(network, optimizer))
+    assert_same_state(average, averages_of(ema))

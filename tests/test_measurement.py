@@ -137,3 +137,20 @@ def test_measuring_reads_nothing_on_the_host():
         measure(gradients, groups, scale, normalizer)
 
     assert counted.reads == []
+
+
+@pytest.mark.parametrize("reduced", [NAN, INF, -INF, -3.0, 1e-45])
+def test_a_denominator_that_is_none_is_an_overflow(reduced):
+    """Finite gradients divided by it are not finite, or of the wrong sign, or no gradients."""
+    denominator = torch.tensor(reduced)
+
+    assert measured([torch.ones(3)], 2.0, normalizer=Normalizer(denominator, denominator)).overflow
+
+
+def test_a_divisor_beyond_float32_is_an_overflow():
+    """A scale and a denominator that are fine each, and not together."""
+    denominator = torch.tensor(4096.0)
+    normalizer = Normalizer(denominator, denominator)
+
+    assert measured([torch.ones(3)], 2.0**120, normalizer=normalizer).overflow
+    assert not measured([torch.ones(3)], 2.0**100, normalizer=normalizer).overflow
