@@ -12,6 +12,8 @@ __all__ = ["as_real", "sum_of_squares"]
 # Elements: from where on a norm on CPU is taken by rows, and the length of a row.
 _LARGE = 2**16
 _ROW = 2**12
+# Rows that are converted at once.
+_SLAB = 2**6
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -26,7 +28,7 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
         Shape ``(N,)``, float32. Accumulates in float32 (float64 gradients in float64), so the sum
         is infinite for norms above about 1.8e19. Does not wait for the device.
     """
-    squares: list[Tensor] = [torch.zeros((), device=device)] * len(gradients)
+    squares: list[Tensor] = [torch.zeros((), dtype=torch.float32, device=device)] * len(gradients)
     by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for index, gradient in enumerate(gradients):
         if gradient is not None and gradient.numel() > 0:
@@ -58,27 +60,38 @@ def _squares_on_cpu(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norms of a large gradient's rows, without copying any of it.
+    """Return the norms of a large gradient's rows.
 
     torch's running float32 sum over 20 million squares is off by 2e-3.
     """
     if gradient.numel() <= _LARGE:
         return gradient
-    if gradient.is_contiguous():
-        flat = gradient.view(-1)
-        rest = flat.numel() % _ROW
-        rows = flat[: flat.numel() - rest].view(-1, _ROW)
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-        if rest:
-            norm_of_rest: Tensor = torch.linalg.vector_norm(flat[-rest:], dtype=dtype)
-            norms = torch.cat((norms, norm_of_rest.view(1)))
-    else:
-        # A view would copy; splitting along the longest dimension does not.
-        longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
-        length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
-        slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
-        norms = torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in slices])
-    return _of_the_same_norm(norms, dtype)
+    if not gradient.is_contiguous():
+        # Transposed or channels last: the same elements, in the order in which they lie.
+        by_stride = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+        gradient = gradient.permute(by_stride)
+    norms = _norms_of_rows if gradient.is_contiguous() else _norms_of_slices
+    return _of_the_same_norm(torch.cat(norms(gradient, dtype)), dtype)
+
+
+def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    flat = gradient.view(-1)
+    rest = flat.numel() % _ROW
+    rows = flat[: flat.numel() - rest].view(-1, _ROW)
+    # What torch has to convert, it copies whole; a few rows at a time stay in the cache.
+    slabs = (rows,) if rows.dtype == dtype else rows.split(_SLAB)
+    norms: list[Tensor] = [torch.linalg.vector_norm(slab, dim=1, dtype=dtype) for slab in slabs]
+    if rest:
+        norms.append(torch.linalg.vector_norm(flat[-rest:], dtype=dtype).view(1))
+    return norms
+
+
+def _norms_of_slices(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    # A view as rows would copy; splitting along the longest dimension does not.
+    longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
+    length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
+    slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
+    return [torch.linalg.vector_norm(part, dtype=dtype).view(1) for part in slices]
 
 
 def as_real(tensor: Tensor) -> Tensor:

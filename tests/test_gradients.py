@@ -1,11 +1,13 @@
 """Sums of squares of gradients against float64, and elements that are not finite."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host_reads import HostReads
@@ -271,3 +273,27 @@ def test_one_bad_element_is_found_anywhere(dtype, values, position):
 def test_no_tensors_are_finite():
     """Where there is nothing, nothing is bad."""
     assert not has_non_finite([], CPU)
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (2, 70_000), (3, 40, 700)], ids=str)
+def test_a_transposed_gradient_is_summed_as_exactly_as_it_lies(shape):
+    """Equal elements, whose errors add up, in any order of dimensions."""
+    gradient = torch.full(shape, 0.011)
+
+    squares = [
+        sum_of_squares([gradient.permute(order)], CPU) for order in permutations(range(len(shape)))
+    ]
+
+    assert all(torch.equal(square, squares[0]) for square in squares)
+    torch.testing.assert_close(squares[0].double(), exact([gradient]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_no_copy_of_a_large_gradient_is_made(dtype):
+    """What is converted to float32 is converted a little at a time."""
+    gradient = torch.ones(2**23 + 5, dtype=dtype)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        sum_of_squares([gradient], CPU)
+
+    largest = max(event.self_cpu_memory_usage for event in profiled.events())
+    assert 0 < largest < gradient.nbytes / 8
