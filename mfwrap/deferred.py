@@ -1,5 +1,6 @@
 """Device-to-host reads that never wait where the device could be working."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class DeferredReads:
         self._pending.clear()
 
     def _new_mailbox(self, size: int) -> _Mailbox:
+        # Said in full, because a program may have set another default device or dtype.
+        on_host = functools.partial(torch.zeros, size, dtype=torch.float32, device="cpu")
         if self._device.type == "cpu":
-            return _Mailbox(torch.zeros(size))
-        return _Mailbox(torch.zeros(size, pin_memory=True), torch.Event(self._device))
+            return _Mailbox(on_host())
+        return _Mailbox(on_host(pin_memory=True), torch.Event(self._device))

@@ -244,7 +244,7 @@ class ExponentialMovingAverage:
             "buffers": dict(self._buffers),
             "counters": {
                 "applied_updates": self._applied_updates.clone(),
-                "num_calls": torch.full((), self._num_calls, dtype=torch.int64),
+                "num_calls": torch.full((), self._num_calls, dtype=torch.int64, device="cpu"),
             },
         }
 

@@ -131,7 +131,7 @@ def _layer_of(name: str) -> str:
 
 
 def _int64(values: Sequence[object], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device)
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:

@@ -41,7 +41,7 @@ def clip_grad_norm(
     """
     gradients = {id(p): p.grad for p in parameters if p.grad is not None}
     if not gradients:
-        return torch.zeros((), device=loss_scale.device)
+        return torch.zeros_like(loss_scale)
     concerned = [window for window in windows if window.update.parameters.among(gradients)]
     for window in concerned:
         window.settle_clip()

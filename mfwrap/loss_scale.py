@@ -42,7 +42,8 @@ class LossScaleUpdateCell(abc.ABC):
             "loss_scale_value", loss_scale_value, finite=True
         )
         self._counters = {
-            name: torch.full((), value, dtype=torch.int64) for name, value in counters.items()
+            name: torch.full((), value, dtype=torch.int64, device="cpu")
+            for name, value in counters.items()
         }
 
     @abc.abstractmethod

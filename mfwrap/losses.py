@@ -107,7 +107,9 @@ class PerTokenLoss:
         if not self._counts_targets:
             return _pair_of(self._network(*call.arguments, **call.keywords))
         labels = self._targets(call)
-        one = torch.ones((), device=labels.device, requires_grad=self._divides_by_it is None)
+        # Float32 also where a program has set another default.
+        one = torch.ones((), dtype=torch.float32, device=labels.device)
+        one.requires_grad_(self._divides_by_it is None)
         output = self._network(*call.arguments, **call.keywords, num_items_in_batch=one)
         numerator = _loss_of(output)
         if self._divides_by_it is None:
@@ -164,7 +166,7 @@ def _pair_of(output: Any) -> LossParts:
     numerator = _differentiable("numerator", output[0])
     denominator = output[1]
     if isinstance(denominator, (int, float)):
-        denominator = torch.full((), denominator, device=numerator.device)
+        denominator = torch.full((), denominator, dtype=torch.float32, device=numerator.device)
     return LossParts(numerator, _one_element("denominator", denominator).detach().float())
 
 

@@ -216,7 +216,7 @@ class OptimizerWindow:
 
     def _loss(self, accumulation_steps: int, device: torch.device) -> Tensor:
         if not self._losses:
-            return torch.full((), float("nan"), device=device)
+            return torch.full((), float("nan"), dtype=torch.float32, device=device)
         total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
         if accumulation_steps == 1 or not self._numbers_micro_batches:
             # A loop that does not let accelerate count undoes the division by itself.

@@ -145,7 +145,7 @@ def _check_shape(name: str, tensor: Tensor) -> None:
 def _checked_number(number: float) -> float:
     in_range = 0 < number <= torch.finfo(torch.float32).max
     # A positive number may still round to zero.
-    if not in_range or torch.tensor(number, dtype=torch.float32) == 0:
+    if not in_range or torch.tensor(number, dtype=torch.float32, device="cpu") == 0:
         msg = f"`scale_sense` must be > 0 and finite in float32, got {number}"
         raise ValueError(msg)
     return float(number)

@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap import MFTrainOneStepCell
+from mfwrap import (
+    AdaptiveLossScaleUpdateCell,
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+)
 from mfwrap.deferred import DeferredReads
 from small_networks import Classifier, labelled_batches
 
@@ -156,3 +161,55 @@ def test_a_copy_learns_of_its_own_skips():
         one(*batch, float("nan"))
         with pytest.raises(RuntimeError, match="2 updates in a row were skipped"):
             one.flush()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_default_dtype_is_no_concern(dtype):
+    """A program that has set another one gets the numbers of a program that has not."""
+    outputs = []
+    for default in (torch.float32, dtype):
+        torch.manual_seed(0)
+        network = Classifier()
+        network.unused = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+        batches = labelled_batches(2)
+        torch.set_default_dtype(default)
+        try:
+            cell = MFTrainOneStepCell(network, optimizer, True, 1.0, 1024.0, local_norm=True)  # noqa: FBT003
+            outputs += [cell(*batch) for batch in batches]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    for expected, actual in zip(outputs[:2], outputs[2:], strict=True):
+        for name in expected._fields:
+            assert torch.equal(getattr(expected, name), getattr(actual, name)), name
+            assert getattr(expected, name).dtype == getattr(actual, name).dtype, name
+
+
+def test_a_default_device_is_no_concern():
+    """A program that has set another one may build and run a cell, with all of its state."""
+    network = Classifier()
+    batches = labelled_batches(2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with torch.device("meta"):
+        cells = [
+            MFTrainOneStepCell(
+                network,
+                optimizer,
+                scale_sense=update_cell,
+                local_norm=True,
+                lr_scheduler=schedule,
+                ema=ExponentialMovingAverage(network, warmup=True),
+            )
+            for update_cell in (
+                AdaptiveLossScaleUpdateCell(1024.0, 2, 20, max_scale_window=100),
+                DynamicLossScaleUpdateCell(1024.0, 2, 2),
+            )
+        ]
+        for cell in cells:
+            outputs = [cell(*batch) for batch in batches]
+            assert all(
+                value.device == CPU for output in outputs for value in output if value is not None
+            )
+            cell.load_state_dict(cell.state_dict())
