@@ -1,9 +1,16 @@
 """Checks of arguments, with one form of message."""
 
+import inspect
 import math
 import sys
 
-__all__ = ["check_bool", "check_positive_int", "check_positive_number", "described"]
+__all__ = [
+    "check_bool",
+    "check_positive_int",
+    "check_positive_number",
+    "described",
+    "needed_arguments",
+]
 
 
 def described(value: object) -> str:
@@ -45,3 +52,15 @@ def check_positive_number(name: str, value: object, *, finite: bool = False) -> 
         msg = f"`{name}` must be > 0{' and finite' if finite else ''}, got {value}"
         raise ValueError(msg)
     return math.inf if value > sys.float_info.max else float(value)
+
+
+def needed_arguments(owner: object, method: str) -> list[str]:
+    """Return the names of the arguments without which a method cannot be called.
+
+    As the class has it: what others put around it may hide or add some.
+    """
+    of_class = getattr(type(owner), method, None)
+    signature = inspect.signature(of_class or getattr(owner, method))
+    parameters = list(signature.parameters.values())[0 if of_class is None else 1 :]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]

@@ -145,6 +145,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
         """What is stepped, which has a state of its own; ``None`` for none."""
         parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)
+        if ema is not None:
+            _check_average(ema, parameters)
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
         self._update = StepUpdate(
             parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
@@ -269,6 +271,13 @@ class MFTrainOneStepCell(LossScaleHooks):
             [(counts, state_dict)],
             None if self.ema is None else (self.ema, state_dict["ema"]),
         )
+
+
+def _check_average(ema: ExponentialMovingAverage, parameters: TrainedParameters) -> None:
+    ema.check_placement()
+    if not ema.follows(parameters.tensors):
+        msg = "`ema` must average parameters that are trained here, got an average of others"
+        raise ValueError(msg)
 
 
 def _check_communication_hook(

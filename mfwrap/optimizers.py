@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from mfwrap.arguments import needed_arguments
 from mfwrap.devices import on_device
 from mfwrap.shard_updates import holds_distributed, on_local_shards
 from mfwrap.sharded import local_tensors
@@ -27,12 +28,17 @@ def learning_rates(optimizer: Optimizer, device: torch.device) -> Tensor:
     """Return the learning rates of all groups as they stand.
 
     Returns:
-        Shape ``(number of groups,)``, float32, on `device`; a copy. Does not wait for it.
+        Shape ``(number of groups,)``, float32, on `device`; a copy. Does not wait for it. Not a
+        number for a group without a rate (transformers' Adafactor makes its own by default).
     """
-    rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
+    rates: list[Any] = [_given(group.get("lr")) for group in optimizer.param_groups]
     if all(isinstance(rate, float) for rate in rates) and len(set(rates)) == 1:
         return torch.full((len(rates),), rates[0], dtype=torch.float32, device=device)
     return torch.stack([_rate(rate, device) for rate in rates])
+
+
+def _given(rate: Tensor | float | None) -> Tensor | float:
+    return float("nan") if rate is None else rate
 
 
 def _rate(rate: Tensor | float, device: torch.device) -> Tensor:
@@ -58,12 +64,7 @@ class SkippableOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            msg = (
-                "`optimizer` must update from the gradients of one backward pass, got LBFGS, "
-                "which evaluates the loss again through a closure"
-            )
-            raise TypeError(msg)
+        _refuse_closure(optimizer)
         _refuse_idle_sgd(optimizer)
         self.optimizer = optimizer
         self._has_fused_kernel = _has_fused_kernel(optimizer)
@@ -149,6 +150,17 @@ def _has_fused_kernel(optimizer: Optimizer) -> bool:
     kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
     # A subclass with a step of its own may not hand the attributes on.
     return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    needed = needed_arguments(optimizer, "step")
+    if needed:
+        msg = (
+            "`optimizer` must update from the gradients of one backward pass, got "
+            f"{type(optimizer).__name__}, whose step needs {', '.join(needed)}; a closure "
+            "evaluates the loss again"
+        )
+        raise TypeError(msg)
 
 
 def _refuse_idle_sgd(optimizer: Optimizer) -> None:

@@ -5,9 +5,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mfwrap.arguments import described
+from mfwrap.arguments import described, needed_arguments
 from mfwrap.config import StepConfig
 from mfwrap.gradients import clip_coefficient
 from mfwrap.local_norm import LocalSquares
@@ -37,7 +36,7 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
         optimizer: The optimizer itself.
 
     Raises:
-        TypeError: If it has no ``step``, or is stepped with a metric.
+        TypeError: If it has no ``step``, or one that needs an argument, such as a metric.
         ValueError: If it belongs to another optimizer.
     """
     if lr_scheduler is None:
@@ -46,10 +45,11 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
         msg = f"`lr_scheduler` must be a learning-rate scheduler, got {described(lr_scheduler)}"
         raise TypeError(msg)
     inner = getattr(lr_scheduler, "scheduler", lr_scheduler)
-    if isinstance(inner, ReduceLROnPlateau):
+    needed = needed_arguments(inner, "step")
+    if needed:
         msg = (
-            "`lr_scheduler` must advance by itself, got ReduceLROnPlateau; step it with its "
-            "metric where you have evaluated"
+            f"`lr_scheduler` must advance by itself, got {type(inner).__name__}, whose step needs "
+            f"{', '.join(needed)}; step one that follows a metric where you have evaluated"
         )
         raise TypeError(msg)
     if getattr(inner, "optimizer", optimizer) is not optimizer:
@@ -218,9 +218,10 @@ class StepUpdate:
             self.flush()
             applied = ~self._skips(measured)
             divisor = self._clipped_divisor(measured, coefficient)
-            self._loss_scale.update(measured.overflow)
             rates = learning_rates(self._optimizer.optimizer, self._device)
             self._optimizer.step(divisor, ~applied)
+            # After what may raise: an error must leave the scale as it was.
+            self._loss_scale.update(measured.overflow)
             if self._ema is not None:
                 self._ema.update(applied)
             self.counts.count(applied)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
+from transformers.optimization import GreedyLR
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from small_llama import byte_batch, small_llama
@@ -138,6 +139,46 @@ def test_an_optimizer_with_a_closure_is_refused():
 
     with pytest.raises(TypeError, match=r"`optimizer` must update from the gradients .*LBFGS"):
         MFTrainOneStepCell(network, torch.optim.LBFGS(network.parameters()))
+
+
+class NeedsClosure(SGD):
+    """An optimizer that cannot be stepped without arguments."""
+
+    def step(self, closure):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_needs_an_argument_is_refused():
+    """Which one is said at construction, not at the first step."""
+    network = Classifier()
+
+    with pytest.raises(TypeError, match=r"got NeedsClosure, whose step needs closure"):
+        MFTrainOneStepCell(network, NeedsClosure(network.parameters(), lr=0.1))
+
+
+def test_a_schedule_that_follows_a_metric_is_refused():
+    """Whatever its class is; nobody has the metric where the cell steps it."""
+    network = Classifier()
+    optimizer = AdamW(network.parameters())
+
+    with pytest.raises(TypeError, match="got GreedyLR, whose step needs metrics"):
+        MFTrainOneStepCell(network, optimizer, lr_scheduler=GreedyLR(optimizer))
+
+
+def test_an_average_of_weights_that_were_converted_since_is_refused():
+    """At construction, before an update that only the average could not follow."""
+    network = Classifier()
+    ema = ExponentialMovingAverage(network)
+    network.to(torch.bfloat16)
+
+    with pytest.raises(RuntimeError, match="`ema` must be built where its weights are, on cpu in"):
+        build(network, ema=ema)
+
+
+def test_an_average_of_another_network_is_refused():
+    """It would follow weights that nobody trains."""
+    with pytest.raises(ValueError, match="`ema` must average parameters that are trained here"):
+        build(ema=ExponentialMovingAverage(Classifier()))
 
 
 def test_an_optimizer_of_another_network_is_refused():

@@ -287,3 +287,25 @@ def test_a_state_settles_what_is_pending():
     training.cell.state_dict()
 
     assert training.schedule.last_epoch == 1
+
+
+class Raises(SGD):
+    """An optimizer whose step raises."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        raise ArithmeticError
+
+
+def test_an_update_that_raises_leaves_the_scale():
+    """What is saved then is the state before it, the loss scale's counters included."""
+    network = Classifier()
+    scale = DynamicLossScaleUpdateCell(4.0, 2, 1)
+    optimizer = Raises(network.parameters(), lr=0.1)
+    cell = MFTrainOneStepCell(network, optimizer, scale_sense=scale)
+    before = training_state(network, optimizer, cell)
+
+    with pytest.raises(ArithmeticError):
+        cell(*labelled_batches(1)[0])
+
+    assert_same_state(before, training_state(network, optimizer, cell))

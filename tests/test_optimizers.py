@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
+from transformers import Adafactor as OwnRates
 
 from host_reads import HostReads
+from mfwrap import MFTrainOneStepCell
 from mfwrap.optimizers import SkippableOptimizer, learning_rates
+from small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
 # A vector and a rest for the kernels, less than a vector, and a scalar.
@@ -567,3 +570,31 @@ def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
     SkippableOptimizer(optimizers[0]).step(torch.full((), 4.0), no_skip)
     ours.step(torch.full((), 4.0), no_skip)
     assert torch.equal(plain, fused)
+
+
+def test_a_group_without_a_rate_has_none():
+    """Adafactor of transformers makes its own rates, and leaves the group's at None."""
+    optimizer = OwnRates([nn.Parameter(torch.ones(2))])
+
+    rates = learning_rates(optimizer, CPU)
+
+    assert (rates.shape, rates.dtype, rates.isnan().all().item()) == ((1,), torch.float32, True)
+    del optimizer.param_groups[0]["lr"]
+    assert learning_rates(optimizer, CPU).isnan().all()
+
+
+def test_an_optimizer_that_makes_its_own_rates_trains_as_it_does_alone():
+    """The step asks for no rate that is not there."""
+    [(inputs, labels)] = labelled_batches(1)
+    networks = [Classifier(), Classifier()]
+    networks[1].load_state_dict(networks[0].state_dict())
+    alone, inner = (OwnRates(network.parameters()) for network in networks)
+    cell = MFTrainOneStepCell(networks[1], inner)
+    for _ in range(3):
+        networks[0](inputs, labels).backward()
+        alone.step()
+        alone.zero_grad()
+        assert cell(inputs, labels).learning_rate.isnan()
+
+    for expected, actual in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
+        assert torch.equal(expected, actual)
