@@ -1,8 +1,8 @@
 """MindFormers' adaptive loss scale: the window adapts, too."""
 
 import warnings
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         )
         self.scale_factor = check_factor(scale_factor)
         self._decrease_ratio = 1 / self.scale_factor
-        self._windows = torch.tensor(self.window_list, dtype=torch.int64)
+        self._windows = torch.tensor(self.window_list, dtype=torch.int64, device="cpu")
 
     @property
     def scale_window(self) -> Tensor:
@@ -92,6 +92,17 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         restart_window(counters, flag | due)
         self._adapt_window(flag, grew=changed & ~flag)
         return overflow
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().check_state_dict(state_dict)
+        index, last = int(state_dict["list_index"]), len(self.window_list) - 1
+        if not -1 <= index <= last:
+            msg = (
+                "`state_dict['list_index']` must be from -1 to the last of the "
+                f"{last + 1} windows {self.window_list}, {last}, got {index}; build the cell with "
+                "the windows that the state comes from"
+            )
+            raise ValueError(msg)
 
     def _adapt_window(self, overflow: Tensor, *, grew: Tensor) -> None:
         window, index = self._counters["scale_window"], self._counters["list_index"]

@@ -106,7 +106,9 @@ class TrainOneStepCell:
         """What is stepped, which has a state of its own; ``None`` for none."""
         self._parameters = TrainedParameters(network_parameters(network), self.optimizer, None)
         self._accumulate = GradientAccumulation(network, per_token=False)
-        self._sens = torch.full((), 1 if sens is None else sens, device=self._parameters.device)
+        self._sens = torch.full(
+            (), 1 if sens is None else sens, dtype=torch.float32, device=self._parameters.device
+        )
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Do one update.
@@ -284,11 +286,14 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         self._update.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cell's own state: the loss scale with its counters."""
+        """Return the cell's own state, after a flush: the loss scale with its counters."""
+        self.flush()
         return {"loss_scale": self._loss_scale.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+
+        What is pending of the last update is dropped.
 
         Raises:
             KeyError: If a key is missing or unknown.
@@ -297,6 +302,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         """
         check_keys(state_dict, {"loss_scale"}, "cell")
         self._loss_scale.load_state_dict(state_dict["loss_scale"])
+        self._update.counts.discard_pending()
 
 
 def _weights(optimizer: Optimizer) -> list[Tensor]:

@@ -130,6 +130,10 @@ class UpdateCounts:
         for name, counter in self.tensors().items():
             setattr(self, name, state_dict[name].detach().clone().to(counter.device))
         self.last_was_skipped = bool(self.consecutive_skips > 0)
+        self.discard_pending()
+
+    def discard_pending(self) -> None:
+        """Forget what is pending of the last update, without acting on it."""
         self._reads.discard()
 
 

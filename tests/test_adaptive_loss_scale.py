@@ -223,6 +223,19 @@ def test_a_foreign_state_is_refused_and_changes_nothing():
     assert cell.state_dict() == before
 
 
+def test_a_state_of_more_windows_is_refused_and_changes_nothing():
+    """Its place in the list would lie behind the end of this one's."""
+    saved = AdaptiveLossScaleUpdateCell(2.0, 2, 200, max_scale_window=200)
+    cell = AdaptiveLossScaleUpdateCell(2.0, 2, 100, max_scale_window=100)
+    before = cell.state_dict()
+
+    with pytest.raises(ValueError, match=r"`state_dict\['list_index'\]` must be .* got 5"):
+        cell.load_state_dict(saved.state_dict())
+
+    assert cell.state_dict() == before
+    saved.load_state_dict(before)
+
+
 def test_a_window_that_is_not_listed_is_replaced_with_a_warning():
     """MindFormers starts with the smallest window and says so; so do we."""
     with pytest.warns(UserWarning, match=r"`scale_window` 25 is not .* with 20") as seen:

@@ -188,6 +188,28 @@ class TestTrainOneStepWithLossScaleCell:
         assert loss_scale.item() == torch.finfo(torch.float32).max
         assert torch.equal(cell.network.backbone.weight, torch.ones(16, 10))
 
+    def test_a_state_settles_the_last_update_and_loading_drops_it(self):
+        """The schedule is saved where it stands, and a state that is loaded is not stepped on."""
+        network, [batch] = Classifier(), labelled_batches(1)
+        optimizer = SGD(network.parameters(), lr=0.1)
+        schedule = LambdaLR(optimizer, lambda step: 0.5**step)
+        cell = TrainOneStepWithLossScaleCell(
+            network, optimizer, torch.tensor(4.0), lr_scheduler=schedule
+        )
+        parts = (cell, optimizer, schedule)
+        saved = copy.deepcopy([part.state_dict() for part in parts])
+
+        cell(*batch)
+        assert schedule.last_epoch == 0
+        cell.state_dict()
+        assert schedule.last_epoch == 1
+
+        cell(*batch)
+        for part, state in zip(parts, saved, strict=True):
+            part.load_state_dict(state)
+        cell(*batch)
+        assert cell.last_report.output.learning_rate.item() == pytest.approx(0.1)
+
     def test_the_output_is_three_scalars(self):
         """Loss, overflow and loss scale, by name too, all of shape ``()``."""
         output = documented_cell(torch.tensor([8.0]))(torch.ones(2, 16), torch.ones(2, 10))
