@@ -10,7 +10,12 @@ import torch
 from transformers import TrainingArguments
 
 from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.recipe_callbacks import MakeCallback, asks_for_tensorboard, read_callbacks, read_monitor
+from mfwrap.recipe_callbacks import (
+    MakeCallback,
+    needs_tensorboard_dir,
+    read_callbacks,
+    read_monitor,
+)
 from mfwrap.recipe_format import Sections
 from mfwrap.recipe_objects import REFUSALS, RecipeObjects
 from mfwrap.recipe_peft import read_peft
@@ -122,12 +127,12 @@ def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
         lr_schedule=sections.lr_schedule,
     )
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
-    shows = asks_for_tensorboard(sections.monitor_config)
+    curves = f"{training.arguments.output_dir}/tensorboard"
     monitors = read_monitor(
         objects,
         sections.monitor_config,
         use_skip_data_by_global_norm=step.config.use_skip_data_by_global_norm or None,
-        tensorboard_dir=f"{training.arguments.output_dir}/tensorboard" if shows else None,
+        tensorboard_dir=curves if needs_tensorboard_dir(sections.monitor_config) else None,
     )
     return Recipe(
         document=objects.document,

@@ -17,7 +17,7 @@ from mfwrap.recipe_names import (
 from mfwrap.recipe_objects import RecipeObjects
 from mfwrap.recipe_yaml import Path, nearest
 
-__all__ = ["MakeCallback", "asks_for_tensorboard", "read_callbacks", "read_monitor"]
+__all__ = ["MakeCallback", "needs_tensorboard_dir", "read_callbacks", "read_monitor"]
 
 MakeCallback = Callable[[], TrainerCallback]
 """Makes a callback anew: it has the state of one run."""
@@ -75,9 +75,11 @@ def read_monitor(
     return [_maker(objects, ("monitor_config",), _MONITOR, settings)]
 
 
-def asks_for_tensorboard(section: Mapping[str, Any] | None) -> bool:
-    """Return whether a section ``monitor_config`` has a format that TensorBoard shows."""
+def needs_tensorboard_dir(section: Mapping[str, Any] | None) -> bool:
+    """Return whether a section ``monitor_config`` asks for curves and names no folder."""
     settings = section or {}
+    if settings.get("tensorboard_dir") is not None:
+        return False
     formats = [value for key, value in settings.items() if key.endswith("_format")]
     stable_rank = settings.get("stable_rank_config")
     if isinstance(stable_rank, Mapping):

@@ -1,11 +1,15 @@
 """MindFormers' YAML files as recipes."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import yaml
 
+from mfwrap.recipe_mindformers_monitors import (
+    take_over_curves,
+    take_over_nan_check,
+    turn_embedding_threshold,
+)
 from mfwrap.recipe_yaml import RecipeDocument
 from mfwrap.recipes.models import config_keys
 
@@ -85,8 +89,8 @@ def import_mindformers(text: str, name: str) -> ImportedRecipe:
     """Return the recipe that trains as a MindFormers file says.
 
     Its ``runner_wrapper``, ``optimizer``, ``lr_schedule``, ``callbacks`` and ``monitor_config``
-    are taken as they stand. Data are not: MindRecord files are MindSpore's own, so that the recipe
-    begins with data that are there.
+    are taken as they stand; the folder of ``tensorboard`` is given to the monitors. Data are left
+    out: MindRecord files are MindSpore's own, so that the recipe begins with data that are there.
 
     Args:
         text: The MindFormers file.
@@ -134,9 +138,10 @@ class _Converter:
             "runner_wrapper": self._wrapper(),
             **{name: self._left.pop(name, None) for name in _AS_THEY_STAND},
         }
-        self._embedding_threshold(sections)
-        self._tensorboard(sections)
-        self._nan_check(sections)
+        self.notes += turn_embedding_threshold(sections)
+        self.notes += take_over_curves(sections, self._section("tensorboard"))
+        if self._left.pop("check_for_nan_in_loss_and_grad", False):
+            take_over_nan_check(sections)
         self._note_the_rest()
         return {name: value for name, value in sections.items() if value}
 
@@ -237,38 +242,6 @@ class _Converter:
             if self._left.pop(key, False):
                 wrapper[key] = True
         return wrapper
-
-    def _embedding_threshold(self, sections: dict[str, Any]) -> None:
-        """Turn MindFormers' limit, of the square of a norm, into one of the norm."""
-        key = "embedding_local_norm_threshold"
-        for one in sections["callbacks"] or []:
-            if isinstance(one, dict) and isinstance(one.get(key), (int, float)) and one[key] > 0:
-                one[key] = math.sqrt(one[key])
-                self.notes.append(f"callbacks: {key} is of the norm here, not of its square")
-
-    def _tensorboard(self, sections: dict[str, Any]) -> None:
-        tensorboard = self._section("tensorboard")
-        folder = tensorboard.pop("tensorboard_dir", None)
-        monitors = [
-            one
-            for one in sections["callbacks"] or []
-            if isinstance(one, dict) and one.get("type") == "MFLossMonitor"
-        ]
-        if isinstance(folder, str) and folder and monitors:
-            kept = {"log_loss_scale_to_tensorboard", "log_timers_to_tensorboard"}
-            monitors[0] |= {"tensorboard_dir": folder} | {
-                key: value for key, value in tensorboard.items() if key in kept
-            }
-
-    def _nan_check(self, sections: dict[str, Any]) -> None:
-        if not self._left.pop("check_for_nan_in_loss_and_grad", False):
-            return
-        config = sections["monitor_config"]
-        if isinstance(config, dict) and config.get("monitor_on"):
-            sections["monitor_config"] = config | {"check_for_nan_in_loss_and_grad": True}
-        else:
-            monitor = {"type": "TrainingStateMonitor", "check_for_nan_in_loss_and_grad": True}
-            sections["callbacks"] = [*(sections["callbacks"] or []), monitor]
 
     def _note_the_rest(self) -> None:
         self.notes += [f"without {name}" for name in self._left]

@@ -61,7 +61,7 @@ LEVELS = (
     {"run_panels"},
     {"run_page"},
     {"recipes"},
-    {"recipe_names", "recipe_yaml"},
+    {"recipe_mindformers_monitors", "recipe_names", "recipe_yaml"},
     {"recipe_library"},
     {"recipe_format", "recipe_objects"},
     {"recipe_callbacks", "recipe_metrics", "recipe_peft", "recipe_schedule", "recipe_step"},

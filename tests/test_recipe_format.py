@@ -166,6 +166,15 @@ def test_curves_of_the_monitor_have_a_folder(shown):
     assert isinstance(make(), TrainingStateMonitor)
 
 
+def test_a_folder_of_curves_is_taken_as_it_is_written(tmp_path):
+    """A section that names one has its curves there, not beside the run."""
+    names = {"tensorboard_dir": str(tmp_path / "curves"), "local_norm_format": "tensorboard"}
+    recipe = parsed(monitor_config={"monitor_on": True} | names)
+    (make,) = recipe.make_callbacks
+
+    assert make.keywords["tensorboard_dir"] == str(tmp_path / "curves")
+
+
 def test_callbacks_are_made_anew():
     """Each run gets callbacks of its own."""
     recipe = parsed(callbacks=[{"type": "MFLossMonitor", "per_print_times": 3}])

@@ -178,11 +178,12 @@ def test_files_become_valid_recipes(name):
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 def test_sections_stand_as_they_are():
-    """Five sections are copied to the letter; only the curves' folder goes to its monitor."""
+    """Five sections are copied to the letter; only the curves' folder goes to the monitors."""
     original = yaml.safe_load(FULL)
     recipe = yaml.safe_load(import_mindformers(FULL, "full.yaml").text)
 
-    assert recipe["monitor_config"] == original["monitor_config"]
+    folder = {"tensorboard_dir": "worker/tensorboard"}
+    assert recipe["monitor_config"] == original["monitor_config"] | folder
     assert recipe["runner_wrapper"] == original["runner_wrapper"]
     assert recipe["optimizer"] == original["optimizer"] | {"eps": 1e-8}
     assert float(recipe["lr_schedule"]["learning_rate"]) == 1e-5
