@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, final, get_type_hints
 
+from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
@@ -21,6 +22,7 @@ REFUSALS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
+    DatasetsError,
     ImportError,
     LookupError,
     OSError,

@@ -1,12 +1,15 @@
 """Rows from files, and from the `datasets` library."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
+import datasets
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from mfwrap.recipes.data_source import DataSource, Rows
 
@@ -34,11 +37,6 @@ class _FilesSource(DataSource):
                     msg = f"`{name}` must name files that are there, got {file!r}"
                     raise ValueError(msg)
 
-    def _loaded(self, reader: str) -> Rows:
-        files = {"train": list(_listed(self.path)), "test": list(_listed(self.eval_path))}
-        found = load_dataset(reader, data_files={k: v for k, v in files.items() if v})
-        return Rows(found["train"], found["test"] if self.eval_path else None)
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +49,36 @@ class JsonLinesSource(_FilesSource):
         """Refuse files that are not there, or whose first line is no JSON object."""
         super().__post_init__()
         for file in _listed(self.path):
-            with Path(file).open(encoding="utf-8") as lines:
-                first = next(lines, "")
-            try:
-                is_object = isinstance(json.loads(first), dict)
-            except ValueError:
-                is_object = False
-            if not is_object:
+            with Path(file).open("rb") as lines:
+                first = next(lines, b"")
+            if not _is_object(first):
                 msg = f"`path` must hold one JSON object a line, got {file!r} with another first"
                 raise ValueError(msg)
 
     def read(self) -> Rows:
-        return self._loaded("json")
+        files = {"train": list(_listed(self.path)), "test": list(_listed(self.eval_path))}
+        try:
+            with _silent_library():
+                found = load_dataset("json", data_files={k: v for k, v in files.items() if v})
+        except DatasetsError as error:
+            self._name_bad_line()
+            cause = error.__cause__ or error
+            msg = (
+                f"`path` must hold rows of one form, got {self.path!r}, which is not read: {cause}"
+            )
+            raise ValueError(msg) from error
+        return Rows(found["train"], found["test"] if self.eval_path else None)
+
+    def _name_bad_line(self) -> None:
+        """Raise `ValueError` at the first line that is no JSON object; the library names none."""
+        for name in ("path", "eval_path"):
+            for file in _listed(getattr(self, name)):
+                with Path(file).open("rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        if line.strip() and not _is_object(line):
+                            got = f"line {number} of {file!r}: {line.strip()[:60]!r}"
+                            msg = f"`{name}` must hold one JSON object a line, got {got}"
+                            raise ValueError(msg)
 
 
 @final
@@ -126,6 +142,24 @@ class DatasetsSource(DataSource):
             msg = f"`split` must be one of {list(found)}, got {split!r}"
             raise ValueError(msg)
         return found[split]
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def _silent_library() -> Iterator[None]:
+    """Let `datasets` log nothing: what it raises is told in one line."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def _listed(files: Files | None) -> Sequence[str]:

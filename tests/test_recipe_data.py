@@ -3,6 +3,7 @@
 import asyncio.base_events
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +157,40 @@ def test_text_files(tmp_path, monkeypatch):
     assert lines.train["text"][:] == ["one", "two", "three"]
     assert lines.evaluation["text"][:] == ["four"]
     assert files.train["text"][:] == ["one\ntwo\nthree\n"]
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("path", b'{"text": "b"'),
+        ("path", b"5"),
+        ("eval_path", b'{"text": "b"}}'),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
+    """A line that is no JSON object is named: key, file, number. The library says nothing."""
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("path", "eval_path")}
+    rows = [b'{"text": "a"}', b"", b'{"text": "c"}']
+    for name, file in files.items():
+        lines = [*rows[:2], bad, rows[2]] if name == key else rows
+        Path(file).write_bytes(b"\n".join(lines) + b"\n")
+    recipe = recipe_of("causal_lm", {"type": "json_lines", **files})
+
+    says = rf"`data\.{key}` must hold one JSON object a line, got line 3 of '.*/{key}\.jsonl'"
+    with pytest.raises(RecipeError, match=says):
+        build_trainer(recipe)
+    assert "JSON" not in capfd.readouterr().err
+
+
+def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
+    """What else the library refuses is a recipe's error, with what it says of the reason."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    Path("other.jsonl").write_text('{"text": "a", "more": 1}\n')
+    section = {"type": "json_lines", "path": ["rows.jsonl", "other.jsonl"]}
+
+    with pytest.raises(RecipeError, match=r"`data\.path` must hold rows of one form.*more"):
+        build_trainer(recipe_of("causal_lm", section))
 
 
 def test_datasets_of_a_folder(tmp_path):
