@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, final
 
 import yaml
 
+from mfwrap.recipe_mindformers_evaluation import evaluation
 from mfwrap.recipe_mindformers_monitors import (
     take_over_curves,
     take_over_nan_check,
@@ -222,14 +223,17 @@ class _Converter:
 
     def _evaluate(self, training: dict[str, Any]) -> None:
         evaluates = self._left.pop("do_eval", False)
-        steps = self._left.pop("eval_step_interval", 100)
-        epochs = self._left.pop("eval_epoch_interval", -1)
-        if not evaluates:
-            return
-        if isinstance(epochs, int) and epochs > 0:
-            training["eval_strategy"] = "epoch"
-        else:
-            training |= {"eval_strategy": "steps", "eval_steps": steps}
+        steps, epochs = map(self._interval, ("eval_step_interval", "eval_epoch_interval"))
+        if evaluates:
+            keys, notes = evaluation(steps, epochs, training)
+            training |= keys
+            self.notes += notes
+
+    def _interval(self, name: str) -> int | None:
+        value = self._left.pop(name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self._document.error((name,), f"must be an int, got {value!r}")
+        return value
 
     def _wrapper(self) -> dict[str, Any]:
         wrapper = self._section("runner_wrapper")
