@@ -5,7 +5,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from mfwrap.accelerate import AttachedStep, attach
@@ -28,15 +27,16 @@ from mfwrap.outputs import StepReport
 from mfwrap.rank_termination import RankTermination
 from mfwrap.scale_sense import ScaleSense
 from mfwrap.trainer_checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer_events import TerminationCallback, handler_class, values_to_log
+from mfwrap.trainer_events import TerminationCallback, handler_class
 from mfwrap.trainer_log import StepLog
+from mfwrap.trainer_losses import LossMixin
 from mfwrap.trainer_saving import CheckpointMixin
 from mfwrap.trainer_settings import loop_settings
 
 __all__ = ["MFTrainer", "MFTrainerMixin"]
 
 
-class MFTrainerMixin(CheckpointMixin):
+class MFTrainerMixin(LossMixin, CheckpointMixin):
     """Give a Trainer, or any subclass of it, MindFormers' training step.
 
     Mixed in before the class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The arguments keep their
@@ -51,6 +51,7 @@ class MFTrainerMixin(CheckpointMixin):
     - The log gains ``loss_scale``, ``applied_updates``, ``skipped_updates``, ``overflows``,
       ``non_finite_losses``, and with ``step.local_norm`` a ``local_norm/<group>`` for each group.
     - Callbacks get ``step_output`` and ``step_report`` in ``on_step_end``.
+    - The ``train_loss`` of a resumed run is the mean over all of its steps, also those before.
     - Checkpoints are written beside and moved into place, and one that is damaged or of another
       network is refused by name. A resumed run is the run that was not stopped; callbacks' states
       are restored in place.
@@ -97,6 +98,7 @@ class MFTrainerMixin(CheckpointMixin):
         self._resumed_from: str | None = None
         self._staged: StagedCheckpoint | None = None
         self._saved_step: int | None = None
+        self._training_loss: float | None = None
         super().__init__(*args, **kwargs)
         handler: Any = self.callback_handler
         handler.__class__ = handler_class(type(handler))
@@ -144,46 +146,7 @@ class MFTrainerMixin(CheckpointMixin):
         """The average of the weights; ``None`` without one, and before training has begun."""
         return self.attached.ema
 
-    # A step
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Do forward and backward of a micro-batch; return its loss, 0 if it is not finite."""
-        share = self._share_of_update(inputs, num_items_in_batch)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return self.step_log.filtered(loss, share)
-
-    def _share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
-        """Return what part of its update's loss a micro-batch has, as the Trainer weighs it."""
-        counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        # On several ranks counting sends a message.
-        counts_here = self.step_log.filters and counts_items and self.args.world_size == 1
-        num_micro_batches = self.current_gradient_accumulation_steps
-        if num_items is None or not counts_here or num_micro_batches == 1:
-            return 1 / num_micro_batches
-        items = self._get_num_items_in_batch([inputs], self.args.device)
-        # With DataParallel both are repeated for each device.
-        share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]
-        return share
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # What was left out since the last log would pull the mean of the training down.
-        self._tr_loss = self.step_log.completed_sum(self._tr_loss)
-        return super()._finalize_training(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with what the step knows beside the training loss."""
-        report = self.attached.last_report
-        # The Trainer's own entry, not one of its user.
-        if {"loss", "learning_rate"} <= logs.keys() and report is not None:
-            self.attached.flush()
-            num_steps = self.step_log.num_steps
-            logs, missing = self.step_log.completed(logs, report)
-            # The Trainer has just added to its sum what lacks the losses that were left out.
-            self._total_loss_scalar += missing * num_steps
-            logs |= values_to_log(self.callback_handler.callbacks)
-        super().log(logs, *args, **kwargs)
+    # What callbacks are told
 
     def report_of_step(self) -> StepReport | None:
         """Return the report of the last update."""
@@ -197,8 +160,10 @@ class MFTrainerMixin(CheckpointMixin):
         """Take over where a checkpoint has left off, and count steps."""
         if event == "on_train_begin" and self._resumed_from is not None:
             announce_checkpoint(self.callback_handler.callbacks, Path(self._resumed_from))
-        if event == "on_train_begin" and self._position is not None:
-            self._position.restore_log(self)
+        if event == "on_train_begin":
+            self.step_log.begin = self.state.global_step
+            if self._position is not None:
+                self._position.restore_log(self)
         elif event == "on_epoch_begin":
             self._begin_epoch()
         elif event == "on_step_end" and self.attached.last_report is not None:

@@ -232,6 +232,7 @@ class TrainerPosition:
             "num_ranks": args.world_size,
             "epoch_random_states": self._epoch_random_states,
             "loss_since_last_log": trainer._tr_loss.item(),
+            "loss_until_last_log": trainer._total_loss_scalar,
             "last_logged": trainer._globalstep_last_logged,
             "step_log": trainer.step_log.state_dict(),
             "data": data.state_dict(),
@@ -246,5 +247,6 @@ class TrainerPosition:
         if self._saved is None:
             return
         trainer._tr_loss.fill_(self._saved["loss_since_last_log"])
+        trainer._total_loss_scalar = self._saved["loss_until_last_log"]
         trainer._globalstep_last_logged = self._saved["last_logged"]
         trainer.step_log.load_state_dict(self._saved["step_log"])

@@ -36,6 +36,8 @@ class StepLog:
             filters: Leave losses out that are not finite.
         """
         self.filters = filters
+        self.begin = 0
+        """After which step the losses begin that the Trainer has added up."""
         self.num_steps = 0
         """Updates since the last log."""
         self._num_losses = 0
@@ -142,6 +144,7 @@ class StepLog:
         """Return all counts; waits for the device."""
         self._settle()
         return {
+            "begin": self.begin,
             "num_steps": self.num_steps,
             "num_losses": self._num_losses,
             "left_out": int(self._left_out),
@@ -153,6 +156,7 @@ class StepLog:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._pending = []
+        self.begin = state["begin"]
         self.num_steps, self._num_losses = state["num_steps"], state["num_losses"]
         self._left_out = self._zero() + state["left_out"]
         self._left_share = self._zero().double() + state["left_share"]

@@ -218,6 +218,9 @@ class _Rest:
             # As text, in which a NaN equals a NaN and every bit of a number shows.
             "log": json.dumps(logged(self._trainer), sort_keys=True),
             "progress": [state.global_step, state.epoch, state.total_flos],
+            "training losses": [
+                entry["train_loss"] for entry in state.log_history if "train_loss" in entry
+            ],
             "best": [state.best_metric, state.best_global_step],
             "python generator": random.getstate(),
             "numpy generator": [numpy_state[1].tobytes(), *numpy_state[2:]],

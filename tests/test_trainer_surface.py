@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, 
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from mfwrap.trainer_checkpoint import StagedCheckpoint
 from mfwrap.trainer_events import StepCallbackHandler, TrainerSteps
+from mfwrap.trainer_losses import LossMixin
 from mfwrap.trainer_saving import CheckpointMixin
 from trainer_runs import new_trainer, train
 
@@ -110,7 +111,8 @@ ORDERS = {
         *("push_to_hub", "rotate_checkpoints("),
     ),
     "_finalize_training": (
-        *("self._tr_loss.item()", "self.log(metrics)", "_load_best_model()"),
+        *("_total_loss_scalar += self._tr_loss.item()", 'metrics["train_loss"] = train_loss'),
+        *("self.log(metrics)", "_load_best_model()"),
         *("save_total_limit == 1", "samefile(", "shutil.rmtree(checkpoint", "on_train_end"),
     ),
     "train": ("call_model_init(", "self._load_from_checkpoint(", "find_executable_batch_size("),
@@ -151,9 +153,14 @@ def test_an_overridden_method_is_still_called(caller, name):
     assert called, f"{RELEASE}: Trainer.{caller} calls Trainer.{name} no longer"
 
 
+def names_of_the_mixin() -> set[str]:
+    """Return what `MFTrainerMixin` consists of."""
+    return {name for part in (MFTrainerMixin, LossMixin, CheckpointMixin) for name in vars(part)}
+
+
 def test_no_other_method_is_overridden():
     """One that is new must be in the table, which is what a release is checked by."""
-    ours = vars(MFTrainerMixin).keys() | vars(CheckpointMixin).keys()
+    ours = names_of_the_mixin()
     shared = {name for name in ours if name in vars(Trainer)}
     own_of_every_class = {*vars(object), "__module__", "__dict__", "__weakref__", "__annotations__"}
 
@@ -162,7 +169,7 @@ def test_no_other_method_is_overridden():
 
 def test_no_name_of_the_mixin_is_taken_by_chance():
     """What the mixin adds, the Trainer does not have."""
-    ours = vars(MFTrainerMixin).keys() | vars(CheckpointMixin).keys()
+    ours = names_of_the_mixin()
     added = {name for name in ours if not name.startswith("__")} - set(OVERRIDDEN)
 
     taken = added & set(dir(Trainer))
@@ -234,7 +241,7 @@ def names_used_of_trainers() -> set[str]:
     """Return private names that the sources of MFTrainer use and do not define themselves."""
     used: set[str] = set()
     defined: set[str] = set()
-    for source in (MFTrainerMixin, CheckpointMixin, StagedCheckpoint):
+    for source in (MFTrainerMixin, LossMixin, CheckpointMixin, StagedCheckpoint):
         tree = ast.parse(Path(inspect.getfile(source)).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):

@@ -1,0 +1,74 @@
+"""The loss of a whole training, resumed or not, against the losses of its steps."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import Trainer
+
+from resumed_training import NUM_STEPS, PLAIN, StopAfter, logged, new_trainer, resume, trained
+
+UNLOGGED = replace(PLAIN, logging_steps=500)
+
+
+def losses(trainer):
+    """Return the loss of each log."""
+    return [entry["loss"] for entry in logged(trainer)]
+
+
+def training_loss(trainer):
+    """Return the loss of the training that the log ends with."""
+    return trainer.state.log_history[-1]["train_loss"]
+
+
+@pytest.mark.parametrize("step", [5, 8, NUM_STEPS])
+@pytest.mark.parametrize("logging_steps", [1, 3, 500])
+def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_steps):
+    """In the result, its metrics and the log, as if a stock Trainer had not been stopped."""
+    settings = replace(PLAIN, logging_steps=logging_steps)
+    stock = trained(tmp_path / "stock", settings, kind=Trainer, save_strategy="no")
+    trained(tmp_path / "first", settings)
+    trainer = new_trainer(tmp_path / "second", settings, seed=1)
+
+    result = trainer.train(resume_from_checkpoint=str(tmp_path / "first" / f"checkpoint-{step}"))
+
+    found = [result.training_loss, result.metrics["train_loss"], training_loss(trainer)]
+    assert found == [training_loss(stock)] * 3
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path, step):
+    """With ``ignore_data_skip``."""
+    keywords = {"ignore_data_skip": True, "save_strategy": "no"}
+    checkpoints = []
+    for name, settings in (("each", PLAIN), ("none", UNLOGGED)):
+        trained(tmp_path / name, settings)
+        checkpoints.append(tmp_path / name / f"checkpoint-{step}")
+    each = resume(checkpoints[0], tmp_path / "a", PLAIN, **keywords)
+
+    resumed = resume(checkpoints[1], tmp_path / "b", UNLOGGED, **keywords)
+
+    expected = sum(losses(each)) / NUM_STEPS
+    assert len(losses(each)) == NUM_STEPS
+    assert training_loss(resumed) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:no state of the step")
+def test_after_a_stock_checkpoint_it_is_the_mean_of_the_steps_since(tmp_path):
+    """Also if that run is resumed once more: what was lost before is not known."""
+    stock = trained(tmp_path / "stock", PLAIN, kind=Trainer)
+    trained(tmp_path / "unlogged", UNLOGGED, kind=Trainer, callbacks=[StopAfter(5)])
+    first = resume(tmp_path / "unlogged" / "checkpoint-5", tmp_path / "ours", UNLOGGED)
+    again = resume(tmp_path / "ours" / "checkpoint-8", tmp_path / "again", UNLOGGED)
+
+    expected = sum(losses(stock)[5:]) / (NUM_STEPS - 5)
+    assert training_loss(first) == pytest.approx(expected, rel=1e-6)
+    assert training_loss(again) == training_loss(first)
+
+
+def test_what_the_user_logs_as_a_training_s_loss_stays_as_it_is(tmp_path):
+    """It is not the Trainer's own."""
+    trainer = trained(tmp_path, PLAIN, save_strategy="no")
+
+    trainer.log({"train_loss": 7.0})
+
+    assert training_loss(trainer) == 7.0
