@@ -1,7 +1,8 @@
 """A training run from one YAML file: read, checked to the last value, and run."""
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -23,8 +24,9 @@ from mfwrap.recipe_schedule import ScheduleChoice
 from mfwrap.recipe_step import StepChoice, read_average, read_step, read_wrapper
 from mfwrap.recipe_training import read_training
 from mfwrap.recipe_yaml import RecipeDocument, RecipeError
-from mfwrap.recipes.data_source import DataSource
+from mfwrap.recipes.data_source import DataError, DataSource
 from mfwrap.recipes.models import ModelSettings
+from mfwrap.recipes.positions import check_length
 from mfwrap.recipes.tasks import SOURCES, TASKS, Task
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "RecipeError",
     "RecipeWarning",
     "check_columns",
+    "data_errors",
     "load_recipe",
     "parse_recipe",
 ]
@@ -116,7 +119,7 @@ def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
     model = objects.parse(("model",), ModelSettings, sections.model)
     data = _data(objects, task, sections)
     wrapper = read_wrapper(objects, sections.runner_wrapper)
-    _check_model(objects, task, model)
+    _check_model(objects, task, model, data)
     training = read_training(
         objects,
         task.arguments(),
@@ -183,7 +186,18 @@ def check_columns(document: RecipeDocument, task: Task, columns: Collection[str]
         raise document.error(("data", "type"), says)
 
 
-def _check_model(objects: RecipeObjects, task: Task, model: ModelSettings) -> None:
+@contextmanager
+def data_errors(objects: RecipeObjects) -> Iterator[None]:
+    """Turn what is wrong with the data into an error of the recipe, at the key that it names."""
+    try:
+        yield
+    except DataError as error:
+        raise objects.refusal(("data",), objects.document.data["data"], error) from error
+
+
+def _check_model(
+    objects: RecipeObjects, task: Task, model: ModelSettings, data: DataSource
+) -> None:
     """Refuse a model that the task cannot train; one of random weights is built, without memory."""
     if model.tokenizer is not None and not task.uses_tokenizer:
         says = "is not a setting of a task without text"
@@ -196,7 +210,10 @@ def _check_model(objects: RecipeObjects, task: Task, model: ModelSettings) -> No
         raise objects.document.error(("model", "config", "model_type"), says)
     try:
         with torch.device("meta"):
-            model.make_model(task.auto_class)
+            network = model.make_model(task.auto_class)
     except REFUSALS as error:
         settings = objects.document.data["model"]["config"]
         raise objects.refusal(("model", "config"), settings, error) from error
+    if data.sequence_length is not None:
+        with data_errors(objects):
+            check_length(data.sequence_length, network)

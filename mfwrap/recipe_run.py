@@ -10,7 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.recipe import Recipe, check_columns
+from mfwrap.recipe import Recipe, check_columns, data_errors
 from mfwrap.recipe_folder import begin_anew, check_former_run
 from mfwrap.recipe_metrics import (
     RECIPE_FILE,
@@ -118,7 +118,8 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
         data = recipe.document.data["data"]
         raise RecipeObjects(recipe.document).refusal(("data",), data, error) from error
     check_columns(recipe.document, recipe.task, rows.train.column_names)
-    keywords = recipe.task.build(recipe.model, recipe.data, rows)
+    with data_errors(RecipeObjects(recipe.document)):
+        keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
         # A model without its adapter is its own reference.
         # Without dropout: a model of random weights is built for training.

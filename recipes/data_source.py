@@ -8,7 +8,11 @@ from datasets import Dataset
 
 from mfwrap.recipes.sections import Section
 
-__all__ = ["DataSource", "Rows"]
+__all__ = ["DataError", "DataSource", "Rows"]
+
+
+class DataError(ValueError):
+    """What is wrong with the data of a recipe; begins with the key or the column."""
 
 
 class Rows(NamedTuple):

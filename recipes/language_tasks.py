@@ -12,23 +12,23 @@ from transformers import (
 
 from mfwrap.recipes.data_source import DataSource, Rows
 from mfwrap.recipes.models import ModelSettings, vocabulary_of
+from mfwrap.recipes.positions import fitting_length
 
 __all__ = ["build_causal_lm", "build_preference_tuning", "build_supervised_tuning"]
-
-_DEFAULT_LENGTH = 512
 
 
 def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
     """Return what a Trainer needs to predict each next token of texts."""
     tokenizer = model.make_tokenizer()
-    length = data.sequence_length or _DEFAULT_LENGTH
+    network = model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer))
+    length = fitting_length(data, network)
 
     def cut(texts: Dataset) -> Dataset:
         pieces = (_packed if data.packing else _pieces)(_token_ids(texts, tokenizer), length)
         return Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in pieces])
 
     return {
-        "model": model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer)),
+        "model": network,
         "train_dataset": cut(rows.train),
         "eval_dataset": None if rows.evaluation is None else cut(rows.evaluation),
         # Pads labels with what is no target; the other collators do not pad labels at all.

@@ -18,6 +18,7 @@ from transformers import (
 
 from mfwrap.recipes.data_source import DataSource, Rows
 from mfwrap.recipes.models import ModelSettings, vocabulary_of
+from mfwrap.recipes.positions import fitting_length
 
 __all__ = [
     "build_image_classification",
@@ -26,7 +27,6 @@ __all__ = [
     "build_token_classification",
 ]
 
-_DEFAULT_LENGTH = 512
 _IGNORED = -100
 
 
@@ -35,8 +35,11 @@ def build_sequence_classification(
 ) -> dict[str, Any]:
     """Return what a Trainer needs to name the class of texts; metric ``accuracy``."""
     tokenizer = model.make_tokenizer()
-    length = data.sequence_length or _DEFAULT_LENGTH
     labels = _labels(rows, "label")
+    network = model.make_model(
+        AutoModelForSequenceClassification, **labels.settings, **vocabulary_of(tokenizer)
+    )
+    length = fitting_length(data, network)
 
     def encoded(texts: Dataset) -> Dataset:
         def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,9 +49,7 @@ def build_sequence_classification(
         return _mapped(texts, encode)
 
     return {
-        "model": model.make_model(
-            AutoModelForSequenceClassification, **labels.settings, **vocabulary_of(tokenizer)
-        ),
+        "model": network,
         **_datasets(rows, encoded),
         "data_collator": DataCollatorWithPadding(tokenizer),
         "processing_class": tokenizer,
@@ -64,8 +65,11 @@ def build_token_classification(
     The first token of a word has its label, the others have none.
     """
     tokenizer = model.make_tokenizer()
-    length = data.sequence_length or _DEFAULT_LENGTH
     labels = _labels(rows, "labels")
+    network = model.make_model(
+        AutoModelForTokenClassification, **labels.settings, **vocabulary_of(tokenizer)
+    )
+    length = fitting_length(data, network)
 
     def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
         tokens = tokenizer(
@@ -76,9 +80,7 @@ def build_token_classification(
         return {**tokens, "labels": of_tokens}
 
     return {
-        "model": model.make_model(
-            AutoModelForTokenClassification, **labels.settings, **vocabulary_of(tokenizer)
-        ),
+        "model": network,
         **_datasets(rows, lambda texts: _mapped(texts, encode)),
         "data_collator": DataCollatorForTokenClassification(tokenizer),
         "processing_class": tokenizer,

@@ -145,6 +145,53 @@ def test_preferences_begin_from_the_reference(json_lines):
     assert not trainer.ref_model.training
 
 
+SMALL_TYPES = {
+    "bert": {"max_position_embeddings": 32},
+    "roberta": {"max_position_embeddings": 34, "pad_token_id": 1},
+    "distilbert": {"max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_TYPES)
+def test_sequences_fit_the_positions(json_lines, kind):
+    """Longer ones than a model has positions are refused; by default they are cut to these."""
+    section = json_lines([{"text": "a" * 100, "label": n % 2} for n in range(4)])
+    config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    arguments = {"model": {"config": {"model_type": kind} | config | SMALL_TYPES[kind]}}
+    says = r"r, line \d+: `data\.sequence_length` must be <= 32, .*`max_position_embeddings` 3\d"
+    with pytest.raises(RecipeError, match=says + ", got 33"):
+        recipe_of("sequence_classification", section | {"sequence_length": 33}, **arguments)
+
+    recipe_of("sequence_classification", section | {"sequence_length": 32}, **arguments)
+    trainer = trainer_of("sequence_classification", section, **arguments)
+    assert {len(row["input_ids"]) for row in trainer.train_dataset} == {32}
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert torch.isfinite(trainer.model(**batch).loss)
+
+
+def test_rotary_positions_go_on(json_lines):
+    """A Llama has no table of positions: its sequences may be longer than it says."""
+    section = json_lines([{"text": "a" * 100}] * 4) | {"sequence_length": 90}
+    trainer = trainer_of("causal_lm", section)
+
+    assert max(map(len, trainer.train_dataset["input_ids"])) == 90
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert torch.isfinite(trainer.model(**batch).loss)
+
+
+def test_the_positions_of_a_checkpoint(json_lines, tmp_path):
+    """They are known when it is loaded, and the error is the recipe's all the same."""
+    section = json_lines([{"text": "abc"}] * 4)
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    trainer = trainer_of("causal_lm", section, model={"config": config, "tokenizer": "bytes"})
+    trainer.save_model(str(tmp_path / "m"))
+    model = {"path": str(tmp_path / "m")}
+
+    says = r"r, line \d+: `data\.sequence_length` must be <= 24"
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("causal_lm", section | {"sequence_length": 25}, model=model)
+
+
 def test_text_files(tmp_path, monkeypatch):
     """A row is a line, or with ``rows_are: files`` a file."""
     monkeypatch.chdir(tmp_path)
