@@ -11,7 +11,7 @@ from mfwrap import DeferredReads
 from mfwrap.callbacks.console import print_line
 from mfwrap.callbacks.monitored_value import loss_of
 from mfwrap.callbacks.run_log import run_logger
-from mfwrap.model import Callback, CallbackParameters, RunContext
+from mfwrap.model import Callback, CallbackParameters, RunContext, named_output
 
 __all__ = ["LossMonitor"]
 
@@ -29,7 +29,8 @@ class LossMonitor(Callback):
     with ``Eval result: epoch 1, metrics: {...}``.
 
     A loss that is not finite ends the training, unless the update was dropped for its overflow:
-    with a dynamic loss scale that is part of a training.
+    with a dynamic loss scale that is part of a training. A step of one's own says so by the second
+    of its values, a flag: ``(loss, overflow, loss_scale, ...)``, named or not.
 
     Source: MindSpore, ``train.LossMonitor``, which looks for such losses only where a cell returns
     nothing beside the loss, and then ends trainings with a dynamic loss scale, too.
@@ -127,6 +128,6 @@ def _step_in_epoch(parameters: CallbackParameters) -> int:
 def _packed(loss: Tensor, outputs: Any) -> Tensor:
     """Return the mean loss and whether the update was dropped, shape ``(2,)``."""
     mean = loss.detach().float().mean()
-    overflow = getattr(outputs, "overflow", None)
+    overflow = getattr(named_output(outputs), "overflow", None)
     dropped = torch.zeros_like(mean) if overflow is None else overflow.float().reshape(())
     return torch.stack((mean, dropped))

@@ -17,11 +17,19 @@ from mfwrap.model_data import Batches, check_sink_size
 from mfwrap.model_loop import Validation, check_epochs, checked_frequency, train
 from mfwrap.model_run import ModelCallback, ModelRun, checked_callbacks, refuse_older_hooks
 from mfwrap.model_updates import Updates
+from mfwrap.outputs import named_output
 from mfwrap.run_context import Callback, CallbackParameters, RunContext
 from mfwrap.train_network import TrainingCell, build_train_network, plain_accelerator
 from mfwrap.update import Schedule
 
-__all__ = ["Callback", "CallbackParameters", "Model", "RunContext", "as_trainer_callback"]
+__all__ = [
+    "Callback",
+    "CallbackParameters",
+    "Model",
+    "RunContext",
+    "as_trainer_callback",
+    "named_output",
+]
 
 
 @final

@@ -14,6 +14,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from mfwrap.arguments import described
 from mfwrap.callback_adapter import AdaptedCallback, as_trainer_callback
 from mfwrap.model_data import Batches
+from mfwrap.outputs import named_output
 from mfwrap.run_context import Callback, CallbackParameters, RunContext
 from mfwrap.train_network import TrainNetwork
 from mfwrap.wrappers import unwrapped_optimizer
@@ -278,6 +279,7 @@ def _arguments(epoch: int) -> TrainingArguments:
 
 def _output_with_loss(outputs: Any) -> Any:
     """Return what a monitor can read: a named tuple with a loss, or the loss alone."""
+    outputs = named_output(outputs)
     if isinstance(outputs, Tensor) or hasattr(outputs, "loss"):
         return outputs
     return outputs[0] if isinstance(outputs, tuple) and outputs else None

@@ -1,11 +1,12 @@
 """What a training step returns: tensors on the training device, detached, never awaited."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["LocalNormStepOutput", "LossScaleStepOutput", "StepOutput", "StepReport"]
+__all__ = ["LocalNormStepOutput", "LossScaleStepOutput", "StepOutput", "StepReport", "named_output"]
 
 
 class StepOutput(NamedTuple):
@@ -98,3 +99,46 @@ class StepReport:
 
     local_norm_names: tuple[str, ...]
     """Names of the groups of ``output.local_norm``, in its order."""
+
+
+def named_output(outputs: Any) -> Any:
+    """Return a step's plain tuple with names, as MindFormers' monitors read it; else what it is.
+
+    That is a tuple of 3, 4, 5 or 7 values, a loss, a flag and a number first: loss, overflow, loss
+    scale, learning rate, global norm. Does not wait for the device. What follows in a tuple of 7
+    is left out: where it is written for MindFormers, its local norms are sums of squares.
+
+    Args:
+        outputs: What a training cell has returned.
+
+    Source: MindFormers, ``MFLossMonitor``, which takes any second value for the flag.
+
+    Example:
+        >>> loss, overflow, scale = torch.tensor(2.0), torch.tensor(True), torch.tensor(8.0)
+        >>> named_output((loss, overflow, scale)).overflow
+        tensor(True)
+    """
+    if type(outputs) is not tuple or len(outputs) not in {3, 4, 5, 7}:
+        return outputs
+    loss, *others = outputs[:5]
+    if not isinstance(loss, Tensor):
+        return outputs
+    # A rate for each group, for example, is no number, and left out.
+    scalars: list[Any] = [_scalar(value, loss.device) for value in others]
+    overflow, loss_scale, *rest = scalars
+    if overflow is None or overflow.dtype != torch.bool or loss_scale is None:
+        return outputs
+    if not rest:
+        return LossScaleStepOutput(loss, overflow, loss_scale)
+    return StepOutput(loss, overflow, loss_scale, *(*rest, None)[:2])
+
+
+def _scalar(value: Any, device: torch.device) -> Tensor | None:
+    """Return a number, or a tensor of one, with shape ``()``; ``None`` for anything else."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 else None
+    if isinstance(value, (bool, int, float)):
+        kind = torch.bool if isinstance(value, bool) else torch.float32
+        # Filled on the device: a copy from the host would wait for it.
+        return torch.full((), value, dtype=kind, device=device)
+    return None

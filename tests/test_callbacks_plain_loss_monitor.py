@@ -8,8 +8,14 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from host_reads import HostReads
-from mfwrap import DynamicLossScaleManager, Model
-from mfwrap.callbacks import Callback, LossMonitor, as_trainer_callback
+from mfwrap import (
+    DynamicLossScaleManager,
+    DynamicLossScaleUpdateCell,
+    Model,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+)
+from mfwrap.callbacks import Callback, LossMonitor, MFLossMonitor, as_trainer_callback
 from mfwrap.trainer import MFTrainer
 from model_runs import batches, classifier, losses_by_hand, sgd
 
@@ -76,6 +82,55 @@ def test_a_dropped_update_does_not(capsys):
 
     lines = capsys.readouterr().out.splitlines()
     assert (len(lines), lines[1]) == (3, "epoch: 1 step: 2, loss is nan")
+
+
+class PlainStep(TrainOneStepWithLossScaleCell):
+    """A step of one's own, which returns MindSpore's plain tuple."""
+
+    def __call__(self, *inputs):
+        loss, overflow, scale = super().__call__(*inputs)
+        return loss, overflow, scale
+
+
+def plain_step(scale):
+    """Return a model over it."""
+    network = classifier()
+    parts = WithLossCell(network, nn.CrossEntropyLoss())
+    return Model(PlainStep(parts, sgd(network), scale))
+
+
+def test_a_dropped_update_of_a_plain_tuple_does_not(capsys):
+    """What tells it is the second value."""
+    model = plain_step(DynamicLossScaleUpdateCell(8.0, 2, 1000))
+    model.train(1, with_a_nan(), callbacks=LossMonitor())
+
+    lines = capsys.readouterr().out.splitlines()
+    assert (len(lines), lines[1]) == (3, "epoch: 1 step: 2, loss is nan")
+
+
+def test_a_plain_tuple_without_a_flag_ends_the_training():
+    """Nothing says that the update was dropped."""
+
+    class Losses(PlainStep):
+        def __call__(self, *inputs):
+            loss, _, _ = super().__call__(*inputs)
+            return loss, loss + 1, loss + 2
+
+    network = classifier()
+    step = Losses(WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), torch.tensor(8.0))
+    with pytest.raises(ValueError, match="In epoch: 1 step: 2, loss is NAN or INF, training"):
+        Model(step).train(1, with_a_nan(), callbacks=LossMonitor())
+
+
+def test_mindformers_record_shows_a_plain_tuple(caplog):
+    """Overflow and loss scale, as of a cell of the package."""
+    caplog.set_level(logging.INFO, "mfwrap.callbacks")
+    model = plain_step(DynamicLossScaleUpdateCell(8.0, 2, 1000))
+    model.train(1, with_a_nan(), callbacks=MFLossMonitor())
+
+    lines = [line for line in caplog.messages if "overflow cond" in line]
+    shown = [line.partition("overflow cond: ")[2].partition(", global")[0] for line in lines]
+    assert shown == ["False, loss_scale: 8.0", "True, loss_scale: 4.0", "False, loss_scale: 4.0"]
 
 
 def test_a_step_waits_for_no_loss():

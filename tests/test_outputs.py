@@ -14,7 +14,7 @@ from mfwrap import (
     StepReport,
     WithLossCell,
 )
-from mfwrap.outputs import LossScaleStepOutput
+from mfwrap.outputs import LossScaleStepOutput, named_output
 
 FIVE = ("loss", "overflow", "loss_scale", "learning_rate", "global_norm")
 SEVEN = (*FIVE, "local_norm", "size")
@@ -123,3 +123,51 @@ def test_a_report_is_frozen_and_built_by_keyword():
         cell.last_report.skipped = None
     with pytest.raises(TypeError, match="positional"):
         StepReport(None)
+
+
+LOSS, FLAG_SET, SCALE = torch.tensor([2.0, 4.0]), torch.tensor([True]), torch.tensor([8.0])
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 7])
+def test_a_plain_tuple_is_named_as_mindformers_reads_it(size):
+    """By its length; each value but the loss is a scalar, and one that is none is left out."""
+    values = (LOSS, FLAG_SET, SCALE, 0.5, torch.tensor([3.0]), (torch.ones(2),), (2, 2))[:size]
+    named = named_output(values)
+
+    assert isinstance(named, LossScaleStepOutput if size == 3 else StepOutput)
+    assert named.loss is LOSS
+    expected = dict(zip(FIVE[1:], (True, 8.0, 0.5, 3.0), strict=True))
+    known = {name: v for name, v in named._asdict().items() if name != "loss" and v is not None}
+    assert {name: value.item() for name, value in known.items()} == dict(
+        list(expected.items())[: size - 1]
+    )
+    assert all(value.shape == () for value in known.values())
+
+
+def test_numbers_in_a_plain_tuple():
+    """A flag and numbers on the host do as well; rates of groups are no number."""
+    named = named_output((LOSS, False, 8, (0.1, 0.2), None))
+
+    assert (named.overflow.dtype, named.overflow.item()) == (torch.bool, False)
+    assert (named.loss_scale.dtype, named.loss_scale.item()) == (torch.float32, 8.0)
+    assert (named.learning_rate, named.global_norm) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        LOSS,
+        None,
+        (),
+        (LOSS, FLAG_SET),
+        (LOSS, FLAG_SET, SCALE, SCALE, SCALE, SCALE),
+        (LOSS, torch.ones(4, 3), torch.ones(4)),
+        (LOSS, torch.tensor(0.5), torch.tensor(0.25)),
+        (LOSS, FLAG_SET, torch.ones(4, 3)),
+        (2.0, True, 8.0),
+        LossScaleStepOutput(LOSS, FLAG_SET, SCALE),
+    ],
+)
+def test_what_is_no_steps_plain_tuple_stays_what_it_is(outputs):
+    """A loss with logits or further losses behind it has no overflow."""
+    assert named_output(outputs) is outputs
