@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, final
 import yaml
 
 from mfwrap.recipe_mindformers_evaluation import evaluation
+from mfwrap.recipe_mindformers_model import model_config_of, model_type_of
 from mfwrap.recipe_mindformers_monitors import (
     take_over_curves,
     take_over_nan_check,
@@ -36,44 +37,12 @@ _DATA: Mapping[str, dict[str, Any]] = {
 }
 """Data that are there, in the place of MindRecord files."""
 
-_DEFAULT_MODELS: Mapping[str, dict[str, Any]] = {
-    "causal_lm": {"model_type": "llama"},
-    "image_classification": {"model_type": "vit"},
-    "sequence_classification": {"model_type": "bert"},
-    "token_classification": {"model_type": "bert"},
+_DEFAULT_MODELS: Mapping[str, str] = {
+    "causal_lm": "llama",
+    "image_classification": "vit",
+    "sequence_classification": "bert",
+    "token_classification": "bert",
 }
-_MODEL_TYPES: Mapping[str, str] = {
-    "BertConfig": "bert",
-    "Blip2Config": "blip-2",
-    "BloomConfig": "bloom",
-    "GPT2Config": "gpt2",
-    "LlamaConfig": "llama",
-    "Qwen2Config": "qwen2",
-    "Qwen3Config": "qwen3",
-    "T5Config": "t5",
-    "ViTConfig": "vit",
-}
-_MODEL_KEYS: Mapping[str, str] = {
-    "ffn_hidden_size": "intermediate_size",
-    "hidden_act": "hidden_act",
-    "hidden_size": "hidden_size",
-    "image_size": "image_size",
-    "intermediate_size": "intermediate_size",
-    "max_position_embedding": "max_position_embeddings",
-    "max_position_embeddings": "max_position_embeddings",
-    "n_kv_heads": "num_key_value_heads",
-    "num_attention_heads": "num_attention_heads",
-    "num_heads": "num_attention_heads",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_key_value_heads": "num_key_value_heads",
-    "num_layers": "num_hidden_layers",
-    "padded_vocab_size": "vocab_size",
-    "patch_size": "patch_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "vocab_size": "vocab_size",
-}
-"""MindFormers' names in ``model_config``, and transformers'."""
 
 
 class ImportedRecipe(NamedTuple):
@@ -164,21 +133,20 @@ class _Converter:
         section = self._section("model")
         # Both forms: model.model_config, and model_config with the class beside.
         settings = self._section("model_config", section) or self._section("model_config")
+        section.pop("arch", None)  # the class of the network, which the task chooses here
+        self.notes += [f"model: without {key}" for key in section]
         path = self._left.pop("pretrained_model_dir", None)
         sequence_length = settings.pop("seq_length", None)
         if isinstance(path, str) and path:
+            if settings:
+                self.notes.append("model: without model_config, for the checkpoint has its own")
             return {"path": path}, sequence_length
-        said = settings.pop("type", None)
-        kind = _MODEL_TYPES.get(str(said), settings.pop("model_type", None))
-        config: dict[str, Any] = {"model_type": kind} if kind else dict(_DEFAULT_MODELS[task])
-        if said is not None and kind is None:
-            self.notes.append(f"model: {said} is not known here, so it is a {config['model_type']}")
-        known = self._config_keys(config["model_type"])
-        for key, value in settings.items():
-            if _MODEL_KEYS.get(key) in known and value is not None:
-                config[_MODEL_KEYS[key]] = value
-            else:
-                self.notes.append(f"model: without {key}")
+        kind = model_type_of(settings) or _DEFAULT_MODELS[task]
+        if "type" in settings and model_type_of(settings) is None:
+            self.notes.append(f"model: {settings['type']} is not known here, so it is a {kind}")
+        known = self._config_keys(kind)
+        config, notes = model_config_of(settings, kind, known)
+        self.notes += notes
         if isinstance(sequence_length, int) and "max_position_embeddings" in known:
             config.setdefault("max_position_embeddings", sequence_length)
         return {"config": config}, sequence_length

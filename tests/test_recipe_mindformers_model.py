@@ -1,0 +1,101 @@
+"""A MindFormers file's model arrives with its sizes, those that follow from others included."""
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from mfwrap.recipe import parse_recipe
+from mfwrap.recipe_mindformers import import_mindformers
+from mfwrap.recipe_mindformers_model import model_config_of
+from mfwrap.recipes.models import config_keys
+
+SMALL = "hidden_size: 32, num_layers: 1, num_heads: 2, vocab_size: 160000"
+
+
+def imported(settings):
+    """Return the model's configuration, that transformers takes, and the notes."""
+    text = f"model: {{model_config: {{{settings}}}}}\n"
+    result = import_mindformers(text, "m.yaml")
+    parse_recipe(result.text, "m.yaml", ["training.use_cpu=true"])
+    config = yaml.safe_load(result.text)["model"]["config"]
+    return AutoConfig.for_model(**config), result.notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "width"),
+    [
+        ({"hidden_size": 4096, "multiple_of": 256}, 11008),  # Llama 2, 7B
+        ({"hidden_size": 8192, "multiple_of": 256, "ffn_dim_multiplier": 1.3}, 28672),  # 70B
+        ({"hidden_size": 4096, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}, 14336),  # 3, 8B
+        ({"hidden_size": 8192}, 22016),  # Code Llama, 34B, with the default of 256
+        ({"hidden_size": 8192, "multiple_of": None, "ffn_dim_multiplier": None}, 22016),
+        ({}, 11008),
+        # The multiplier comes before the two thirds: 257, not 256, is rounded up.
+        ({"hidden_size": 64, "multiple_of": 32, "ffn_dim_multiplier": 1.5}, 288),
+        ({"hidden_size": 64, "multiple_of": 8, "intermediate_size": 100}, 100),
+    ],
+)
+def test_the_width_of_a_llama(settings, width):
+    """It is MindFormers' own, that of the published models, and nothing is left to say."""
+    config, notes = model_config_of(
+        {"type": "LlamaConfig", **settings}, "llama", config_keys("llama")
+    )
+
+    assert config["intermediate_size"] == width
+    assert notes == []
+
+
+@pytest.mark.parametrize("value", ["often", 0, True])
+def test_a_width_that_cannot_be_made_is_said(value):
+    """A value that is no number makes no width, and the key is named."""
+    settings = {"type": "LlamaConfig", "hidden_size": 64, "multiple_of": value}
+    config, notes = model_config_of(settings, "llama", config_keys("llama"))
+
+    assert "intermediate_size" not in config
+    assert notes == ["model: without multiple_of"]
+
+
+def test_a_model_without_gates_has_no_such_width():
+    """Where transformers has no such key, those of MindFormers are named."""
+    settings = {"type": "GPT2Config", "multiple_of": 64, "theta": 1.0}
+    config, notes = model_config_of(settings, "gpt2", config_keys("gpt2"))
+
+    assert config == {"model_type": "gpt2"}
+    assert notes == ["model: without multiple_of", "model: without theta"]
+
+
+def test_only_a_llama_has_a_width_that_nobody_gave():
+    """Another model keeps transformers' default."""
+    settings = {"type": "Qwen2Config", "hidden_size": 64}
+
+    assert "intermediate_size" not in model_config_of(settings, "qwen2", config_keys("qwen2"))[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4"])
+@pytest.mark.parametrize("key", ["theta", "rope_theta"])
+def test_the_base_of_rotary_embeddings_arrives(kind, key):
+    """The model that is built has it, under either name."""
+    config, notes = imported(f"model_type: {kind}, {SMALL}, {key}: 1000000.0")
+
+    assert config.rope_parameters["rope_theta"] == 1e6
+    assert notes == []
+
+
+def test_a_base_that_is_no_number_is_said():
+    """It is left out by name, and the default stays."""
+    config, notes = imported(f"type: LlamaConfig, {SMALL}, theta: large")
+
+    assert config.rope_parameters["rope_theta"] == 1e4
+    assert notes == ["model: without theta"]
+
+
+def test_a_checkpoint_has_its_own_sizes():
+    """With ``pretrained_model_dir`` the sizes of the file are left out, which is said."""
+    text = f"pretrained_model_dir: folder\nmodel: {{model_config: {{{SMALL}}}, foo: 1}}\n"
+    result = import_mindformers(text, "m.yaml")
+
+    assert yaml.safe_load(result.text)["model"] == {"path": "folder"}
+    assert result.notes == [
+        "model: without foo",
+        "model: without model_config, for the checkpoint has its own",
+    ]
