@@ -141,7 +141,10 @@ def _take_over(
     for key, value in others.items():
         if key in settings and settings[key] != value:
             says = f"must be what `{section}` says, {value!r}, or left out, got {settings[key]!r}"
-            raise objects.document.error(("training", key), says)
+            path = ("training", key)
+            if path not in objects.document.places:  # `optimizer` has said it, by the same key
+                path = ("optimizer", key)
+            raise objects.document.error(path, says)
         settings[key] = value
 
 

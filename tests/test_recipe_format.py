@@ -297,6 +297,24 @@ def test_two_learning_rates():
     )
 
 
+def test_two_learning_rates_are_named_where_they_stand():
+    """A rate of `optimizer` that is not the schedule's is named there, with its line."""
+    text = recipe_text(
+        lr_schedule={"type": "LinearWithWarmUpLR", "learning_rate": 1, "warmup_steps": 1},
+        optimizer={"type": "AdamW", "learning_rate": 0.5},
+        training=None,
+    )
+    number = len(text.splitlines()) - text.splitlines()[::-1].index("  learning_rate: 0.5")
+
+    assert message(text=text) == (
+        f"r.yaml, line {number}: `optimizer.learning_rate` must be what `lr_schedule` says, 1, "
+        "or left out, got 0.5"
+    )
+    assert message("training.learning_rate=0.5", text=text).startswith(
+        "r.yaml, --set training.learning_rate: `training.learning_rate` must be what `lr_schedule`"
+    )
+
+
 def test_a_missing_section_is_named():
     """Model and data cannot be left out."""
     assert "`model` must be given, got nothing" in message(text=recipe_text(model=None))
