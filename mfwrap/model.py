@@ -57,7 +57,8 @@ class Model:
         eval_network: Called with all columns for an evaluation; by default the network with
             `loss_fn`.
         eval_indexes: Which outputs of `eval_network` are loss, output and label; ``None`` gives
-            each metric all of them.
+            each metric all of them, and the metric ``"loss"`` the loss that is in the output, as a
+            Hugging Face model's is.
         amp_level: How precisions are mixed; see `mfwrap.amp_level.precision_of`.
         loss_scale_manager: The loss scale; ``None`` for none, where an update that overflows is
             applied. A `FixedLossScaleManager` that drops none needs no optimizer with a

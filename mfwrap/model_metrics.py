@@ -204,12 +204,16 @@ class EvaluationMetrics:
         """Take what the evaluation network has returned for a batch.
 
         Raises:
+            TypeError: If a loss is asked for and it is none and has none.
             ValueError: If it lacks what the indexes name.
         """
         values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
         if self._indexes is None:
             for metric in self._metrics.values():
-                metric.update(*values)
+                if isinstance(metric, MeanLoss) and len(values) == 1:
+                    metric.update(_loss_of(values[0]))
+                else:
+                    metric.update(*values)
             return
         if len(values) <= max(self._indexes):
             msg = (
@@ -227,6 +231,19 @@ class EvaluationMetrics:
     def compute(self) -> dict[str, Any]:
         """Return the values as Python numbers and lists; waits for the device."""
         return {name: _number(metric.compute()) for name, metric in self._metrics.items()}
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Return the loss that an evaluation network returns, or has in its output by that name."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor):
+        msg = (
+            "`eval_network` must return a loss, or an output with `loss`, for the metric `loss`, "
+            f"got {type(output).__name__} without one (a Hugging Face model computes it when it "
+            "gets `labels`)"
+        )
+        raise TypeError(msg)
+    return loss
 
 
 def _num_samples(label: Any) -> int:

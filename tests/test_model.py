@@ -18,6 +18,7 @@ from mfwrap import (
 )
 from mfwrap.callbacks import Callback, EMACallback, LossMonitor, MFLossMonitor
 from model_runs import Notes, batches, classifier, losses_by_hand, sgd
+from spoilt_gpt2 import Rows, padded, tiny_gpt2
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -291,6 +292,20 @@ def test_an_eval_network_is_called_as_it_is():
 
     model = Model(classifier(), metrics={"all": All()}, eval_network=Backwards())
     assert model.eval(data) == {"all": 3}
+
+
+def test_a_hugging_face_model_evaluates_itself():
+    """Its own loss, as in a training; without labels it has none, which is said."""
+    network = tiny_gpt2(0.0, 0)
+    rows = [padded([Rows()[i] for i in part]) for part in ((0, 1), (2, 3, 4))]
+    model = Model(network, metrics={"loss"}, eval_network=network)
+    network.eval()
+    with torch.no_grad():
+        expected = sum(float(network(**row).loss) for row in rows) / 2
+
+    assert model.eval(rows)["loss"] == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(TypeError, match=r"`eval_network` must return a loss.* without one"):
+        model.eval([{"input_ids": rows[0]["input_ids"]}])
 
 
 def test_existing_monitors_work(caplog):

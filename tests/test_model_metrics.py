@@ -51,6 +51,34 @@ def test_metrics_are_those_of_a_count_by_hand(seed, sizes):
         np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+class Loss:
+    """An output that has its loss as an attribute alone."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda loss: loss, lambda loss: (loss,), lambda loss: {"loss": loss, "logits": None}, Loss],
+)
+def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
+    """Without indexes, and batches count alike."""
+    metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
+    for loss in (1.0, 4.0):
+        metrics.update(wrapped(torch.tensor(loss)))
+
+    assert metrics.compute() == {"loss": 2.5}
+
+
+@pytest.mark.parametrize("output", [{"logits": torch.zeros(2)}, {"loss": None}, Loss(None), None])
+def test_an_output_without_a_loss_has_no_mean_loss(output):
+    """It is said what is missing."""
+    metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
+    with pytest.raises(TypeError, match=f"`eval_network` must.* got {type(output).__name__} with"):
+        metrics.update(output)
+
+
 def test_errors_are_means_over_elements():
     """Of targets of several elements, too."""
     metrics = EvaluationMetrics(named_metrics(["mae", "mse"]), (0, 1, 2), CPU)
