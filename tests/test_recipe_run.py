@@ -177,6 +177,18 @@ def test_loss_scale_and_norms_are_recorded(tmp_path):
     assert math.hypot(*steps[0]["local_norm"].values()) == pytest.approx(steps[0]["global_norm"])
 
 
+@pytest.mark.parametrize(
+    ("shown", "adds"),
+    [("log", set()), ("jsonl", {"training_state.jsonl"}), ("tensorboard", {"tensorboard"})],
+)
+def test_formats_of_the_monitor_are_what_a_run_writes(tmp_path, shown, adds):
+    """Records and curves of the monitor are there if its formats ask for them, and only then."""
+    run(tmp_path, monitor_config={"monitor_on": True, "device_local_norm_format": shown})
+    found = {path.name for path in tmp_path.iterdir()}
+
+    assert found & {"training_state.jsonl", "tensorboard", "anomalies.jsonl"} == adds
+
+
 def test_spikes_are_skipped(tmp_path):
     """A threshold below every norm skips all updates, so that the weights stay."""
     wrapper = {"use_clip_grad": True, "use_skip_data_by_global_norm": True}
