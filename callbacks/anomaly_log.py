@@ -103,6 +103,10 @@ class Anomaly:
                 place += f" where {worst.usual_norm:.4g} is usual"
         if self.where is None and self.is_replay_exact is not None:
             place += ", not again in a replay"
+        norm_is_finite = self.global_norm is not None and math.isfinite(self.global_norm)
+        if self.kind == "loss_not_finite" and norm_is_finite:
+            # Their update was applied, so that a replay would not have the weights of the step.
+            place += ", all gradients finite, so not replayed"
         ranks = ", ".join(map(str, self.ranks))
         place += f", rank {ranks}" if ranks else ""
         place += "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"

@@ -178,7 +178,8 @@ class CulpritFinder:
     def _lone_loss(self, numbers: StepNumbers, evidence: StepEvidence) -> Anomaly:
         """Return the record of a loss that is not finite though all gradients are.
 
-        The loss is this rank's own, and the others may know nothing of it: none is asked.
+        The loss is this rank's own, and the others may know nothing of it: none is asked. Nor is
+        the step replayed: its update was applied, and the weights that it had are gone.
         """
         own = self._own_evidence(numbers, evidence)
         return Anomaly(

@@ -98,8 +98,8 @@ class TrainingStateMonitor(TrainingStateEvents, ExportableState):
         global_norm_spike_count_threshold: How many in a row are too many.
         find_culprit: Write ``anomalies.jsonl``.
         replay: Do a step with something that is not finite again, on its own inputs and random
-            numbers, to name the first module whose output or gradient it is. Keeps the inputs of
-            two steps, no copies.
+            numbers, to name the first module whose output or gradient it is; unless all gradients
+            are finite, whose update was applied. Keeps the inputs of two steps, no copies.
         spike_factor: How many times the usual global norm is an anomaly.
         folder: Of the run; ``None`` for ``args.output_dir``.
         tensorboard_dir: Where curves go; ranks but 0 write to ``rank_<n>`` in it.

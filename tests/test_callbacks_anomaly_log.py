@@ -71,8 +71,22 @@ GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=0.5)
             Anomaly(step=9, kind="spike", ranks=(), layer=None, is_replay_exact=False),
             "step 9: spike, not again in a replay",
         ),
+        (
+            Anomaly(
+                step=9,
+                kind="loss_not_finite",
+                ranks=(1,),
+                layer=None,
+                global_norm=0.0,
+                skipped=False,
+            ),
+            (
+                "step 9: loss not finite, all gradients finite, so not replayed, rank 1, "
+                "update applied"
+            ),
+        ),
     ],
-    ids=["group", "replay", "nothing"],
+    ids=["group", "replay", "nothing", "loss alone"],
 )
 def test_one_line(anomaly, line, tmp_path, caplog):
     """The log has one line of it, the file one record without what is unknown."""
@@ -88,6 +102,14 @@ def test_one_line(anomaly, line, tmp_path, caplog):
     } | ({"gradients": [{**record["gradients"][0]}]} if anomaly.gradients else {})
     assert None not in record.values()
     assert record["step"] == anomaly.step
+
+
+@pytest.mark.parametrize("norm", [None, math.inf, math.nan])
+def test_gradients_that_are_not_known_to_be_finite_are_not_said_to_be(norm):
+    """Without their norm, too."""
+    anomaly = Anomaly(step=9, kind="loss_not_finite", ranks=(1,), layer=None, global_norm=norm)
+
+    assert str(anomaly) == "step 9: loss not finite, rank 1"
 
 
 def test_without_a_folder(caplog):

@@ -4,7 +4,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    Model,
+)
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.culprit import CulpritFinder, StepNumbers
 from planted_faults import KINDS, check_record, random_faults
@@ -165,6 +170,33 @@ def test_a_loss_of_one_rank(loss):
 
     assert kinds == [None if loss == 1.0 else "loss_not_finite"] * 25 + ["spike"]
     assert found[-1].usual_global_norm == pytest.approx(2.0)
+
+
+def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
+    """Its update was applied; the line says so, and nothing is named."""
+
+    class Offset(torch.nn.Module):
+        """Its loss holds a number that no gradient goes through."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, bad):
+            return self.linear(inputs).square().mean() + bad.detach()
+
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    network = Offset()
+    before = network.linear.weight.detach().clone()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
+    Model(cell).train(1, [(torch.ones(2, 2), torch.tensor(float("nan")))], callbacks=monitor)
+    (record,) = records_of(tmp_path)
+
+    assert (record["step"], record["kind"], record["skipped"]) == (1, "loss_not_finite", False)
+    assert not record.keys() & {"where", "name", "layer", "is_replay_exact"}
+    assert "loss not finite, all gradients finite, so not replayed, rank 0" in caplog.text
+    assert not torch.equal(network.linear.weight, before)
 
 
 def test_monitoring_changes_nothing(tmp_path):
