@@ -21,7 +21,7 @@ def evaluation(
         epochs: MindFormers' ``eval_epoch_interval``; < 0 for none.
         training: The other keys of the training.
     """
-    by_steps = {"eval_strategy": "steps", "eval_steps": steps or _DEFAULT_STEPS}
+    by_steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": steps or _DEFAULT_STEPS}
     if epochs is None or epochs <= 0:
         if by_steps["eval_steps"] > 0:
             return by_steps, []
