@@ -192,6 +192,9 @@ def data_errors(objects: RecipeObjects) -> Iterator[None]:
     try:
         yield
     except DataError as error:
+        whole, says = "`data` ", str(error)
+        if says.startswith(whole):
+            raise objects.document.error(("data",), says.removeprefix(whole)) from error
         raise objects.refusal(("data",), objects.document.data["data"], error) from error
 
 

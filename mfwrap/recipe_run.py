@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from mfwrap.callbacks import EMACallback, MFLossMonitor
@@ -20,6 +21,8 @@ from mfwrap.recipe_metrics import (
 )
 from mfwrap.recipe_objects import REFUSALS, RecipeObjects
 from mfwrap.recipe_schedule import scheduled
+from mfwrap.recipe_yaml import RecipeError
+from mfwrap.recipes.data_source import DataError, Rows
 
 __all__ = ["RunResult", "build_trainer", "run_recipe"]
 
@@ -112,13 +115,9 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
 
 
 def _keywords(recipe: Recipe) -> dict[str, Any]:
-    try:
-        rows = recipe.data.rows()
-    except REFUSALS as error:
-        data = recipe.document.data["data"]
-        raise RecipeObjects(recipe.document).refusal(("data",), data, error) from error
-    check_columns(recipe.document, recipe.task, rows.train.column_names)
-    with data_errors(RecipeObjects(recipe.document)):
+    objects = RecipeObjects(recipe.document)
+    with data_errors(objects):
+        rows = _rows(recipe, objects)
         keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
         # A model without its adapter is its own reference.
@@ -131,6 +130,19 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     from peft import get_peft_model  # noqa: PLC0415  (slow, and of an extra)
 
     return keywords | {"model": get_peft_model(keywords["model"], recipe.peft)}
+
+
+def _rows(recipe: Recipe, objects: RecipeObjects) -> Rows:
+    def check(table: Dataset) -> None:
+        check_columns(recipe.document, recipe.task, table.column_names)
+        recipe.task.check(table, recipe.data.columns)
+
+    try:
+        return recipe.data.rows(check)
+    except (DataError, RecipeError):
+        raise
+    except REFUSALS as error:
+        raise objects.refusal(("data",), recipe.document.data["data"], error) from error
 
 
 def _normalise_loss(recipe: Recipe, trainer: Any) -> None:

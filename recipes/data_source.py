@@ -1,6 +1,7 @@
 """Where the rows of a training come from, whatever their source."""
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -73,22 +74,32 @@ class DataSource(Section, abc.ABC):
     def read(self) -> Rows:
         """Read all rows, with the source's own names of columns."""
 
-    def rows(self) -> Rows:
+    def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
         """Return the rows to train with and those held out, with the task's names of columns.
+
+        Args:
+            check: Is given all rows as they are in the source, of which some are held out later,
+                and raises `DataError` where they do not fit.
 
         Raises:
             ValueError: If a column of `columns` is not there, or no row is left.
         """
         rows = self.read()
         train, evaluation = self._renamed(rows.train), rows.evaluation
+        check(train)
         if evaluation is not None:
             evaluation = self._renamed(evaluation)
+            try:
+                check(evaluation)
+            except DataError as error:
+                msg = f"{error}, of those that are held out"
+                raise DataError(msg) from error
         elif self.eval_fraction and len(train) > 1:
             parts = train.train_test_split(self.eval_fraction, seed=self.split_seed)
             train, evaluation = parts["train"], parts["test"]
         if not len(train):
             msg = "`data` must have rows to train with, got none"
-            raise ValueError(msg)
+            raise DataError(msg)
         return Rows(
             _first(train, self.max_train_samples),
             None if evaluation is None else _first(evaluation, self.max_eval_samples),

@@ -10,6 +10,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mfwrap.recipes.column_checks import tuning_columns
 from mfwrap.recipes.data_source import DataSource, Rows
 from mfwrap.recipes.models import ModelSettings, vocabulary_of
 from mfwrap.recipes.positions import fitting_length
@@ -40,14 +41,7 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
 def build_supervised_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
     """Return what TRL's ``SFTTrainer`` needs: conversations, prompts and completions, or texts."""
     del data
-    columns = rows.train.column_names
-    if "messages" in columns:
-        kept = ["messages"]
-    elif {"prompt", "completion"} <= set(columns):
-        kept = ["prompt", "completion"]
-    else:
-        kept = ["text"]
-    return _tuning(model, rows, kept)
+    return _tuning(model, rows, tuning_columns(rows.train))
 
 
 def build_preference_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -25,6 +26,15 @@ from mfwrap.recipes.built_in_sources import (
     DocstringsSource,
     PythonTokensSource,
     PythonTopicsSource,
+)
+from mfwrap.recipes.column_checks import (
+    check_image_labels,
+    check_labelled_texts,
+    check_labelled_words,
+    check_numbers,
+    check_preferences,
+    check_texts,
+    check_tuning,
 )
 from mfwrap.recipes.data_source import DataSource, Rows
 from mfwrap.recipes.file_sources import DatasetsSource, JsonLinesSource, TextSource
@@ -72,6 +82,10 @@ class Task:
 
     build: Callable[[ModelSettings, DataSource, Rows], dict[str, Any]]
     """Makes the Trainer's keywords: model, data sets, collator, tokenizer, metrics."""
+
+    check: Callable[[Dataset, Mapping[str, str]], None]
+    """Raises `DataError` where a row does not hold what the task takes; is also given the data's
+    names of columns by the task's."""
 
     options: frozenset[str] = frozenset()
     """Keys of the section ``data``, of those for every source, that only this task heeds."""
@@ -148,6 +162,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "causal_lm": Task(
             needs=(frozenset({"text"}),),
             build=build_causal_lm,
+            check=check_texts,
             auto_class=AutoModelForCausalLM,
             options=frozenset({"sequence_length", "packing"}),
         ),
@@ -158,6 +173,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
                 frozenset({"text"}),
             ),
             build=build_supervised_tuning,
+            check=check_tuning,
             auto_class=AutoModelForCausalLM,
             trainer=_supervised_tuning_trainer,
             arguments=_supervised_tuning_arguments,
@@ -166,6 +182,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "preference_tuning": Task(
             needs=(frozenset({"chosen", "rejected"}),),
             build=build_preference_tuning,
+            check=check_preferences,
             auto_class=AutoModelForCausalLM,
             trainer=_preference_tuning_trainer,
             arguments=_preference_tuning_arguments,
@@ -175,24 +192,28 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "sequence_classification": Task(
             needs=(frozenset({"text", "label"}),),
             build=build_sequence_classification,
+            check=check_labelled_texts,
             auto_class=AutoModelForSequenceClassification,
             options=frozenset({"sequence_length"}),
         ),
         "token_classification": Task(
             needs=(frozenset({"tokens", "labels"}),),
             build=build_token_classification,
+            check=check_labelled_words,
             auto_class=AutoModelForTokenClassification,
             options=frozenset({"sequence_length"}),
         ),
         "image_classification": Task(
             needs=(frozenset({"image", "label"}),),
             build=build_image_classification,
+            check=check_image_labels,
             auto_class=AutoModelForImageClassification,
             uses_tokenizer=False,
         ),
         "regression": Task(
             needs=(frozenset({"features", "target"}),),
             build=build_regression,
+            check=check_numbers,
             uses_tokenizer=False,
         ),
     }
