@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import pyarrow as pa
 from datasets import Dataset, Value
 
 from mfwrap.recipes.data_source import DataError
@@ -117,7 +116,7 @@ def _is_clean(rows: Dataset, column: str, dtypes: str) -> bool:
     values = rows.data.column(column)
     try:
         values.validate(full=True)
-    except pa.ArrowInvalid:  # bytes that are no UTF-8
+    except ValueError:  # arrow's: bytes that are no UTF-8
         return False
     return bool(values.null_count == 0)
 
