@@ -3,9 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
-from resumed_training import NUM_STEPS, PLAIN, StopAfter, logged, new_trainer, resume, trained
+from resumed_training import (
+    NUM_STEPS,
+    PLAIN,
+    RunSettings,
+    StopAfter,
+    logged,
+    new_trainer,
+    resume,
+    trained,
+)
 
 UNLOGGED = replace(PLAIN, logging_steps=500)
 
@@ -72,3 +81,26 @@ def test_what_the_user_logs_as_a_training_s_loss_stays_as_it_is(tmp_path):
     trainer.log({"train_loss": 7.0})
 
     assert training_loss(trainer) == 7.0
+
+
+class Ends(TrainerCallback):
+    """Ends a training after a step, and saves nothing."""
+
+    def on_step_end(self, _args, state, control, **_):
+        """Ask for it."""
+        control.should_training_stop = state.global_step == 5
+
+
+def test_a_checkpoint_after_the_end_goes_on_as_if_there_were_none(tmp_path):
+    """Losses that the end adds up, and makes up for where some were left out, count once."""
+    settings = RunSettings(logging_steps=500)
+    keywords = {"save_strategy": "no"}
+    whole = trained(tmp_path / "whole", settings, **keywords)
+    ended = trained(tmp_path / "ended", settings, callbacks=[Ends()], **keywords)
+    # As after a SIGTERM that comes in the very end.
+    ended._save_checkpoint(ended.model, None)
+
+    resumed = resume(tmp_path / "ended" / "checkpoint-5", tmp_path / "more", settings, **keywords)
+
+    assert ended.step_log.state_dict()["left_out"] > 0
+    assert training_loss(resumed) == training_loss(whole)
