@@ -46,7 +46,8 @@ def end(trainer, callback):
     """Return copies of all that there is at the end, the average included."""
     averages = {name: value.clone() for name, value in callback.ema.named_averages()}
     # The stock Trainer does not keep the order of a resumed epoch's random numbers.
-    left_out = () if isinstance(trainer, MFTrainer) else ("generator", "log", "callbacks")
+    of_stock = ("generator", "log", "callbacks", "losses")
+    left_out = () if isinstance(trainer, MFTrainer) else of_stock
     rest = {k: v for k, v in end_of(trainer).items() if not any(word in k for word in left_out)}
     return rest | averages
 
