@@ -3,8 +3,9 @@
     python .ci/same_numbers.py 18b68ba
 
 Three seeded runs: the causal_lm recipe for 50 steps, an MFTrainer that is stopped and resumed, and
-two ranks under DistributedDataParallel. Compared are every loss, norm, learning rate, loss scale and
-final tensor. A fourth run resumes, with the working tree, the checkpoint that the revision wrote.
+two ranks under DistributedDataParallel. The script compares every loss, norm, learning rate, loss
+scale and final tensor. A fourth run resumes, with the working tree, the checkpoint that the
+revision wrote.
 """
 
 import argparse
@@ -64,7 +65,8 @@ def record_recipe(folder: Path) -> dict[str, Any]:
         if kept or evaluations:
             records.append({**kept, **evaluations})
     models = {
-        name: digest(load_file(folder / name / "model.safetensors")) for name in ("model", "model_ema")
+        name: digest(load_file(folder / name / "model.safetensors"))
+        for name in ("model", "model_ema")
     }
     return {"records": records, **models}
 
@@ -77,8 +79,14 @@ def network(seed: int) -> Any:
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, attn_implementation="eager",
-            bos_token_id=None, eos_token_id=None,
+            vocab_size=32,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            attn_implementation="eager",
+            bos_token_id=None,
+            eos_token_id=None,
         )
     )
 
@@ -100,10 +108,21 @@ def new_trainer(folder: Path, seed: int) -> Any:
     from mfwrap.trainer import MFTrainer
 
     arguments = TrainingArguments(
-        str(folder), max_steps=NUM_STEPS, per_device_train_batch_size=2, logging_steps=1,
-        gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="cosine",
-        warmup_steps=2, max_grad_norm=0.5, save_steps=STOPPED_AT, use_cpu=True, report_to="none",
-        disable_tqdm=True, optim="adamw_torch_fused", log_level="error",
+        str(folder),
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        max_grad_norm=0.5,
+        save_steps=STOPPED_AT,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        optim="adamw_torch_fused",
+        log_level="error",
     )
     return MFTrainer(
         network(seed),
@@ -117,7 +136,7 @@ def new_trainer(folder: Path, seed: int) -> Any:
 
 
 def record_trainer(folder: Path, checkpoint: Path | None) -> dict[str, Any]:
-    """Train to the stop and resume, or resume a given checkpoint; return all that is left behind."""
+    """Train, stop and resume, or resume `checkpoint`; return the log and all final tensors."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -142,7 +161,7 @@ def record_trainer(folder: Path, checkpoint: Path | None) -> dict[str, Any]:
         "step": repr(trainer.attached.last_output),
         "weights": digest(trainer.model.state_dict()),
         "optimizer": digest(flat_state(trainer.optimizer.optimizer)),
-        "average": digest({k: v for k, v in trainer.ema.state_dict()["averages"].items()}),
+        "average": digest(trainer.ema.state_dict()["averages"]),
     }
 
 
@@ -160,9 +179,16 @@ def record_rank(out: Path) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     ema = ExponentialMovingAverage(model, 0.9)
     cell = MFTrainOneStepCell(
-        model, optimizer, use_clip_grad=True, max_grad_norm=0.5, local_norm=True,
-        scale_sense=DynamicLossScaleUpdateCell(2.0**10, 2, 3), accelerator=accelerator,
-        gradient_accumulation_steps=2, lr_scheduler=schedule, ema=ema,
+        model,
+        optimizer,
+        use_clip_grad=True,
+        max_grad_norm=0.5,
+        local_norm=True,
+        scale_sense=DynamicLossScaleUpdateCell(2.0**10, 2, 3),
+        accelerator=accelerator,
+        gradient_accumulation_steps=2,
+        lr_scheduler=schedule,
+        ema=ema,
     )
     rank, data = accelerator.process_index, rows(NUM_STEPS * 8)
     torch.manual_seed(rank)
@@ -191,7 +217,14 @@ def record_rank(out: Path) -> None:
 def record_ranks(folder: Path) -> dict[str, Any]:
     """Start two ranks; return what both wrote."""
     folder.mkdir(parents=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     subprocess.run([*launcher, __file__, "--rank-into", str(folder / "found")], check=True)
     return {
         f"rank{rank}": json.loads((folder / f"found.rank{rank}").read_text(encoding="utf-8"))
@@ -212,7 +245,12 @@ def recorded(name: str, source: Path, *resumed: str) -> dict[str, Any]:
     """Record all runs of a checkout in processes of its own."""
     folder = BUILD / name
     tree = package_tree(source, folder / "tree")
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, __file__, "--record-into", str(folder), *resumed]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, cwd=folder)
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
@@ -240,7 +278,11 @@ def count(tree: Any) -> int:
 def compare(revision: str) -> int:
     """Record the revision (once) and the working tree; print what differs."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", revision], check=True, capture_output=True, text=True, cwd=ROOT
+        ["git", "rev-parse", "--short=12", revision],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     ).stdout.strip()
     before_file = BUILD / commit / "found.json"
     if not before_file.exists():
@@ -261,7 +303,9 @@ def compare(revision: str) -> int:
 
 def main() -> int:
     """Compare, or record as a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("revision", nargs="?", help="commit to compare the working tree with")
     for name in ("--record-into", "--resume-from", "--rank-into"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)

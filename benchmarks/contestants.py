@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
-from mfwrap.parameters import TrainedParameters, network_parameters
-from mfwrap.scale_sense import LossScale
-from mfwrap.update import StepUpdate
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.parameters import TrainedParameters, network_parameters
+from mfwrap.step.update import StepUpdate
 
 LOSS_SCALE = 2.0**16
 MAX_GRAD_NORM = 1.0

@@ -21,9 +21,9 @@ from transformers import PrinterCallback, Trainer, set_seed
 from transformers.utils import logging as transformers_logging
 
 from mfwrap.recipe import Recipe, parse_recipe
-from mfwrap.recipe_library import find_recipe
-from mfwrap.recipe_run import run_recipe
-from mfwrap.run_page import write_run_page
+from mfwrap.recipe.library import find_recipe
+from mfwrap.recipe.run import run_recipe
+from mfwrap.report.page import write_run_page
 
 RECIPE = "minilm_classification"
 

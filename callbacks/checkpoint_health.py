@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
+from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 __all__ = [
     "CheckpointHealth",

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.callbacks.arguments import check_bool, check_int, check_positive_number
+from mfwrap.arguments import check_bool, check_int, check_positive_number
 from mfwrap.callbacks.checkpoint_health import (
     CheckpointHealth,
     has_bad_weights,
@@ -21,10 +21,10 @@ from mfwrap.callbacks.checkpoint_health import (
     record_health,
 )
 from mfwrap.callbacks.checkpoint_rotation import PREFIX, rotate_checkpoints
-from mfwrap.callbacks.norm_history import GlobalNormHistory
-from mfwrap.callbacks.rank_evidence import exchanged
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.run_size import num_processes
+from mfwrap.callbacks.culprit.evidence import exchanged
+from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_size import num_processes
 
 __all__ = ["CheckpointMonitor"]
 
@@ -86,9 +86,11 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             check_int(name, value, minimum=0)
         check_bool("use_checkpoint_health_monitor", use_checkpoint_health_monitor)
         if save_checkpoint_seconds != 0:
-            check_positive_number("save_checkpoint_seconds", save_checkpoint_seconds)
+            check_positive_number("save_checkpoint_seconds", save_checkpoint_seconds, finite=True)
         if embedding_local_norm_threshold is not None:
-            check_positive_number("embedding_local_norm_threshold", embedding_local_norm_threshold)
+            check_positive_number(
+                "embedding_local_norm_threshold", embedding_local_norm_threshold, finite=True
+            )
         if not save_checkpoint_steps and not save_checkpoint_seconds:
             msg = "`save_checkpoint_steps` or `save_checkpoint_seconds` must be > 0, got 0 for both"
             raise ValueError(msg)

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import run_logger
 
 __all__ = ["EvalCallback"]
 

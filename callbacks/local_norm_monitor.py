@@ -9,13 +9,13 @@ from torch import Tensor, distributed
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
-from mfwrap.callbacks.anomaly_log import rank_file
-from mfwrap.callbacks.arguments import check_int
-from mfwrap.callbacks.json_lines import JsonLines
-from mfwrap.callbacks.loss_monitor_settings import directory_name
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.run_size import num_processes
-from mfwrap.callbacks.scalar_writer import summary_writer_class
+from mfwrap.arguments import check_int
+from mfwrap.callbacks.culprit.anomaly_log import rank_file
+from mfwrap.callbacks.loss_monitor.scalar_writer import summary_writer_class
+from mfwrap.callbacks.loss_monitor.settings import directory_name
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_size import num_processes
+from mfwrap.records.json_lines import JsonLines
 
 __all__ = ["LocalNormMonitor"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap.callbacks import EvalCallback
-from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
+from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 __all__ = [
     "METRICS_FILE",

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads
-from mfwrap.callbacks.anomaly_log import Anomaly, AnomalyLog, layer_of
-from mfwrap.callbacks.arguments import check_bool, check_int
-from mfwrap.callbacks.loss_monitor_settings import directory_name
-from mfwrap.callbacks.rank_evidence import this_rank
+from mfwrap.arguments import check_bool, check_int
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, layer_of
+from mfwrap.callbacks.culprit.evidence import this_rank
+from mfwrap.callbacks.loss_monitor.settings import directory_name
 from mfwrap.callbacks.replica_hash import bitwise_hashes
-from mfwrap.callbacks.run_size import num_processes
-from mfwrap.callbacks.tensor_norms import trainable
+from mfwrap.callbacks.shared.run_size import num_processes
+from mfwrap.tensors.tensor_norms import trainable
 
 __all__ = ["ReplicaCheck"]
 

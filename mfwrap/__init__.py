@@ -1,31 +1,35 @@
 """MindFormers' training step for PyTorch, accelerate and the Hugging Face Trainer."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mfwrap.absent_names import absent_name_message
-from mfwrap.adaptive_loss_scale import AdaptiveLossScaleUpdateCell
-from mfwrap.amp import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
-from mfwrap.base_cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
-from mfwrap.cell import MFTrainOneStepCell
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.deferred import DeferredReads
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.functional import GradOperation, grad, value_and_grad
-from mfwrap.gradients import clip_by_global_norm, clip_by_value
-from mfwrap.loss_scale import (
+from mfwrap.loss_scale.adaptive import AdaptiveLossScaleUpdateCell
+from mfwrap.loss_scale.cells import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
 )
-from mfwrap.loss_scale_managers import (
+from mfwrap.mindspore.functional import GradOperation, grad, value_and_grad
+from mfwrap.mindspore.managers import (
     DynamicLossScaleManager,
     FixedLossScaleManager,
     LossScaleManager,
 )
+from mfwrap.mindspore.scalers import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
+from mfwrap.names import ABSENT_NAMES, package_getattr
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.step.cell import MFTrainOneStepCell
+from mfwrap.step.clipping import clip_by_global_norm, clip_by_value
+from mfwrap.step.mindspore_cells import (
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+)
+from mfwrap.tensors.deferred import DeferredReads
 
 if TYPE_CHECKING:
-    from mfwrap.model import Model
+    from mfwrap.model.model import Model
 
 __version__ = "0.1.0"
 
@@ -60,14 +64,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Model":
-        # Late, because it loads transformers.
-        from mfwrap.model import Model  # noqa: PLC0415
-
-        return Model
-    if (absent := absent_name_message(name)) is not None:
-        # `from mfwrap import ...` would replace an AttributeError by one that says nothing.
-        raise ImportError(absent, name=__name__)
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = package_getattr(__name__, {"Model": "mfwrap.model.model"}, ABSENT_NAMES)

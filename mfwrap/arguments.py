@@ -1,16 +1,20 @@
-"""Checks of arguments, with one form of message."""
+"""Checks of arguments with one form of message, and the caller whom a warning concerns."""
 
 import inspect
 import math
 import sys
 
 __all__ = [
+    "callers_stacklevel",
     "check_bool",
-    "check_positive_int",
+    "check_int",
     "check_positive_number",
     "described",
     "needed_arguments",
 ]
+
+
+_LIBRARIES = frozenset({"mfwrap", "accelerate", "transformers", "torch", "contextlib"})
 
 
 def described(value: object) -> str:
@@ -26,13 +30,13 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
-def check_positive_int(name: str, value: object) -> int:
-    """Return `value`; raise ``TypeError`` if it is not an int, ``ValueError`` if it is < 1."""
+def check_int(name: str, value: object, *, minimum: int = 1) -> int:
+    """Return `value`; raise ``TypeError`` unless it is an int, ``ValueError`` below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         msg = f"`{name}` must be an int, got {described(value)}"
         raise TypeError(msg)
-    if value < 1:
-        msg = f"`{name}` must be >= 1, got {value}"
+    if value < minimum:
+        msg = f"`{name}` must be >= {minimum}, got {value}"
         raise ValueError(msg)
     return value
 
@@ -64,3 +68,18 @@ def needed_arguments(owner: object, method: str) -> list[str]:
     parameters = list(signature.parameters.values())[0 if of_class is None else 1 :]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+def callers_stacklevel() -> int:
+    """Return the ``stacklevel`` with which a warning of the calling function names the user's line.
+
+    That line is in the innermost frame outside mfwrap and outside the libraries that call mfwrap.
+    """
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001  (inspect.stack() reads every source file)
+    while frame.f_back is not None and _top_package(frame.f_globals) in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _top_package(module_globals: dict[str, object]) -> str:
+    return str(module_globals.get("__name__", "")).partition(".")[0]

@@ -20,12 +20,12 @@ try:
     from mfwrap.cli_output import is_first_process, say, warn_of, write_new
     from mfwrap.cli_plot import plot
     from mfwrap.cli_report import report
-    from mfwrap.recipe_yaml import RecipeError
+    from mfwrap.recipe.document import RecipeError
 except ImportError as error:  # an ordinary install has no extra
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
 
 if TYPE_CHECKING:
-    from mfwrap.recipe import Recipe
+    from mfwrap.recipe.recipe import Recipe
 
 __all__ = ["cli", "main"]
 
@@ -45,7 +45,7 @@ def _recipe_names(
 ) -> list[CompletionItem]:
     """Complete names of shipped recipes, and of files."""
     del context, parameter
-    from mfwrap.recipe_library import shipped_recipes  # noqa: PLC0415
+    from mfwrap.recipe.library import shipped_recipes  # noqa: PLC0415
 
     names = [CompletionItem(one) for one in shipped_recipes() if one.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
@@ -112,8 +112,8 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
         _check_resume(checked, resume, overwrite=overwrite)
     _silence_bars(checked)
     # Reading a recipe is quick without what running it takes.
-    from mfwrap.recipe_objects import REFUSALS  # noqa: PLC0415
-    from mfwrap.recipe_run import run_recipe  # noqa: PLC0415
+    from mfwrap.recipe.objects import REFUSALS  # noqa: PLC0415
+    from mfwrap.recipe.run import run_recipe  # noqa: PLC0415
 
     try:
         from_newest = resume == _RESUME_NEWEST
@@ -147,7 +147,7 @@ def validate(recipe: str, overrides: Sequence[str]) -> None:
 @cli.command()
 def recipes() -> None:
     """List the recipes that come with the package."""
-    from mfwrap.recipe_library import shipped_recipes  # noqa: PLC0415
+    from mfwrap.recipe.library import shipped_recipes  # noqa: PLC0415
 
     shipped = shipped_recipes()
     width = max(map(len, shipped))
@@ -165,7 +165,7 @@ def init(name: str, output: Path | None) -> None:
     Example:
       mfwrap init regression --output my.yaml
     """  # noqa: D301
-    from mfwrap.recipe_library import find_recipe, shipped_recipes  # noqa: PLC0415
+    from mfwrap.recipe.library import find_recipe, shipped_recipes  # noqa: PLC0415
 
     shipped = shipped_recipes()
     text = shipped[name].text if name in shipped else find_recipe(name)[0]
@@ -184,8 +184,8 @@ def import_mindformers(file: Path, output: Path | None) -> None:
     Example:
       mfwrap import-mindformers finetune_llama2_7b.yaml --output llama.yaml
     """  # noqa: D301
-    from mfwrap.recipe_library import find_recipe  # noqa: PLC0415
-    from mfwrap.recipe_mindformers import import_mindformers as imported_from  # noqa: PLC0415
+    from mfwrap.recipe.library import find_recipe  # noqa: PLC0415
+    from mfwrap.recipe.mindformers import import_mindformers as imported_from  # noqa: PLC0415
 
     if not file.is_file():
         msg = f"{file}: must be a MindFormers YAML file, got none"
@@ -228,8 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
-    from mfwrap.recipe import RecipeWarning, parse_recipe  # noqa: PLC0415
-    from mfwrap.recipe_library import find_recipe  # noqa: PLC0415
+    from mfwrap.recipe.library import find_recipe  # noqa: PLC0415
+    from mfwrap.recipe.recipe import RecipeWarning, parse_recipe  # noqa: PLC0415
 
     text, name = find_recipe(word)
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mfwrap.recipe_yaml import RecipeError
+from mfwrap.recipe.document import RecipeError
 
 __all__ = ["is_first_process", "say", "warn_of", "write_new"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from mfwrap.recipe_yaml import RecipeError
+from mfwrap.recipe.document import RecipeError
 
 __all__ = ["plot"]
 
@@ -20,8 +20,8 @@ def plot(run: Path, output: Path | None) -> None:
       mfwrap plot runs/causal_lm
     """  # noqa: D301  (\b is click's mark of lines that are kept)
     # Reading a recipe is quick without what drawing takes.
-    from mfwrap.recipe_metrics import METRICS_FILE, limit_of  # noqa: PLC0415
-    from mfwrap.recipes.run_picture import draw_run  # noqa: PLC0415
+    from mfwrap.callbacks.metrics_recorder import METRICS_FILE, limit_of  # noqa: PLC0415
+    from mfwrap.report.picture import draw_run  # noqa: PLC0415
 
     metrics = run / METRICS_FILE
     if not metrics.is_file():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mfwrap.recipe_yaml import RecipeError
+from mfwrap.recipe.document import RecipeError
 
 __all__ = ["report"]
 
@@ -32,7 +32,7 @@ def report(runs: Sequence[Path], output: Path | None) -> None:
     """  # noqa: D301  (\b is click's mark of lines that are kept)
     # Reading a recipe is quick without what drawing takes.
     try:
-        from mfwrap.run_page import write_run_page  # noqa: PLC0415
+        from mfwrap.report.page import write_run_page  # noqa: PLC0415
     except ImportError as error:
         msg = f'a report needs {error.name}; pip install "mfwrap[report]"'
         raise RecipeError(msg) from error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mfwrap.arguments import check_bool, check_positive_int, check_positive_number
+from mfwrap.arguments import check_bool, check_int, check_positive_number
 
 __all__ = ["LocalNormGroups", "StepConfig"]
 
@@ -67,9 +67,9 @@ class StepConfig:
             check_bool(name, getattr(self, name))
         check_positive_number("max_grad_norm", self.max_grad_norm)
         check_positive_number("global_norm_spike_threshold", self.global_norm_spike_threshold)
-        check_positive_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.max_consecutive_skips is not None:
-            check_positive_int("max_consecutive_skips", self.max_consecutive_skips)
+            check_int("max_consecutive_skips", self.max_consecutive_skips)
         if self.use_skip_data_by_global_norm and not self.use_clip_grad:
             msg = (
                 "`use_skip_data_by_global_norm` needs the global norm, which is computed only "

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
-from mfwrap.losses import MeanLoss
-from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
 from mfwrap.outputs import StepOutput
-from mfwrap.wrappers import is_deepspeed_engine
+from mfwrap.step.losses import MeanLoss
+from mfwrap.step.micro_batches import NetworkCall, calls_of, split_calls
+from mfwrap.tensors.wrappers import is_deepspeed_engine
 
 __all__ = ["DeepSpeedCell"]
 

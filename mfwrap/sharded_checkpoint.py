@@ -10,11 +10,11 @@ from torch import Tensor, distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from mfwrap.cell import MFTrainOneStepCell
-from mfwrap.parameters import network_parameters
-from mfwrap.shard_files import load_tensors, save_tensors, stored_tensors
-from mfwrap.sharded import is_distributed
-from mfwrap.wrappers import plain_name, reshard, unwrapped_network
+from mfwrap.checkpoints.shard_files import load_tensors, save_tensors, stored_tensors
+from mfwrap.step.cell import MFTrainOneStepCell
+from mfwrap.step.parameters import network_parameters
+from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
 __all__ = ["load_sharded", "save_sharded"]
 

@@ -38,7 +38,7 @@ from mfwrap import (
 )
 from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
 from mfwrap.recipes.metrics_file import MetricsFile
-from mfwrap.recipes.run_picture import draw_run
+from mfwrap.report.picture import draw_run
 
 IGNORED_LABEL = -100
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from rank_pool import RankPool
+from support.ranks.pool import RankPool
 
 settings.register_profile(
     "mfwrap",

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import ExponentialMovingAverage, StepReport
-from mfwrap.callbacks.applied_updates import AppliedUpdates
-from mfwrap.callbacks.arguments import check_bool
-from mfwrap.callbacks.average_files import (
+from mfwrap.arguments import check_bool
+from mfwrap.callbacks.average.applied_updates import AppliedUpdates
+from mfwrap.callbacks.average.evaluated_averages import EvaluatedAverages
+from mfwrap.callbacks.average.files import (
     export_averages,
     is_sharded,
     load_exported,
@@ -20,7 +21,6 @@ from mfwrap.callbacks.average_files import (
     save_state,
     saved_checkpoint,
 )
-from mfwrap.callbacks.evaluated_averages import EvaluatedAverages
 
 __all__ = ["EMACallback"]
 

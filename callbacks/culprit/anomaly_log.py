@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from mfwrap.callbacks.json_lines import JsonLines
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.records.json_lines import JsonLines
 
 __all__ = ["Anomaly", "AnomalyLog", "GroupNorm", "WeightNorm", "layer_of", "rank_file"]
 
@@ -132,7 +132,7 @@ class AnomalyLog:
         if self._lines is not None:
             self._lines.append(anomaly.as_record())
         place = "" if self._lines is None else f"; see {self._lines.path}"
-        run_logger(__name__).warning("%s%s", anomaly, place)
+        run_logger(__package__).warning("%s%s", anomaly, place)
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:

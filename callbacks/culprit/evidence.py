@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from mfwrap.callbacks.anomaly_log import GroupNorm, WeightNorm
+from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
 
 __all__ = ["RankEvidence", "exchanged", "is_explained_by_scale", "this_rank"]
 

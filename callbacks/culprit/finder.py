@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.anomaly_log import Anomaly, GroupNorm, WeightNorm, layer_of
-from mfwrap.callbacks.norm_history import GlobalNormHistory, RunningNorms
-from mfwrap.callbacks.rank_evidence import (
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, GroupNorm, WeightNorm, layer_of
+from mfwrap.callbacks.culprit.evidence import (
     RankEvidence,
     exchanged,
     is_explained_by_scale,
     this_rank,
 )
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.step_recorder import StepRecorder
-from mfwrap.callbacks.step_replay import Origin, replay_step
-from mfwrap.callbacks.weight_watch import WeightWatch
+from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms
+from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay import Origin, replay_step
+from mfwrap.callbacks.culprit.weight_watch import WeightWatch
+from mfwrap.callbacks.shared.run_log import run_logger
 
 __all__ = ["CulpritFinder", "StepEvidence", "StepNumbers"]
 
@@ -240,7 +240,7 @@ class CulpritFinder:
             return replay_step(self.recorder, scale)
         except RuntimeError as error:
             # Out of memory, for example: no reason to end a training that goes on.
-            run_logger(__name__).warning("step %d cannot be replayed: %s", numbers.step, error)
+            run_logger(__package__).warning("step %d cannot be replayed: %s", numbers.step, error)
             return None
 
     def state_dict(self) -> dict[str, Any]:

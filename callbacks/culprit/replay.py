@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.step_recorder import NetworkInputs, RandomState, StepRecorder
+from mfwrap.callbacks.culprit.recorder import NetworkInputs, RandomState, StepRecorder
 
 __all__ = ["Origin", "replay_step"]
 

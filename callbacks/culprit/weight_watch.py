@@ -5,8 +5,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.anomaly_log import WeightNorm
-from mfwrap.callbacks.tensor_norms import tensor_norms, trainable
+from mfwrap.callbacks.culprit.anomaly_log import WeightNorm
+from mfwrap.tensors.tensor_norms import tensor_norms, trainable
 
 __all__ = ["WeightWatch"]
 

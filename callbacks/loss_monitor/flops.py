@@ -10,8 +10,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from mfwrap.callbacks.peak_rates import peak_tflops
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.loss_monitor.peak_rates import peak_tflops
+from mfwrap.callbacks.shared.run_log import run_logger
 
 __all__ = ["StepFlops", "device_peak_tflops"]
 
@@ -94,7 +94,7 @@ class StepFlops:
 
     def _give_up(self, reason: str) -> None:
         self._to_count = False
-        run_logger(__name__).warning(
+        run_logger(__package__).warning(
             "No FLOPs are shown: %s. Give `flops_per_step` instead of `count_flops`.", reason
         )
 

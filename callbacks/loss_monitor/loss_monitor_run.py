@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from mfwrap.callbacks.epoch_mean import SavedMean
-from mfwrap.callbacks.flops import device_peak_tflops
-from mfwrap.callbacks.loss_monitor_settings import LossMonitorSettings
-from mfwrap.callbacks.loss_record import StepRecord
-from mfwrap.callbacks.monitored_run import MonitoredRun
-from mfwrap.callbacks.run_size import global_batch_size, num_processes, run_length
-from mfwrap.callbacks.scalar_writer import ScalarWriter
-from mfwrap.callbacks.step_clock import StepClock
+from mfwrap.callbacks.loss_monitor.epoch_mean import SavedMean
+from mfwrap.callbacks.loss_monitor.flops import device_peak_tflops
+from mfwrap.callbacks.loss_monitor.record import StepRecord
+from mfwrap.callbacks.loss_monitor.run import MonitoredRun
+from mfwrap.callbacks.loss_monitor.scalar_writer import ScalarWriter
+from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
+from mfwrap.callbacks.shared.run_size import global_batch_size, num_processes, run_length
+from mfwrap.callbacks.shared.step_clock import StepClock
 
 __all__ = ["averages_loss", "begin_run", "is_read_next", "writer_of"]
 

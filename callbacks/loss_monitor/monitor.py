@@ -11,19 +11,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.callbacks.epoch_mean import SavedMean
-from mfwrap.callbacks.flops import StepFlops
-from mfwrap.callbacks.loss_monitor_run import (
+from mfwrap.callbacks.loss_monitor.epoch_mean import SavedMean
+from mfwrap.callbacks.loss_monitor.flops import StepFlops
+from mfwrap.callbacks.loss_monitor.loss_monitor_run import (
     averages_loss,
     begin_run,
     is_read_next,
     writer_of,
 )
-from mfwrap.callbacks.loss_monitor_settings import LossMonitorSettings, directory_name
-from mfwrap.callbacks.loss_record import StepRecord, record_lines
-from mfwrap.callbacks.monitored_run import MonitoredRun
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.step_clock import StepClock
+from mfwrap.callbacks.loss_monitor.record import StepRecord, record_lines
+from mfwrap.callbacks.loss_monitor.run import MonitoredRun
+from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings, directory_name
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.step_clock import StepClock
 
 __all__ = ["MFLossMonitor"]
 
@@ -77,7 +77,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         flops_per_step: FLOPs of one update on this device.
         count_flops: Count them over the first update, between ``on_step_begin`` and
             ``on_step_end``, which makes that update slow. A compiled network cannot be counted.
-            What counts, and what does not, is said in `mfwrap.callbacks.flops.StepFlops`.
+            `mfwrap.callbacks.loss_monitor.flops.StepFlops` says which operations count.
         peak_tflops: Dense half-precision TFLOP/s of this device; ``None`` for its maker's.
         tensorboard_dir: Where to write MindFormers' curves; ``None`` writes none.
         log_loss_scale_to_tensorboard: Write the loss scale too.
@@ -297,7 +297,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             self._run.flush()
 
     def _print(self, record: StepRecord) -> None:
-        logger = run_logger(__name__)
+        logger = run_logger(__package__)
         for line in record_lines(record):
             logger.info("%s", line)
         if self._writer is not None:
@@ -306,7 +306,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
     def _say_what_is_missing(self) -> None:
         if not self._said_what_is_missing:
             self._said_what_is_missing = True
-            run_logger(__name__).warning(
+            run_logger(__package__).warning(
                 "MFLossMonitor gets no `step_output` in this loop. It cannot show overflow, loss "
                 "scale and the loss of each step, and prints the numbers that the loop logs."
             )

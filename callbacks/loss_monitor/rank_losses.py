@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from mfwrap.callbacks.step_values import PackedValues
+from mfwrap.callbacks.shared.step_values import PackedValues
 
 __all__ = ["over_ranks"]
 

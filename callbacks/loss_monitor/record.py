@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import numpy as np
 
-from mfwrap.callbacks.run_size import RunPosition
-from mfwrap.callbacks.step_values import StepValues
+from mfwrap.callbacks.shared.run_size import RunPosition
+from mfwrap.callbacks.shared.step_values import StepValues
 
 __all__ = ["StepRecord", "record_lines"]
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from mfwrap import DeferredReads
-from mfwrap.callbacks.epoch_mean import EpochMean, SavedMean
-from mfwrap.callbacks.loss_record import StepRecord
-from mfwrap.callbacks.rank_losses import over_ranks
-from mfwrap.callbacks.run_size import RunLength, RunPosition
-from mfwrap.callbacks.step_clock import StepClock
-from mfwrap.callbacks.step_values import PackedValues, StepValues, pack, values_of_logs
+from mfwrap.callbacks.loss_monitor.epoch_mean import EpochMean, SavedMean
+from mfwrap.callbacks.loss_monitor.rank_losses import over_ranks
+from mfwrap.callbacks.loss_monitor.record import StepRecord
+from mfwrap.callbacks.shared.run_size import RunLength, RunPosition
+from mfwrap.callbacks.shared.step_clock import StepClock
+from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
 
 __all__ = ["MonitoredRun"]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, final
 
-from mfwrap.callbacks.loss_record import StepRecord
+from mfwrap.callbacks.loss_monitor.record import StepRecord
 
 __all__ = ["ScalarWriter", "summary_writer_class"]
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from mfwrap.callbacks.arguments import check_bool, check_int, check_positive_number
+from mfwrap.arguments import check_bool, check_int, check_positive_number
 
 __all__ = ["LossMonitorSettings"]
 
@@ -41,7 +41,7 @@ class LossMonitorSettings:
             check_int(name, getattr(self, name), minimum=0)
         for name in ("flops_per_step", "peak_tflops"):
             if getattr(self, name) is not None:
-                check_positive_number(name, getattr(self, name))
+                check_positive_number(name, getattr(self, name), finite=True)
         for name in ("loss_over_ranks", "count_flops", *_TENSORBOARD_FLAGS):
             check_bool(name, getattr(self, name))
         self._check_pairs()

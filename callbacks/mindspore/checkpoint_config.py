@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from mfwrap.callbacks.arguments import check_bool, check_int
-from mfwrap.callbacks.monitored_value import check_one_of
+from mfwrap.arguments import check_bool, check_int
+from mfwrap.callbacks.mindspore.monitored_value import check_one_of
 
 __all__ = ["CheckpointConfig"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, final
 
-from mfwrap.callbacks.monitored_value import loss_of
+from mfwrap.callbacks.mindspore.monitored_value import loss_of
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["History"]

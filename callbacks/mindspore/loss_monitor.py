@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mfwrap import DeferredReads
-from mfwrap.callbacks.console import print_line
-from mfwrap.callbacks.monitored_value import loss_of
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.mindspore.monitored_value import loss_of
+from mfwrap.callbacks.shared.console import print_line
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.model import Callback, CallbackParameters, RunContext, named_output
 
 __all__ = ["LossMonitor"]
@@ -114,7 +114,7 @@ class LossMonitor(Callback):
     def _say_what_is_missing(self) -> None:
         if not self._said_what_is_missing:
             self._said_what_is_missing = True
-            run_logger(__name__).warning(
+            run_logger(__package__).warning(
                 "LossMonitor gets no step's output in this loop, and prints no loss. MFTrainer and "
                 "Model have one; MFLossMonitor prints what a Trainer logs."
             )

@@ -12,7 +12,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
-from mfwrap.callbacks.checkpoint_config import CheckpointConfig
+from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.model import Callback, CallbackParameters, RunContext
 
 __all__ = ["ModelCheckpoint"]

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.utils import reduce
 from torch import Tensor
 
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.model import CallbackParameters
 
 __all__ = ["Improvement", "loss_of", "value_of_epoch", "watched_value"]

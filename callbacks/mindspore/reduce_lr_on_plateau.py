@@ -4,9 +4,9 @@ from typing import final
 
 from torch import Tensor
 
-from mfwrap.callbacks.arguments import check_bool, check_int
-from mfwrap.callbacks.console import print_line
-from mfwrap.callbacks.monitored_value import Improvement, value_of_epoch
+from mfwrap.arguments import check_bool, check_int
+from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
+from mfwrap.callbacks.shared.console import print_line
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["ReduceLROnPlateau"]

@@ -6,8 +6,8 @@ from typing import final
 
 import torch
 
-from mfwrap.callbacks.arguments import check_bool, check_int
-from mfwrap.callbacks.console import print_line
+from mfwrap.arguments import check_bool, check_int
+from mfwrap.callbacks.shared.console import print_line
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["TimeMonitor"]

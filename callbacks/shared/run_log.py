@@ -17,7 +17,8 @@ def run_logger(name: str) -> logging.Logger:
     the root logger has a handler of its own.
 
     Args:
-        name: The module's ``__name__``, below ``mfwrap.callbacks``.
+        name: ``__name__`` of a module of `mfwrap.callbacks`, or ``__package__`` inside a package:
+            a filter that a user sets by name must survive when a module is split.
     """
     library, callbacks = logging.getLogger("mfwrap"), logging.getLogger("mfwrap.callbacks")
     if library.level == callbacks.level == logging.NOTSET:

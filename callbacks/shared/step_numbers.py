@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mfwrap import StepReport
-from mfwrap.callbacks.culprit import StepNumbers
-from mfwrap.callbacks.step_values import PackedValues, StepValues, pack
+from mfwrap.callbacks.culprit.finder import StepNumbers
+from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack
 
 __all__ = ["ReadStep", "numbers_of", "pack_step", "skip_flag", "unpack_step"]
 

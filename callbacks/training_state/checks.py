@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from mfwrap.callbacks.culprit import StepNumbers
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.culprit.finder import StepNumbers
+from mfwrap.callbacks.shared.run_log import run_logger
 
 __all__ = ["SpikeCount", "SpikeGuard", "check_finite"]
 
@@ -73,7 +73,7 @@ class SpikeGuard:
                 "from a checkpoint before it: if the norm is as large again, training continues"
             )
             raise RuntimeError(msg)
-        run_logger(__name__).warning(
+        run_logger(__package__).warning(
             "The global norm %s of step %d is still greater or equal than threshold %s, continue "
             "training.",
             norm,
@@ -123,7 +123,7 @@ class SpikeCount:
         if self.num_in_a_row >= self._limit:
             msg = f"{text}, stop training..."
             raise ValueError(msg)
-        run_logger(__name__).info("%s", text)
+        run_logger(__package__).info("%s", text)
 
     def state_dict(self) -> dict[str, int]:
         """Return the count, as JSON can hold it."""

@@ -5,10 +5,10 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.attention_logits import AttentionLogits
-from mfwrap.callbacks.expert_load import ExpertLoad
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.training_state_settings import TrainingStateSettings
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.training_state.attention_logits import AttentionLogits
+from mfwrap.callbacks.training_state.expert_load import ExpertLoad
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 
 __all__ = ["ForwardNumbers", "ForwardWatches", "forward_watches"]
 
@@ -49,7 +49,7 @@ class ForwardWatches:
         shares = {} if self._experts is None else self._experts.end()
         if self._attention is not None and not logits and not self._has_said:
             self._has_said = True
-            run_logger(__name__).warning(
+            run_logger(__package__).warning(
                 "TrainingStateMonitor cannot show attention logits: in the forward there is "
                 "neither torch's scaled_dot_product_attention nor a softmax over four dimensions"
             )
@@ -77,14 +77,14 @@ def forward_watches(
         return None
     if network is None or is_compiled:
         why = "without `model`" if network is None else "of a network that is compiled"
-        run_logger(__name__).warning(
+        run_logger(__package__).warning(
             "TrainingStateMonitor cannot show attention logits and the load of experts %s", why
         )
         return None
     attention = AttentionLogits(network) if asks[0] else None
     experts = ExpertLoad(network) if asks[1] else None
     if experts is not None and not experts.experts:
-        run_logger(__name__).warning(
+        run_logger(__package__).warning(
             "TrainingStateMonitor cannot show the load of experts: the network has none that it "
             "knows (modules with `num_experts` and an argument `top_k_index`)"
         )

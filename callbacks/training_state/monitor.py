@@ -7,16 +7,16 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.tensor_norms import inner_optimizer
-from mfwrap.callbacks.training_state_parts import (
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.training_state.run import TrainingStateRun
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.callbacks.training_state.training_state_parts import (
     log_structure,
     missing_values,
     run_parts,
     samples_per_process,
 )
-from mfwrap.callbacks.training_state_run import TrainingStateRun
-from mfwrap.callbacks.training_state_settings import TrainingStateSettings
+from mfwrap.tensors.tensor_norms import inner_optimizer
 
 __all__ = ["TrainingStateEvents"]
 
@@ -198,7 +198,7 @@ class TrainingStateEvents(TrainerCallback):
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            run_logger(__name__).warning("TrainingStateMonitor cannot show %s", text)
+            run_logger(__package__).warning("TrainingStateMonitor cannot show %s", text)
 
     def _pause(self) -> None:
         self._flush()

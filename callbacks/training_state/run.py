@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap import DeferredReads, StepReport
-from mfwrap.callbacks.anomaly_log import AnomalyLog
-from mfwrap.callbacks.culprit import CulpritFinder, StepEvidence, StepNumbers
-from mfwrap.callbacks.forward_watches import ForwardNumbers, ForwardWatches
-from mfwrap.callbacks.metric_writers import MetricWriters
-from mfwrap.callbacks.run_size import RunLength, RunPosition
-from mfwrap.callbacks.state_checks import SpikeCount, SpikeGuard, check_finite
-from mfwrap.callbacks.state_metrics import Metric, StateMetrics
-from mfwrap.callbacks.step_clock import StepClock
-from mfwrap.callbacks.step_numbers import (
+from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
+from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence, StepNumbers
+from mfwrap.callbacks.shared.run_size import RunLength, RunPosition
+from mfwrap.callbacks.shared.step_clock import StepClock
+from mfwrap.callbacks.shared.step_numbers import (
     ReadStep,
     numbers_of,
     pack_step,
     skip_flag,
     unpack_step,
 )
-from mfwrap.callbacks.step_values import PackedValues, StepValues
-from mfwrap.callbacks.training_state_settings import TrainingStateSettings
+from mfwrap.callbacks.shared.step_values import PackedValues, StepValues
+from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
+from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, ForwardWatches
+from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.callbacks.training_state.writers import MetricWriters
 
 __all__ = ["RunParts", "TrainingStateRun"]
 

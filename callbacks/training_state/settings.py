@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mfwrap.callbacks.arguments import check_bool, check_int, check_positive_number
-from mfwrap.callbacks.stable_rank import StableRankSettings
+from mfwrap.arguments import check_bool, check_int, check_positive_number
+from mfwrap.callbacks.training_state.stable_rank import StableRankSettings
 
 __all__ = [
     "FORMAT_SETTINGS",
@@ -81,10 +81,10 @@ class TrainingStateSettings:
         for name in ("initial_epoch", "initial_step", "global_batch_size"):
             check_int(name, getattr(self, name), minimum=0)
         for name in ("global_norm_spike_threshold", "spike_factor"):
-            check_positive_number(name, getattr(self, name))
+            check_positive_number(name, getattr(self, name), finite=True)
         for name in ("throughput_baseline", "expert_capacity_factor"):
             if getattr(self, name) is not None:
-                check_positive_number(name, getattr(self, name))
+                check_positive_number(name, getattr(self, name), finite=True)
         self._check_pairs()
 
     def _check_pairs(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mfwrap.callbacks.arguments import check_bool, check_int
+from mfwrap.arguments import check_bool, check_int
 
 __all__ = ["MOE_SHOW_MODES", "Spectrum", "StableRankSettings", "spectrum", "tagged_spectra"]
 

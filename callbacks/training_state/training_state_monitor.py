@@ -8,9 +8,9 @@ from typing import Any, final
 
 from transformers.trainer_callback import ExportableState
 
-from mfwrap.callbacks.loss_monitor_settings import directory_name
-from mfwrap.callbacks.training_state_events import TrainingStateEvents
-from mfwrap.callbacks.training_state_settings import (
+from mfwrap.callbacks.loss_monitor.settings import directory_name
+from mfwrap.callbacks.training_state.monitor import TrainingStateEvents
+from mfwrap.callbacks.training_state.settings import (
     TrainingStateSettings,
     checked_formats,
     checked_stable_rank,

@@ -8,19 +8,19 @@ import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from mfwrap.callbacks.anomaly_log import AnomalyLog, rank_file
-from mfwrap.callbacks.culprit import CulpritFinder
-from mfwrap.callbacks.forward_watches import forward_watches
-from mfwrap.callbacks.metric_writers import MetricWriters
-from mfwrap.callbacks.rank_evidence import this_rank
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.run_size import RunLength, global_batch_size, num_processes, run_length
-from mfwrap.callbacks.state_checks import SpikeCount, SpikeGuard
-from mfwrap.callbacks.step_clock import StepClock
-from mfwrap.callbacks.step_recorder import StepRecorder, inner_network
-from mfwrap.callbacks.tensor_norms import plain_network, trainable
-from mfwrap.callbacks.training_state_run import RunParts
-from mfwrap.callbacks.training_state_settings import TrainingStateSettings
+from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog, rank_file
+from mfwrap.callbacks.culprit.evidence import this_rank
+from mfwrap.callbacks.culprit.finder import CulpritFinder
+from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_size import RunLength, global_batch_size, num_processes, run_length
+from mfwrap.callbacks.shared.step_clock import StepClock
+from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard
+from mfwrap.callbacks.training_state.forward_watches import forward_watches
+from mfwrap.callbacks.training_state.run import RunParts
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.callbacks.training_state.writers import MetricWriters
+from mfwrap.tensors.tensor_norms import plain_network, trainable
 
 __all__ = ["log_structure", "missing_values", "run_parts", "samples_per_process"]
 
@@ -135,7 +135,7 @@ def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRe
     if network is not None:
         return StepRecorder(network)
     if model is not None:
-        run_logger(__name__).warning(
+        run_logger(__package__).warning(
             "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded"
         )
     return None
@@ -184,4 +184,4 @@ def missing_values(
 def log_structure(model: nn.Module | None) -> None:
     """Log names and shapes of all trainable parameters."""
     for name, parameter in {} if model is None else trainable(model).items():
-        run_logger(__name__).info("%s %s", name, tuple(parameter.shape))
+        run_logger(__package__).info("%s %s", name, tuple(parameter.shape))

@@ -6,11 +6,11 @@ from typing import Any, final
 
 import numpy as np
 
-from mfwrap.callbacks.json_lines import JsonLines
-from mfwrap.callbacks.run_log import run_logger
-from mfwrap.callbacks.run_size import RunPosition
-from mfwrap.callbacks.scalar_writer import summary_writer_class
-from mfwrap.callbacks.state_metrics import Metric
+from mfwrap.callbacks.loss_monitor.scalar_writer import summary_writer_class
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_size import RunPosition
+from mfwrap.callbacks.training_state.metrics import Metric
+from mfwrap.records.json_lines import JsonLines
 
 __all__ = ["MetricWriters"]
 
@@ -95,7 +95,7 @@ class MetricWriters:
     def _log(self, position: RunPosition, scalars: Mapping[str, float]) -> None:
         length = position.length
         for tag, value in scalars.items():
-            run_logger(__name__).info(
+            run_logger(__package__).info(
                 "Epoch:[%3d/%3d], step:[%5d/%5d] %s: %s",
                 position.epoch,
                 length.num_epochs,

@@ -2,14 +2,11 @@
 
 from accelerate import Accelerator
 
-from mfwrap.accelerate_setup import (
-    EMA,
-    check_arguments,
-)
-from mfwrap.attached_step import AttachedStep
+from mfwrap.accelerate.attached_step import AttachedStep
+from mfwrap.accelerate.setup import EMA, check_arguments
 from mfwrap.config import StepConfig
-from mfwrap.local_norm import CommunicationHook
-from mfwrap.scale_sense import ScaleSense
+from mfwrap.loss_scale.live import ScaleSense
+from mfwrap.step.local_norms import CommunicationHook
 
 __all__ = ["AttachedStep", "attach"]
 

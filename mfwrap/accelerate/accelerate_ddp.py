@@ -4,7 +4,7 @@ from typing import Any, final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from mfwrap.local_norm import CommunicationHook, tap
+from mfwrap.step.local_norms import CommunicationHook, tap
 
 __all__ = ["attached_handler_class", "refuse_second_hook"]
 

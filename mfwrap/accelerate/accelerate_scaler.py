@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.accelerate_classes import Attachment, inner_optimizer
+from mfwrap.accelerate.classes import Attachment, inner_optimizer
 from mfwrap.arguments import described
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell
+from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 
 __all__ = ["StepScaler"]
 

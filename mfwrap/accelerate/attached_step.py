@@ -9,33 +9,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.accelerate_classes import (
+from mfwrap.accelerate.accelerate_ddp import attached_handler_class
+from mfwrap.accelerate.accelerate_scaler import StepScaler
+from mfwrap.accelerate.classes import (
     attached_class,
     inner_optimizer,
     restore_optimizer,
     restore_scheduler,
 )
-from mfwrap.accelerate_ddp import attached_handler_class
-from mfwrap.accelerate_scaler import StepScaler
-from mfwrap.accelerate_setup import (
-    EMA,
-    made_average,
-    named_parameters_of,
-    scale_of,
-    trained_models,
-)
-from mfwrap.accelerate_state import check_saved_step, load_step, save_step
+from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.accelerate.setup import EMA, made_average, named_parameters_of, scale_of, trained_models
+from mfwrap.accelerate.state import check_saved_step, load_step, save_step
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.fsdp_local_norm import sharded_local_squares_of
-from mfwrap.fsdp_parts import ShardedParts
-from mfwrap.local_norm import CommunicationHook, local_squares_of
-from mfwrap.loop_step import LoopStep
+from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.parameters import TrainedParameters
-from mfwrap.ranks import agreement_of
-from mfwrap.scale_sense import LossScale, ScaleSense
-from mfwrap.wrappers import distributed_parts
+from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.fsdp_local_norm import sharded_local_squares_of
+from mfwrap.step.local_norms import CommunicationHook, local_squares_of
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.ranks import agreement_of
+from mfwrap.tensors.wrappers import distributed_parts
 
 __all__ = ["AttachedStep"]
 

@@ -12,9 +12,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.arguments import described
-from mfwrap.deferred_schedule import ScheduleRequest, advance, is_stepped_with_a_metric
-from mfwrap.loop_step import LoopStep
+from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
 
 __all__ = [
     "AttachedAccelerator",

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mfwrap.gradients import clip_coefficient
-from mfwrap.norm_reduction import square_of_all
-from mfwrap.optimizer_window import OptimizerWindow, multiply_in_place
-from mfwrap.sharded import is_distributed
+from mfwrap.accelerate.optimizer_window import OptimizerWindow, multiply_in_place
+from mfwrap.step.clipping import clip_coefficient
+from mfwrap.tensors.sharded_norms import square_of_all
+from mfwrap.tensors.shards import is_distributed
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 

@@ -6,20 +6,20 @@ from typing import Any, Protocol, final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mfwrap.accelerate.clipping import clip_grad_norm, clip_grad_value
+from mfwrap.accelerate.optimizer_window import OptimizerWindow
+from mfwrap.accelerate.shared_state import SharedAverage, SharedLossScale
 from mfwrap.arguments import described
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.devices import on_device
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.local_norm import LocalSquares
-from mfwrap.loop_clipping import clip_grad_norm, clip_grad_value
-from mfwrap.optimizer_window import OptimizerWindow
+from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import StepReport
-from mfwrap.parameters import TrainedParameters
-from mfwrap.ranks import RankAgreement
-from mfwrap.scale_sense import LossScale
-from mfwrap.shared_state import SharedAverage, SharedLossScale
-from mfwrap.step_state import check, check_keys, restore
-from mfwrap.update import StepUpdate
+from mfwrap.step.local_norms import LocalSquares
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.ranks import RankAgreement
+from mfwrap.step.state import check, check_keys, restore
+from mfwrap.step.update import StepUpdate
+from mfwrap.tensors.devices import on_device
 
 __all__ = ["Loop", "LoopStep", "PendingSchedule"]
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from mfwrap.devices import on_device
-from mfwrap.measurement import Measurement
 from mfwrap.outputs import StepReport
-from mfwrap.sharded import local_tensors
-from mfwrap.update import StepUpdate
+from mfwrap.step.measurement import Measurement
+from mfwrap.step.update import StepUpdate
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import local_tensors
 
 __all__ = ["OptimizerWindow", "multiply_in_place"]
 

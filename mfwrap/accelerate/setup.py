@@ -7,14 +7,14 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from mfwrap.accelerate_ddp import refuse_second_hook
+from mfwrap.accelerate.accelerate_ddp import refuse_second_hook
 from mfwrap.arguments import described
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.local_norm import checked_communication_hook
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell
-from mfwrap.parameters import network_parameters
-from mfwrap.scale_sense import ScaleSense
+from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+from mfwrap.loss_scale.live import ScaleSense
+from mfwrap.step.local_norms import checked_communication_hook
+from mfwrap.step.parameters import network_parameters
 
 __all__ = [
     "EMA",

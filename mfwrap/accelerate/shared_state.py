@@ -5,8 +5,8 @@ from typing import final
 
 from torch import Tensor
 
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.scale_sense import LossScale
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.loss_scale.live import LossScale
 
 __all__ = ["SharedAverage", "SharedLossScale"]
 

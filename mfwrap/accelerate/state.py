@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mfwrap.callers import callers_stacklevel
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.loop_step import LoopStep
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell
-from mfwrap.step_files import has_step_files, read_step_files, write_step_files
+from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.checkpoints.step_files import has_step_files, read_step_files, write_step_files
+from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 
 __all__ = ["check_saved_step", "load_step", "save_step"]
 

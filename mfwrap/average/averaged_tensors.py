@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
-from mfwrap.wrappers import plain_name, reshard, unwrapped_network
+from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
 __all__ = ["BufferPlace", "buffer_places", "check_names", "fitting_tensors", "named_weights"]
 

@@ -7,17 +7,17 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.arguments import check_bool, check_positive_int
-from mfwrap.averaged_tensors import (
+from mfwrap.arguments import check_bool, check_int
+from mfwrap.average.averaged_tensors import (
     buffer_places,
     check_names,
     fitting_tensors,
     named_weights,
 )
-from mfwrap.averaging import average_dtype, copied, follow_buffers, grouped, write
-from mfwrap.devices import on_device
-from mfwrap.ema_arguments import check_applied, check_placement, checked_decay
-from mfwrap.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
+from mfwrap.average.ema_arguments import check_applied, check_placement, checked_decay
+from mfwrap.average.tensors import average_dtype, copied, follow_buffers, grouped, write
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
 
 __all__ = ["ExponentialMovingAverage"]
 
@@ -89,7 +89,7 @@ class ExponentialMovingAverage:
         decay = checked_decay(decay)
         check_placement(device, dtype)
         self._warmup = check_bool("warmup", warmup)
-        self._update_every = check_positive_int("update_every", update_every)
+        self._update_every = check_int("update_every", update_every)
         self._from_module = isinstance(parameters, nn.Module)
         self._weights = named_weights(parameters)
         self._buffer_places = buffer_places(parameters)

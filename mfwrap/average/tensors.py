@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mfwrap.devices import on_device
-from mfwrap.sharded import local_tensors, placed_like
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import local_tensors, placed_like
 
 __all__ = ["AveragedGroup", "average_dtype", "copied", "follow_buffers", "grouped", "write"]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self, final
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import Sampler
 
-from mfwrap.random_states import HostStates
+from mfwrap.checkpoints.random_states import HostStates
 
 __all__ = ["DataPosition"]
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mfwrap.sharded import is_distributed
+from mfwrap.tensors.shards import is_distributed
 
 __all__ = ["has_step_files", "read_step_files", "read_step_parts", "write_step_files"]
 
@@ -39,7 +39,7 @@ def write_step_files(
         shutil.rmtree(folder / _SHARDS, ignore_errors=True)
     if distributed:
         # torch's checkpoints take a second to import.
-        from mfwrap.shard_files import save_tensors  # noqa: PLC0415
+        from mfwrap.checkpoints.shard_files import save_tensors  # noqa: PLC0415
 
         save_tensors(folder / _SHARDS, distributed)
     if not is_writer:
@@ -94,7 +94,7 @@ def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
     tensors = _read(folder / _TENSORS, load_file)
     if (folder / _SHARDS).is_dir():
-        from mfwrap.shard_files import read_shards  # noqa: PLC0415  (slow to import)
+        from mfwrap.checkpoints.shard_files import read_shards  # noqa: PLC0415  (slow to import)
 
         tensors |= read_shards(folder / _SHARDS, dict(_flat(like or {})))
     for path, tensor in tensors.items():

@@ -7,9 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_positive_int
-from mfwrap.devices import on_device
-from mfwrap.loss_scale import (
+from mfwrap.arguments import check_int
+from mfwrap.loss_scale.cells import (
     LossScaleUpdateCell,
     as_flag,
     change_scale,
@@ -17,6 +16,7 @@ from mfwrap.loss_scale import (
     restart_window,
     window_is_full,
 )
+from mfwrap.tensors.devices import on_device
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 
@@ -53,7 +53,7 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         min_scale_window: int = 20,
     ) -> None:
         _check_windows(max_scale_window, min_scale_window)
-        check_positive_int("scale_window", scale_window)
+        check_int("scale_window", scale_window)
         self.max_scale_window = max_scale_window
         self.min_scale_window = min_scale_window
         self.window_list = tuple(_window_list(max_scale_window, min_scale_window))
@@ -134,8 +134,8 @@ def _check_windows(largest: int, smallest: int) -> None:
             f"the larger one, got {largest} and {smallest}"
         )
         raise ValueError(msg)
-    check_positive_int("max_scale_window", largest)
-    check_positive_int("min_scale_window", smallest)
+    check_int("max_scale_window", largest)
+    check_int("min_scale_window", smallest)
 
 
 def _first_index(window_list: Sequence[int], scale_window: int) -> int:

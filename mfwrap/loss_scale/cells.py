@@ -11,8 +11,8 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_positive_int, check_positive_number
-from mfwrap.devices import on_device
+from mfwrap.arguments import check_int, check_positive_number
+from mfwrap.tensors.devices import on_device
 
 __all__ = [
     "DynamicLossScaleUpdateCell",
@@ -162,8 +162,8 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     ) -> None:
         super().__init__(loss_scale_value, cur_iter=1, last_overflow_iter=0, overflow_count=0)
         self.scale_factor = check_factor(scale_factor)
-        self.scale_window = check_positive_int("scale_window", scale_window)
-        self.hysteresis = check_positive_int("hysteresis", hysteresis)
+        self.scale_window = check_int("scale_window", scale_window)
+        self.hysteresis = check_int("hysteresis", hysteresis)
         self.min_loss_scale = check_positive_number("min_loss_scale", min_loss_scale, finite=True)
         self._decrease_ratio = 1 / self.scale_factor
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import described
-from mfwrap.loss_scale import LossScaleUpdateCell
+from mfwrap.loss_scale.cells import LossScaleUpdateCell
 
 __all__ = ["LossScale", "ScaleSense"]
 

@@ -6,8 +6,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, described
-from mfwrap.gradient_call import gradients_of
-from mfwrap.gradient_request import GradientRequest, checked_weights
+from mfwrap.mindspore.gradient_call import gradients_of
+from mfwrap.mindspore.gradient_request import GradientRequest, checked_weights
 
 __all__ = ["GradOperation", "grad", "value_and_grad"]
 

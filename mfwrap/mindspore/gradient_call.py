@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import described
-from mfwrap.gradient_request import GradientRequest, as_list
+from mfwrap.mindspore.gradient_request import GradientRequest, as_list
 
 __all__ = ["gradients_of"]
 

@@ -6,8 +6,8 @@ from typing import final
 
 from torch import Tensor
 
-from mfwrap.arguments import check_bool, check_positive_int, described
-from mfwrap.loss_scale import (
+from mfwrap.arguments import check_bool, check_int, described
+from mfwrap.loss_scale.cells import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
@@ -131,7 +131,7 @@ class DynamicLossScaleManager(LossScaleManager):
         """The loss scale as it is."""
         check_factor(scale_factor)
         self.scale_factor = scale_factor
-        self.scale_window = check_positive_int("scale_window", scale_window)
+        self.scale_window = check_int("scale_window", scale_window)
         self.increase_ratio = scale_factor
         """What the loss scale is multiplied by when it grows."""
         self.decrease_ratio = 1 / scale_factor

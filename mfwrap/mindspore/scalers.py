@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mfwrap.arguments import check_positive_int, described
-from mfwrap.devices import on_device
-from mfwrap.gradients import has_non_finite
-from mfwrap.loss_scale_managers import check_scale
+from mfwrap.arguments import check_int, described
+from mfwrap.mindspore.managers import check_scale
+from mfwrap.step.clipping import has_non_finite
+from mfwrap.tensors.devices import on_device
 
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_finite"]
 
@@ -186,8 +186,8 @@ class DynamicLossScaler(LossScaler):
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
         super().__init__(scale_value)
-        self.scale_factor = check_positive_int("scale_factor", scale_factor)
-        self.scale_window = check_positive_int("scale_window", scale_window)
+        self.scale_factor = check_int("scale_factor", scale_factor)
+        self.scale_window = check_int("scale_window", scale_window)
         self.counter = torch.zeros((), dtype=torch.int64)
         """Shape ``()``, int64: steps in a row that were finite, from 0 again after a window."""
 

@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import has_length
 
 from mfwrap.arguments import described
-from mfwrap.run_context import Callback, CallbackParameters, RunContext
+from mfwrap.model.callback import Callback, CallbackParameters, RunContext
 
 __all__ = ["AdaptedCallback", "as_trainer_callback"]
 

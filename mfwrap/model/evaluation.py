@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from mfwrap.model_data import Batches, pair_of
-from mfwrap.model_metrics import EvaluationMetrics, MeanLoss, Metric
-from mfwrap.run_context import Callback, CallbackParameters, RunContext
+from mfwrap.model.callback import Callback, CallbackParameters, RunContext
+from mfwrap.model.data import Batches, pair_of
+from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, Metric
 
 __all__ = ["Evaluation", "EvaluationResult", "checked_indexes", "evaluating"]
 

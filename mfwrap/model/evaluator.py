@@ -7,10 +7,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool
-from mfwrap.evaluation import Evaluation, checked_indexes
-from mfwrap.model_data import Batches
-from mfwrap.model_metrics import named_metrics
-from mfwrap.train_network import EvaluationNetwork, TrainNetwork
+from mfwrap.model.data import Batches
+from mfwrap.model.evaluation import Evaluation, checked_indexes
+from mfwrap.model.metrics import named_metrics
+from mfwrap.model.train_network import EvaluationNetwork, TrainNetwork
 
 __all__ = ["Evaluator"]
 
@@ -22,7 +22,7 @@ class Evaluator:
     Args:
         trained: Has the network and its device.
         loss_fn: Called with the network's output and the label; ``None`` for none.
-        metrics: As of `mfwrap.model_metrics.named_metrics`.
+        metrics: As of `mfwrap.model.metrics.named_metrics`.
         eval_network: Called in the place of the network with `loss_fn`.
         eval_indexes: Which outputs of `eval_network` are loss, output and label.
         accelerator: Knows the ranks.

@@ -8,19 +8,19 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.amp_level import AmpLevel, AutocastNetwork
-from mfwrap.callback_adapter import as_trainer_callback
-from mfwrap.evaluation import evaluating
-from mfwrap.evaluator import Evaluator
-from mfwrap.loss_scale_managers import LossScaleManager
-from mfwrap.model_data import Batches, check_sink_size
-from mfwrap.model_loop import Validation, check_epochs, checked_frequency, train
-from mfwrap.model_run import ModelCallback, ModelRun, checked_callbacks, refuse_older_hooks
-from mfwrap.model_updates import Updates
+from mfwrap.mindspore.managers import LossScaleManager
+from mfwrap.model.amp_level import AmpLevel, AutocastNetwork
+from mfwrap.model.callback import Callback, CallbackParameters, RunContext
+from mfwrap.model.callback_adapter import as_trainer_callback
+from mfwrap.model.data import Batches, check_sink_size
+from mfwrap.model.evaluation import evaluating
+from mfwrap.model.evaluator import Evaluator
+from mfwrap.model.model_loop import Validation, check_epochs, checked_frequency, train
+from mfwrap.model.model_updates import Updates
+from mfwrap.model.run import ModelCallback, ModelRun, checked_callbacks, refuse_older_hooks
+from mfwrap.model.train_network import TrainingCell, build_train_network, plain_accelerator
 from mfwrap.outputs import named_output
-from mfwrap.run_context import Callback, CallbackParameters, RunContext
-from mfwrap.train_network import TrainingCell, build_train_network, plain_accelerator
-from mfwrap.update import Schedule
+from mfwrap.step.update import Schedule
 
 __all__ = [
     "Callback",
@@ -53,13 +53,13 @@ class Model:
         optimizer: Of the network's parameters; ``None`` to evaluate and predict alone.
         metrics: A set of MindSpore's names, or a dict of them or of objects with ``update``,
             ``compute`` and ``reset``, such as torchmetrics'; see
-            `mfwrap.model_metrics.named_metrics`.
+            `mfwrap.model.metrics.named_metrics`.
         eval_network: Called with all columns for an evaluation; by default the network with
             `loss_fn`.
         eval_indexes: Which outputs of `eval_network` are loss, output and label; ``None`` gives
             each metric all of them, and the metric ``"loss"`` the loss that is in the output, as a
             Hugging Face model's is.
-        amp_level: How precisions are mixed; see `mfwrap.amp_level.precision_of`.
+        amp_level: How precisions are mixed; see `mfwrap.model.amp_level.precision_of`.
         loss_scale_manager: The loss scale; ``None`` for none, where an update that overflows is
             applied. A `FixedLossScaleManager` that drops none needs no optimizer with a
             ``loss_scale``: gradients are divided before the optimizer runs.

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mfwrap.arguments import check_positive_int, described
-from mfwrap.evaluation import Evaluation
-from mfwrap.model_data import Batches, pair_of
-from mfwrap.model_run import ModelRun
-from mfwrap.model_updates import Updates
+from mfwrap.arguments import check_int, described
+from mfwrap.model.data import Batches, pair_of
+from mfwrap.model.evaluation import Evaluation
+from mfwrap.model.model_updates import Updates
+from mfwrap.model.run import ModelRun
 
 __all__ = ["Validation", "check_epochs", "checked_frequency", "train"]
 
@@ -74,7 +74,7 @@ def check_epochs(epoch: int, initial_epoch: int) -> None:
         TypeError: If one is not an int.
         ValueError: If `epoch` is below 1, or `initial_epoch` not in ``[0, epoch)``.
     """
-    check_positive_int("epoch", epoch)
+    check_int("epoch", epoch)
     if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int):
         msg = f"`initial_epoch` must be an int, got {described(initial_epoch)}"
         raise TypeError(msg)
@@ -91,5 +91,5 @@ def checked_frequency(frequency: object) -> int | Sequence[int]:
         ValueError: If one is below 1.
     """
     if isinstance(frequency, (list, tuple)):
-        return [check_positive_int("valid_frequency", number) for number in frequency]
-    return check_positive_int("valid_frequency", frequency)
+        return [check_int("valid_frequency", number) for number in frequency]
+    return check_int("valid_frequency", frequency)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.base_cells import TrainOneStepWithLossScaleCell
-from mfwrap.cell import MFTrainOneStepCell
-from mfwrap.deferred import DeferredReads
-from mfwrap.loss_scale_managers import LossScaleManager
-from mfwrap.micro_batches import NetworkCall
-from mfwrap.train_network import TrainNetwork
-from mfwrap.wrappers import unwrapped_optimizer
+from mfwrap.mindspore.managers import LossScaleManager
+from mfwrap.model.train_network import TrainNetwork
+from mfwrap.step.cell import MFTrainOneStepCell
+from mfwrap.step.micro_batches import NetworkCall
+from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
+from mfwrap.tensors.deferred import DeferredReads
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 __all__ = ["Updates"]
 

@@ -12,12 +12,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from mfwrap.arguments import described
-from mfwrap.callback_adapter import AdaptedCallback, as_trainer_callback
-from mfwrap.model_data import Batches
+from mfwrap.model.callback import Callback, CallbackParameters, RunContext
+from mfwrap.model.callback_adapter import AdaptedCallback, as_trainer_callback
+from mfwrap.model.data import Batches
+from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
-from mfwrap.run_context import Callback, CallbackParameters, RunContext
-from mfwrap.train_network import TrainNetwork
-from mfwrap.wrappers import unwrapped_optimizer
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 __all__ = ["ModelCallback", "ModelRun", "checked_callbacks", "refuse_older_hooks"]
 

@@ -8,17 +8,17 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.amp_level import AmpLevel, AutocastNetwork, Precision, precision_of
 from mfwrap.arguments import described
-from mfwrap.base_cells import (
+from mfwrap.mindspore.managers import DynamicLossScaleManager, LossScaleManager
+from mfwrap.model.amp_level import AmpLevel, AutocastNetwork, Precision, precision_of
+from mfwrap.step.mindspore_cells import (
     LossScaleHooks,
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
-from mfwrap.loss_scale_managers import DynamicLossScaleManager, LossScaleManager
-from mfwrap.update import Schedule
-from mfwrap.wrappers import unwrapped_network, unwrapped_optimizer
+from mfwrap.step.update import Schedule
+from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 __all__ = [
     "EvaluationNetwork",

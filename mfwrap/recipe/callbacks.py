@@ -9,13 +9,13 @@ from transformers import TrainerCallback
 
 import mfwrap.callbacks
 from mfwrap.callbacks import Callback, as_trainer_callback
-from mfwrap.recipe_names import (
+from mfwrap.recipe.document import Path, nearest
+from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.sections import (
     CALLBACK_KEYS_WITHOUT_MEANING,
     CALLBACKS_WITHOUT_MEANING,
     MONITOR_KEYS_WITHOUT_MEANING,
 )
-from mfwrap.recipe_objects import RecipeObjects
-from mfwrap.recipe_yaml import Path, nearest
 
 __all__ = ["MakeCallback", "needs_tensorboard_dir", "read_callbacks", "read_monitor"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mfwrap.recipes
-from mfwrap.recipe_yaml import RecipeError, nearest
+from mfwrap.recipe.document import RecipeError, nearest
 
 __all__ = ["ShippedRecipe", "find_recipe", "shipped_recipes"]
 

@@ -5,15 +5,15 @@ from typing import Any, NamedTuple, final
 
 import yaml
 
-from mfwrap.recipe_mindformers_evaluation import evaluation
-from mfwrap.recipe_mindformers_model import model_config_of, model_type_of
-from mfwrap.recipe_mindformers_monitors import (
+from mfwrap.recipe.document import RecipeDocument
+from mfwrap.recipe.mindformers_model import model_config_of, model_type_of
+from mfwrap.recipe.recipe_mindformers_evaluation import evaluation
+from mfwrap.recipe.recipe_mindformers_monitors import (
     take_over_curves,
     take_over_nan_check,
     turn_embedding_threshold,
 )
-from mfwrap.recipe_yaml import RecipeDocument
-from mfwrap.recipes.models import config_keys
+from mfwrap.recipes.models.settings import config_keys
 
 __all__ = ["ImportedRecipe", "import_mindformers"]
 

@@ -12,7 +12,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from mfwrap.recipe_yaml import Path, RecipeDocument, RecipeError, one_line
+from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, one_line
 
 __all__ = ["REFUSALS", "RecipeObjects"]
 

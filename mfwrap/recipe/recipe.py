@@ -10,24 +10,24 @@ from typing import Any, final
 import torch
 from transformers import TrainingArguments
 
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.recipe_callbacks import (
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.recipe.callbacks import (
     MakeCallback,
     needs_tensorboard_dir,
     read_callbacks,
     read_monitor,
 )
-from mfwrap.recipe_format import Sections
-from mfwrap.recipe_objects import REFUSALS, RecipeObjects
-from mfwrap.recipe_peft import read_peft
-from mfwrap.recipe_schedule import ScheduleChoice
-from mfwrap.recipe_step import StepChoice, read_average, read_step, read_wrapper
-from mfwrap.recipe_training import read_training
-from mfwrap.recipe_yaml import RecipeDocument, RecipeError
-from mfwrap.recipes.data_source import DataError, DataSource
-from mfwrap.recipes.models import ModelSettings
-from mfwrap.recipes.positions import check_length
-from mfwrap.recipes.tasks import SOURCES, TASKS, Task
+from mfwrap.recipe.document import RecipeDocument, RecipeError
+from mfwrap.recipe.objects import REFUSALS, RecipeObjects
+from mfwrap.recipe.recipe_format import Sections
+from mfwrap.recipe.recipe_peft import read_peft
+from mfwrap.recipe.recipe_schedule import ScheduleChoice
+from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
+from mfwrap.recipe.training import read_training
+from mfwrap.recipes.data.source import DataError, DataSource
+from mfwrap.recipes.models.positions import check_length
+from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
 
 __all__ = [
     "Recipe",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from mfwrap.checkpoint_folders import remove_checkpoints, staging_folder
-from mfwrap.recipe_yaml import RecipeDocument
+from mfwrap.checkpoints.folders import remove_checkpoints, staging_folder
+from mfwrap.recipe.document import RecipeDocument
 
 __all__ = ["begin_anew", "check_former_run"]
 

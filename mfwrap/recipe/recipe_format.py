@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from mfwrap.config import StepConfig
-from mfwrap.recipes.sections import Section
+from mfwrap.recipes.data.sections import Section
 
 __all__ = ["RunnerWrapperSection", "Sections"]
 
@@ -71,13 +71,13 @@ class Sections(Section):
     """A recipe as it is written: what each section must hold is checked when it is built."""
 
     task: str
-    """What is trained: a name of `mfwrap.recipes.tasks.TASKS`."""
+    """What is trained: a name of `mfwrap.recipes.tasks.table.TASKS`."""
 
     model: dict[str, Any]
-    """See `mfwrap.recipes.models.ModelSettings`."""
+    """See `mfwrap.recipes.models.settings.ModelSettings`."""
 
     data: dict[str, Any]
-    """``type``, a name of `mfwrap.recipes.tasks.SOURCES`, and the keys of that source."""
+    """``type``, a name of `mfwrap.recipes.tasks.table.SOURCES`, and the keys of that source."""
 
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of ``transformers.TrainingArguments``, or of the task's own arguments."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mfwrap.recipe_objects import RecipeObjects
+from mfwrap.recipe.objects import RecipeObjects
 
 __all__ = ["read_peft"]
 

@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mfwrap.recipe_names import SCHEDULE_ALIASES
-from mfwrap.recipe_objects import RecipeObjects
-from mfwrap.recipe_yaml import Path
-from mfwrap.schedules import SCHEDULES
-from mfwrap.warm_up import FormulaLR, WarmUp
+from mfwrap.recipe.document import Path
+from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.sections import SCHEDULE_ALIASES
+from mfwrap.schedules.formula import FormulaLR, WarmUp
+from mfwrap.schedules.names import SCHEDULES
 
 __all__ = ["ScheduleChoice", "read_schedule", "scheduled"]
 

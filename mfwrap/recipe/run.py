@@ -9,20 +9,20 @@ import yaml
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.recipe import Recipe, check_columns, data_errors
-from mfwrap.recipe_folder import begin_anew, check_former_run
-from mfwrap.recipe_metrics import (
+from mfwrap.callbacks.metrics_recorder import (
     RECIPE_FILE,
     MetricsRecorder,
     ThroughputRecorder,
     results_of,
 )
-from mfwrap.recipe_objects import REFUSALS, RecipeObjects
-from mfwrap.recipe_schedule import scheduled
-from mfwrap.recipe_yaml import RecipeError
-from mfwrap.recipes.data_source import DataError, Rows
+from mfwrap.recipe.document import RecipeError
+from mfwrap.recipe.objects import REFUSALS, RecipeObjects
+from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
+from mfwrap.recipe.recipe_folder import begin_anew, check_former_run
+from mfwrap.recipe.recipe_schedule import scheduled
+from mfwrap.recipes.data.source import DataError, Rows
 
 __all__ = ["RunResult", "build_trainer", "run_recipe"]
 

@@ -7,13 +7,13 @@ from typing import Any, final
 
 import torch
 
-from mfwrap.adaptive_loss_scale import AdaptiveLossScaleUpdateCell
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from mfwrap.recipe_format import RunnerWrapperSection
-from mfwrap.recipe_objects import RecipeObjects
-from mfwrap.scale_sense import LossScale, ScaleSense
+from mfwrap.loss_scale.adaptive import AdaptiveLossScaleUpdateCell
+from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from mfwrap.loss_scale.live import LossScale, ScaleSense
+from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.recipe_format import RunnerWrapperSection
 
 __all__ = ["StepChoice", "read_average", "read_step", "read_wrapper"]
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TrainingArguments
 
-from mfwrap.recipe_format import RunnerWrapperSection
-from mfwrap.recipe_names import OPTIMIZER_KEYS_WITHOUT_MEANING, OPTIMIZERS
-from mfwrap.recipe_objects import RecipeObjects
-from mfwrap.recipe_schedule import ScheduleChoice, read_schedule
+from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.recipe_format import RunnerWrapperSection
+from mfwrap.recipe.recipe_schedule import ScheduleChoice, read_schedule
+from mfwrap.recipe.sections import OPTIMIZER_KEYS_WITHOUT_MEANING, OPTIMIZERS
 
 __all__ = ["TrainingChoice", "read_training"]
 

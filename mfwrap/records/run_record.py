@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.records.json_lines import read_json_lines
 
 __all__ = ["Curve", "RunRecord", "read_run"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from mfwrap.run_drawing import Panel, label
-from mfwrap.run_record import Curve, RunRecord
+from mfwrap.records.run_record import Curve, RunRecord
+from mfwrap.report.run_drawing import Panel, label
 
 __all__ = ["norms_by_rank", "norms_by_step"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from mfwrap.run_drawing import Panel
-from mfwrap.run_panels import panels_of
-from mfwrap.run_record import Curve, RunRecord, read_run
+from mfwrap.records.run_record import Curve, RunRecord, read_run
+from mfwrap.report.panels import panels_of
+from mfwrap.report.run_drawing import Panel
 
 __all__ = ["write_run_page"]
 
@@ -72,13 +72,13 @@ def write_run_page(folders: Sequence[Path], page: Path) -> None:
     text = _PAGE.format(
         title=html.escape(", ".join(run.name for run in runs)),
         last_step=max(run.last_step() for run in runs),
-        style=_part("run_page.css"),
+        style=_part("page.css"),
         summary=_summary(runs),
         panels="\n".join(_section(panel) for panel in panels),
         anomalies=_anomalies(runs),
         plotly=get_plotlyjs(),
         data=_data(panels),
-        program=_part("run_page.js"),
+        program=_part("page.js"),
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     # Beside first: a page that is being looked at is never half of one.
@@ -97,7 +97,7 @@ def _told_apart(runs: list[RunRecord]) -> list[RunRecord]:
 
 
 def _part(name: str) -> str:
-    return resources.files("mfwrap").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("mfwrap.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _data(panels: Sequence[Panel]) -> str:

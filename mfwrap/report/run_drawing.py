@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from mfwrap.run_record import Curve, RunRecord
+from mfwrap.records.run_record import Curve, RunRecord
 
 __all__ = ["Panel", "color_of", "finite", "label", "line", "points", "smoothed", "thinned"]
 

@@ -4,8 +4,8 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
-from mfwrap.schedule_formulas import between, half_wave
-from mfwrap.warm_up import FormulaLR, check_number, check_steps
+from mfwrap.schedules.formula import FormulaLR, check_number, check_steps
+from mfwrap.schedules.schedule_formulas import between, half_wave
 
 __all__ = ["CosineAnnealingLR", "CosineAnnealingWarmRestarts"]
 

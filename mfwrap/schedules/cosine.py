@@ -7,8 +7,14 @@ from typing import Any, Unpack, final
 
 from torch.optim import Optimizer
 
-from mfwrap.schedule_formulas import between, end_of_cosine, half_wave, progress, run_length
-from mfwrap.warm_up import WarmUp, WarmUpLR, check_number, check_steps, steps_of
+from mfwrap.schedules.formula import WarmUp, WarmUpLR, check_number, check_steps, steps_of
+from mfwrap.schedules.schedule_formulas import (
+    between,
+    end_of_cosine,
+    half_wave,
+    progress,
+    run_length,
+)
 
 __all__ = [
     "ConstantWithCoolDownLR",

@@ -32,14 +32,14 @@ where it would leave the range between its ends:
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mfwrap.annealing_schedules import CosineAnnealingLR, CosineAnnealingWarmRestarts
-from mfwrap.cosine_schedules import (
+from mfwrap.schedules.annealing_schedules import CosineAnnealingLR, CosineAnnealingWarmRestarts
+from mfwrap.schedules.cosine import (
     ConstantWithCoolDownLR,
     CosineWithRestartsAndWarmUpLR,
     CosineWithWarmUpLR,
 )
-from mfwrap.warm_up import FormulaLR
-from mfwrap.warm_up_schedules import (
+from mfwrap.schedules.formula import FormulaLR
+from mfwrap.schedules.warm_up import (
     ConstantWarmUpLR,
     LinearWithWarmUpLR,
     PolynomialWithWarmUpLR,

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from mfwrap.warm_up import check_steps, steps_of
+from mfwrap.schedules.formula import check_steps, steps_of
 
 __all__ = ["between", "end_of_cosine", "half_wave", "progress", "run_length"]
 

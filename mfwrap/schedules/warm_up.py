@@ -5,8 +5,8 @@ from typing import Any, Unpack, final
 from torch.optim import Optimizer
 
 from mfwrap.arguments import check_positive_number
-from mfwrap.schedule_formulas import between, progress, run_length
-from mfwrap.warm_up import WarmUp, WarmUpLR, check_number, check_steps, steps_of
+from mfwrap.schedules.formula import WarmUp, WarmUpLR, check_number, check_steps, steps_of
+from mfwrap.schedules.schedule_formulas import between, progress, run_length
 
 __all__ = [
     "ConstantWarmUpLR",

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.devices import on_device
-from mfwrap.fsdp_parts import ShardedParts
-from mfwrap.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
-from mfwrap.micro_batches import NetworkCall
-from mfwrap.wrappers import distributed_parts, unwrapped_network
+from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
+from mfwrap.step.micro_batches import NetworkCall
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

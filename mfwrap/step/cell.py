@@ -7,28 +7,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.accumulation import GradientAccumulation
 from mfwrap.arguments import described
-from mfwrap.base_cells import LossScaleHooks
-from mfwrap.cell_accelerator import (
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.config import LocalNormGroups, StepConfig
+from mfwrap.loss_scale.live import LossScale, ScaleSense
+from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.step.accumulation import GradientAccumulation
+from mfwrap.step.cell_accelerator import (
     DEFAULT_SCALE,
     check_accumulation,
     effective_scale,
     flush_before_save,
     remove_grad_scaler,
 )
-from mfwrap.config import LocalNormGroups, StepConfig
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.fsdp_local_norm import sharded_local_squares_of
-from mfwrap.local_norm import CommunicationHook, checked_communication_hook, local_squares_of
-from mfwrap.micro_batches import NetworkCall, calls_of, split_calls
-from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
-from mfwrap.ranks import agreement_of
-from mfwrap.scale_sense import LossScale, ScaleSense
-from mfwrap.step_state import check_keys, restore
-from mfwrap.update import Schedule, StepUpdate, checked_schedule
-from mfwrap.wrappers import distributed_parts, unwrapped_optimizer
+from mfwrap.step.fsdp_local_norm import sharded_local_squares_of
+from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
+from mfwrap.step.micro_batches import NetworkCall, calls_of, split_calls
+from mfwrap.step.mindspore_cells import LossScaleHooks
+from mfwrap.step.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.step.ranks import agreement_of
+from mfwrap.step.state import check_keys, restore
+from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -4,8 +4,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell
-from mfwrap.scale_sense import ScaleSense
+from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+from mfwrap.loss_scale.live import ScaleSense
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

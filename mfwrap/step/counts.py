@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import described
-from mfwrap.deferred import DeferredReads
 from mfwrap.outputs import StepReport
+from mfwrap.tensors.deferred import DeferredReads
 
 __all__ = ["UpdateCounts"]
 

@@ -9,9 +9,9 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from mfwrap.norm_reduction import SquareReduction
-from mfwrap.sharded import is_distributed
-from mfwrap.wrappers import sharded_parts
+from mfwrap.tensors.sharded_norms import SquareReduction
+from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.wrappers import sharded_parts
 
 __all__ = ["ShardedParts", "ShardedUnit"]
 

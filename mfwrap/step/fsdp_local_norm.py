@@ -6,11 +6,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.devices import on_device
-from mfwrap.fsdp_parts import ShardedParts, ShardedUnit
-from mfwrap.local_norm import LocalSquares
-from mfwrap.norms import sum_of_squares
-from mfwrap.sharded import is_distributed
+from mfwrap.step.fsdp import ShardedParts, ShardedUnit
+from mfwrap.step.local_norms import LocalSquares
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.norms import sum_of_squares
+from mfwrap.tensors.shards import is_distributed
 
 __all__ = ["ShardedLocalSquares", "sharded_local_squares_of"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
-from mfwrap.micro_batches import NetworkCall
+from mfwrap.step.micro_batches import NetworkCall
 
 __all__ = ["LossParts", "MeanLoss", "Normalizer", "PerTokenLoss"]
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mfwrap.gradients import NormGroups, sum_of_squares
-from mfwrap.local_norm import LocalSquares
-from mfwrap.losses import Normalizer
-from mfwrap.norm_reduction import SquareReduction
-from mfwrap.ranks import RankAgreement
-from mfwrap.sharded import local_tensors
+from mfwrap.step.clipping import NormGroups, sum_of_squares
+from mfwrap.step.local_norms import LocalSquares
+from mfwrap.step.losses import Normalizer
+from mfwrap.step.ranks import RankAgreement
+from mfwrap.tensors.sharded_norms import SquareReduction
+from mfwrap.tensors.shards import local_tensors
 
 __all__ = ["Measurement", "measure"]
 

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.accumulation import GradientAccumulation
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
-from mfwrap.gradients import has_non_finite
-from mfwrap.loss_scale import LossScaleUpdateCell
-from mfwrap.micro_batches import NetworkCall
+from mfwrap.loss_scale.cells import LossScaleUpdateCell
+from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import LossScaleStepOutput, StepReport
-from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
-from mfwrap.scale_sense import LossScale
-from mfwrap.step_state import check_keys
-from mfwrap.update import Schedule, StepUpdate, checked_schedule
-from mfwrap.wrappers import unwrapped_optimizer
+from mfwrap.step.accumulation import GradientAccumulation
+from mfwrap.step.clipping import has_non_finite
+from mfwrap.step.micro_batches import NetworkCall
+from mfwrap.step.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.step.state import check_keys
+from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 __all__ = [
     "LossScaleHooks",

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
-from mfwrap.devices import on_device
-from mfwrap.shard_updates import holds_distributed, on_local_shards
-from mfwrap.sharded import local_tensors
+from mfwrap.step.shard_updates import holds_distributed, on_local_shards
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import local_tensors
 
 __all__ = ["SkippableOptimizer", "learning_rates"]
 

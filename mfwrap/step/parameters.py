@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 from mfwrap.config import LocalNormGroups
-from mfwrap.gradients import NormGroups, group_parameters
-from mfwrap.norm_reduction import SquareReduction
-from mfwrap.sharded import is_distributed
-from mfwrap.wrappers import is_deepspeed_engine, plain_name, reshard, unwrapped_network
+from mfwrap.step.clipping import NormGroups, group_parameters
+from mfwrap.tensors.sharded_norms import SquareReduction
+from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.wrappers import is_deepspeed_engine, plain_name, reshard, unwrapped_network
 
 __all__ = ["TrainedParameters", "checked_network", "network_parameters"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mfwrap.sharded import is_distributed
+from mfwrap.tensors.shards import is_distributed
 
 __all__ = ["RankAgreement", "agreement_of"]
 

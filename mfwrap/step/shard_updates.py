@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.sharded import is_distributed, local_tensor
+from mfwrap.tensors.shards import is_distributed, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mfwrap.arguments import described
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.scale_sense import LossScale
-from mfwrap.update_counts import UpdateCounts
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.counts import UpdateCounts
 
 __all__ = ["check", "check_keys", "restore"]
 

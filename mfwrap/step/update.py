@@ -8,15 +8,15 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described, needed_arguments
 from mfwrap.config import StepConfig
-from mfwrap.gradients import clip_coefficient
-from mfwrap.local_norm import LocalSquares
-from mfwrap.losses import Normalizer
-from mfwrap.measurement import Measurement, measure
-from mfwrap.optimizers import SkippableOptimizer, learning_rates
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.parameters import TrainedParameters
-from mfwrap.ranks import RankAgreement
-from mfwrap.update_counts import UpdateCounts
+from mfwrap.step.clipping import clip_coefficient
+from mfwrap.step.counts import UpdateCounts
+from mfwrap.step.local_norms import LocalSquares
+from mfwrap.step.losses import Normalizer
+from mfwrap.step.measurement import Measurement, measure
+from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.ranks import RankAgreement
 
 __all__ = ["Average", "LiveLossScale", "Schedule", "StepUpdate", "checked_schedule"]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor, distributed
 
-from mfwrap.devices import on_device
-from mfwrap.norms import as_real, sum_of_squares
-from mfwrap.sharded import is_distributed, local_tensors, mesh_groups
+from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.norms import as_real, sum_of_squares
+from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,19 +12,19 @@ import torch
 from torch.optim import Optimizer
 from transformers.trainer_utils import rotate_checkpoints
 
-from mfwrap.callback_files import save_callbacks
-from mfwrap.callers import callers_stacklevel
-from mfwrap.checkpoint_folders import (
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.data_position import DataPosition
+from mfwrap.checkpoints.folders import (
     adopt_files,
     move_into_place,
     remove_checkpoints,
     staging_folder,
     sync_folder,
 )
-from mfwrap.checkpoints import write_manifest
-from mfwrap.data_position import DataPosition
-from mfwrap.random_states import random_states, restore_random_states
-from mfwrap.step_files import has_step_files, read_step_parts
+from mfwrap.checkpoints.manifest import write_manifest
+from mfwrap.checkpoints.random_states import random_states, restore_random_states
+from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
+from mfwrap.trainer.callback_files import save_callbacks
 
 __all__ = [
     "StagedCheckpoint",

@@ -7,31 +7,31 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from mfwrap.accelerate import AttachedStep, attach
-from mfwrap.accelerate_classes import inner_optimizer
-from mfwrap.accelerate_setup import EMA
+from mfwrap.accelerate.accelerate import AttachedStep, attach
+from mfwrap.accelerate.classes import inner_optimizer
+from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
-from mfwrap.callback_files import announce_checkpoint
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.config import StepConfig
-from mfwrap.data_position import DataPosition
-from mfwrap.deferred_schedule import (
+from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+from mfwrap.loss_scale.live import ScaleSense
+from mfwrap.outputs import StepReport
+from mfwrap.rank_termination import RankTermination
+from mfwrap.schedules.deferred import (
     DeferredSchedule,
     defer_schedule,
     is_stepped_with_a_metric,
     undefer_schedule,
 )
-from mfwrap.ema import ExponentialMovingAverage
-from mfwrap.local_norm import CommunicationHook
-from mfwrap.loss_scale import DynamicLossScaleUpdateCell
-from mfwrap.outputs import StepReport
-from mfwrap.rank_termination import RankTermination
-from mfwrap.scale_sense import ScaleSense
-from mfwrap.trainer_checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer_events import TerminationCallback, handler_class
-from mfwrap.trainer_log import StepLog
-from mfwrap.trainer_losses import LossMixin
-from mfwrap.trainer_saving import CheckpointMixin
-from mfwrap.trainer_settings import loop_settings
+from mfwrap.step.local_norms import CommunicationHook
+from mfwrap.trainer.callback_files import announce_checkpoint
+from mfwrap.trainer.checkpoint import StagedCheckpoint, TrainerPosition
+from mfwrap.trainer.events import TerminationCallback, handler_class
+from mfwrap.trainer.log import StepLog
+from mfwrap.trainer.trainer_losses import LossMixin
+from mfwrap.trainer.trainer_saving import CheckpointMixin
+from mfwrap.trainer.trainer_settings import loop_settings
 
 __all__ = ["MFTrainer", "MFTrainerMixin"]
 

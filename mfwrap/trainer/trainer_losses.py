@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
-from mfwrap.accelerate import AttachedStep
-from mfwrap.trainer_events import values_to_log
-from mfwrap.trainer_log import StepLog
+from mfwrap.accelerate.accelerate import AttachedStep
+from mfwrap.trainer.events import values_to_log
+from mfwrap.trainer.log import StepLog
 
 __all__ = ["LossMixin"]
 

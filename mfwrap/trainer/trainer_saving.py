@@ -9,19 +9,19 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
-from mfwrap.accelerate import AttachedStep
-from mfwrap.accelerate_classes import inner_optimizer
-from mfwrap.checkpoint_folders import complete_move, remove_checkpoints
-from mfwrap.checkpoints import check_checkpoint
-from mfwrap.data_position import DataPosition
+from mfwrap.accelerate.accelerate import AttachedStep
+from mfwrap.accelerate.classes import inner_optimizer
+from mfwrap.checkpoints.data_position import DataPosition
+from mfwrap.checkpoints.folders import complete_move, remove_checkpoints
+from mfwrap.checkpoints.manifest import check_checkpoint
 from mfwrap.rank_termination import RankTermination
-from mfwrap.trainer_checkpoint import (
+from mfwrap.trainer.checkpoint import (
     StagedCheckpoint,
     TrainerPosition,
     check_average,
     check_parameter_groups,
 )
-from mfwrap.trainer_events import restore_in_place
+from mfwrap.trainer.events import restore_in_place
 
 __all__ = ["CheckpointMixin"]
 

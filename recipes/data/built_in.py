@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from datasets import Dataset
 
-from mfwrap.recipes.data_source import DataSource, Rows
+from mfwrap.recipes.data.source import DataSource, Rows
 
 __all__ = [
     "DiabetesSource",

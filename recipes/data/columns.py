@@ -7,7 +7,7 @@ from typing import Any, final
 
 from datasets import Dataset, Value
 
-from mfwrap.recipes.data_source import DataError
+from mfwrap.recipes.data.source import DataError
 
 __all__ = [
     "check_image_labels",

@@ -11,7 +11,7 @@ import datasets
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-from mfwrap.recipes.data_source import DataSource, Rows
+from mfwrap.recipes.data.source import DataSource, Rows
 
 __all__ = ["DatasetsSource", "JsonLinesSource", "TextSource"]
 

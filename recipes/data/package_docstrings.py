@@ -9,7 +9,7 @@ from typing import Literal, final
 
 from datasets import Dataset
 
-from mfwrap.recipes.data_source import DataSource, Rows
+from mfwrap.recipes.data.source import DataSource, Rows
 
 __all__ = ["PackageDocstringsSource"]
 

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from datasets import Dataset
 
-from mfwrap.recipes.sections import Section
+from mfwrap.recipes.data.sections import Section
 
 __all__ = ["DataError", "DataSource", "Rows"]
 

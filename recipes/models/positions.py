@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from mfwrap.recipes.data_source import DataError, DataSource
+from mfwrap.recipes.data.source import DataError, DataSource
 
 __all__ = ["check_length", "fitting_length"]
 

@@ -17,9 +17,9 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mfwrap.recipes.byte_tokenizer import byte_tokenizer
-from mfwrap.recipes.perceptron import Perceptron, PerceptronConfig
-from mfwrap.recipes.sections import Section
+from mfwrap.recipes.data.sections import Section
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
+from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
 __all__ = ["BYTES", "ModelSettings", "config_keys", "vocabulary_of"]
 

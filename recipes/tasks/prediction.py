@@ -16,9 +16,9 @@ from transformers import (
     default_data_collator,
 )
 
-from mfwrap.recipes.data_source import DataSource, Rows
-from mfwrap.recipes.models import ModelSettings, vocabulary_of
-from mfwrap.recipes.positions import fitting_length
+from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.models.positions import fitting_length
+from mfwrap.recipes.models.settings import ModelSettings, vocabulary_of
 
 __all__ = [
     "build_image_classification",

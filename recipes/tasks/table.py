@@ -20,14 +20,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from mfwrap.recipes.built_in_sources import (
+from mfwrap.recipes.data.built_in import (
     DiabetesSource,
     DigitsSource,
     DocstringsSource,
     PythonTokensSource,
     PythonTopicsSource,
 )
-from mfwrap.recipes.column_checks import (
+from mfwrap.recipes.data.columns import (
     check_image_labels,
     check_labelled_texts,
     check_labelled_words,
@@ -36,17 +36,17 @@ from mfwrap.recipes.column_checks import (
     check_texts,
     check_tuning,
 )
-from mfwrap.recipes.data_source import DataSource, Rows
-from mfwrap.recipes.file_sources import DatasetsSource, JsonLinesSource, TextSource
-from mfwrap.recipes.language_tasks import (
+from mfwrap.recipes.data.files import DatasetsSource, JsonLinesSource, TextSource
+from mfwrap.recipes.data.package_docstrings import PackageDocstringsSource
+from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.models.perceptron import PerceptronConfig
+from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.language import (
     build_causal_lm,
     build_preference_tuning,
     build_supervised_tuning,
 )
-from mfwrap.recipes.models import ModelSettings
-from mfwrap.recipes.package_docstrings import PackageDocstringsSource
-from mfwrap.recipes.perceptron import PerceptronConfig
-from mfwrap.recipes.prediction_tasks import (
+from mfwrap.recipes.tasks.prediction import (
     build_image_classification,
     build_regression,
     build_sequence_classification,

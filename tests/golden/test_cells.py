@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from golden_replays import FAR_SCALES, LOSS_SCALE, MF, PLAIN, Replay, replays, run_of
-from golden_traces import TOLERANCE, assert_same, cases, parametrized, tensor
 from mfwrap import (
     DynamicLossScaleUpdateCell,
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
-from mfwrap.optimizers import SkippableOptimizer
+from mfwrap.step.optimizers import SkippableOptimizer
+from support.golden.replays import FAR_SCALES, LOSS_SCALE, MF, PLAIN, Replay, replays, run_of
+from support.golden.traces import TOLERANCE, assert_same, cases, parametrized, tensor
 
 with_loss_scale = pytest.mark.parametrize(
     ("family", "name", "fused"), replays(LOSS_SCALE, MF, without=FAR_SCALES)

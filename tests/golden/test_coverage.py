@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from golden_traces import FOLDER, cases
+from support.golden.traces import FOLDER, cases
 
 NUM_CASES = {
     "adaptive_loss_scale_update_cell": 10,
@@ -37,48 +37,48 @@ NUM_CASES = {
 
 INSTEAD = {
     # The scale would become infinite.
-    "dyn_grow_to_inf": "test_golden_loss_scale::test_dynamic_growth_to_infinity_is_not_done",
-    "adaptive_09": "test_golden_loss_scale::test_adaptive_growth_to_infinity_is_not_done",
+    "dyn_grow_to_inf": "golden.test_loss_scale::test_dynamic_growth_to_infinity_is_not_done",
+    "adaptive_09": "golden.test_loss_scale::test_adaptive_growth_to_infinity_is_not_done",
     # Loss scales above 2**60.
-    "ls_probe_natural_overflow": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
-    "ls_probe_tensor_2p126": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
-    "ls_relu_natural_overflow_b": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
-    "ls_tensor1d_set_sense": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
-    "mf_natural_overflow_b": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
-    "mf_relu_natural_overflow": "test_golden_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_probe_natural_overflow": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_probe_tensor_2p126": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_relu_natural_overflow_b": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
+    "ls_tensor1d_set_sense": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
+    "mf_natural_overflow_b": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
+    "mf_relu_natural_overflow": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     # torch's formula of Adam.
-    "adam_eps_big": "test_golden_optimizers::test_another_epsilon",
-    "adam_loss_scale": "test_golden_optimizers::test_another_epsilon",
+    "adam_eps_big": "golden.test_optimizers::test_another_epsilon",
+    "adam_loss_scale": "golden.test_optimizers::test_another_epsilon",
     # What fails at MindFormers' first step fails at construction; the other one is run by its id.
-    "mf_runtime_skip_without_clip": "test_golden_errors::test_skip_without_clip",
+    "mf_runtime_skip_without_clip": "golden.test_errors::test_skip_without_clip",
     "mf_runtime_per_token_scalar_denominator": (
-        "test_golden_errors::test_per_token_with_a_scalar_denominator"
+        "golden.test_errors::test_per_token_with_a_scalar_denominator"
     ),
 }
 """Cases that no test compares as they are, and the test of what happens instead."""
 
 MAIN = {
-    "adaptive_loss_scale_update_cell": "test_golden_loss_scale::test_adaptive",
-    "amp_all_finite": "test_golden_amp::test_all_finite",
-    "amp_dynamic_loss_scaler": "test_golden_amp::test_dynamic_loss_scaler",
-    "amp_scale_unscale": "test_golden_amp::test_scale_and_unscale",
-    "argument_errors": "test_golden_errors::test_argument",
-    "clip_by_global_norm": "test_golden_gradients::test_clip_by_global_norm",
-    "dynamic_loss_scale_manager": "test_golden_amp::test_dynamic_loss_scale_manager",
-    "dynamic_loss_scale_update_cell": "test_golden_loss_scale::test_dynamic",
-    "fixed_loss_scale_manager": "test_golden_amp::test_fixed_loss_scale_manager",
-    "fixed_loss_scale_update_cell": "test_golden_loss_scale::test_fixed",
-    "functional_step": "test_golden_functional::test_functional_step",
-    "grad_scale": "test_golden_optimizers::test_unscaling",
-    "grad_tables": "test_golden_functional::test_grad_tables",
-    "mf_clip_grad_norm": "test_golden_gradients::test_global_norm",
-    "mf_local_norm": "test_golden_gradients::test_local_norm",
+    "adaptive_loss_scale_update_cell": "golden.test_loss_scale::test_adaptive",
+    "amp_all_finite": "golden.test_scalers::test_all_finite",
+    "amp_dynamic_loss_scaler": "golden.test_scalers::test_dynamic_loss_scaler",
+    "amp_scale_unscale": "golden.test_scalers::test_scale_and_unscale",
+    "argument_errors": "golden.test_errors::test_argument",
+    "clip_by_global_norm": "golden.test_gradients::test_clip_by_global_norm",
+    "dynamic_loss_scale_manager": "golden.test_scalers::test_dynamic_loss_scale_manager",
+    "dynamic_loss_scale_update_cell": "golden.test_loss_scale::test_dynamic",
+    "fixed_loss_scale_manager": "golden.test_scalers::test_fixed_loss_scale_manager",
+    "fixed_loss_scale_update_cell": "golden.test_loss_scale::test_fixed",
+    "functional_step": "golden.test_functional::test_functional_step",
+    "grad_scale": "golden.test_optimizers::test_unscaling",
+    "grad_tables": "golden.test_functional::test_grad_tables",
+    "mf_clip_grad_norm": "golden.test_gradients::test_global_norm",
+    "mf_local_norm": "golden.test_gradients::test_local_norm",
     "mf_runtime_errors": None,
-    "mf_train_one_step_cell": "test_golden_cells::test_weights",
-    "optimizers": "test_golden_optimizers::test_weights_from_scaled_gradients",
-    "overflow_status": "test_golden_cells::test_overflow_status",
-    "train_one_step_cell": "test_golden_cells::test_plain_cell",
-    "train_one_step_with_loss_scale_cell": "test_golden_cells::test_weights",
+    "mf_train_one_step_cell": "golden.test_cells::test_weights",
+    "optimizers": "golden.test_optimizers::test_weights_from_scaled_gradients",
+    "overflow_status": "golden.test_cells::test_overflow_status",
+    "train_one_step_cell": "golden.test_cells::test_plain_cell",
+    "train_one_step_with_loss_scale_cell": "golden.test_cells::test_weights",
 }
 """The test that compares the cases of a file as they are."""
 

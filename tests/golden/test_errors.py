@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from golden_networks import LinearProbe, PerToken
-from golden_traces import cases, parametrized
 from mfwrap import (
     AdaptiveLossScaleUpdateCell,
     DynamicLossScaleManager,
@@ -22,6 +20,8 @@ from mfwrap import (
     TrainOneStepWithLossScaleCell,
     clip_by_global_norm,
 )
+from support.golden.networks import LinearProbe, PerToken
+from support.golden.traces import cases, parametrized
 
 GRADIENTS = (torch.tensor([3.0, 4.0]),)
 

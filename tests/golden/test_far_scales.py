@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from golden_replays import FAR_SCALES, LOSS_SCALE, MF, Replay, replays, run_of
-from golden_traces import assert_same, cases
+from support.golden.replays import FAR_SCALES, LOSS_SCALE, MF, Replay, replays, run_of
+from support.golden.traces import assert_same, cases
 
 far_scales = pytest.mark.parametrize(
     ("family", "name", "fused"),

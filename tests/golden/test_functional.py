@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import mfwrap
-from golden_traces import TOLERANCE, assert_same, parametrized, tensor
-from gradient_networks import GradientNetwork
 from mfwrap import StaticLossScaler, all_finite, clip_by_global_norm, value_and_grad
+from support.golden.traces import TOLERANCE, assert_same, parametrized, tensor
+from support.gradient_networks import GradientNetwork
 
 
 def weights_of(network: GradientNetwork, kind: str) -> Any:

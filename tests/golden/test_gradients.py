@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from golden_traces import TOLERANCE, assert_same, parametrized, tensor
 from mfwrap import clip_by_global_norm
-from mfwrap.gradients import clip_coefficient, sum_of_squares
+from mfwrap.step.clipping import clip_coefficient, sum_of_squares
+from support.golden.traces import TOLERANCE, assert_same, parametrized, tensor
 
 CPU = torch.device("cpu")
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from golden_traces import assert_same, cases, parametrized
 from mfwrap import (
     AdaptiveLossScaleUpdateCell,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
 )
+from support.golden.traces import assert_same, cases, parametrized
 
 FIXED = "fixed_loss_scale_update_cell"
 DYNAMIC = "dynamic_loss_scale_update_cell"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from golden_traces import (
+from mfwrap.step.optimizers import SkippableOptimizer
+from support.golden.traces import (
     FUSED,
     TOLERANCE,
     EarlyEpsilonAdam,
@@ -17,7 +18,6 @@ from golden_traces import (
     parametrized,
     tensor,
 )
-from mfwrap.optimizers import SkippableOptimizer
 
 NO_SKIP = torch.zeros((), dtype=torch.bool)
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from golden_traces import assert_same, cases, floats, parametrized, tensor
 from mfwrap import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -14,6 +13,7 @@ from mfwrap import (
     StaticLossScaler,
     all_finite,
 )
+from support.golden.traces import assert_same, cases, floats, parametrized, tensor
 
 
 def given(case: dict, *names: str) -> dict[str, Any]:

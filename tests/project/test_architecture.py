@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.paths import ROOT
 
 LEVELS = (
     {
@@ -176,30 +176,30 @@ def test_imports_run_one_way(path: Path):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mfwrap.gradients", "from mfwrap.cell import MFTrainOneStepCell"),
-        ("mfwrap.gradients", "from mfwrap.optimizers import learning_rates"),
-        ("mfwrap.gradients", "from mfwrap import optimizers"),
-        ("mfwrap.gradients", "import mfwrap.update"),
-        ("mfwrap.gradients", "from .update import StepUpdate"),
-        ("mfwrap.gradients", "from . import update"),
-        ("mfwrap.gradients", "def late():\n    import mfwrap.update"),
-        ("mfwrap.gradients", "from mfwrap import MFTrainOneStepCell"),
-        ("mfwrap.gradients", "import mfwrap"),
-        ("mfwrap.cell", "from mfwrap.callbacks import MFLossMonitor"),
-        ("mfwrap.cell", "from callbacks import MFLossMonitor"),
-        ("mfwrap.cell", "from mfwrap import recipes"),
-        ("mfwrap.cell", "import transformers"),
-        ("mfwrap.cell", "def late():\n    from transformers.trainer import Trainer"),
+        ("mfwrap.step.clipping", "from mfwrap.step.cell import MFTrainOneStepCell"),
+        ("mfwrap.step.clipping", "from mfwrap.step.optimizers import learning_rates"),
+        ("mfwrap.step.clipping", "from mfwrap import optimizers"),
+        ("mfwrap.step.clipping", "import mfwrap.step.update"),
+        ("mfwrap.step.clipping", "from .update import StepUpdate"),
+        ("mfwrap.step.clipping", "from . import update"),
+        ("mfwrap.step.clipping", "def late():\n    import mfwrap.step.update"),
+        ("mfwrap.step.clipping", "from mfwrap import MFTrainOneStepCell"),
+        ("mfwrap.step.clipping", "import mfwrap"),
+        ("mfwrap.step.cell", "from mfwrap.callbacks import MFLossMonitor"),
+        ("mfwrap.step.cell", "from callbacks import MFLossMonitor"),
+        ("mfwrap.step.cell", "from mfwrap import recipes"),
+        ("mfwrap.step.cell", "import transformers"),
+        ("mfwrap.step.cell", "def late():\n    from transformers.trainer import Trainer"),
         ("mfwrap.trainer", "from mfwrap.model import Model"),
         ("mfwrap.unheard_of", "import torch"),
         ("mfwrap.__init__", "from mfwrap.callbacks import MFLossMonitor"),
         ("mfwrap.__init__", "from . import recipes"),
         ("mfwrap.__init__", "import transformers"),
-        ("mfwrap.callbacks.loss_monitor", "from mfwrap.outputs import StepOutput"),
-        ("mfwrap.callbacks.loss_monitor", "from mfwrap import outputs"),
-        ("mfwrap.callbacks.loss_monitor", "from ..outputs import StepOutput"),
-        ("mfwrap.callbacks.loss_monitor", "from mfwrap.recipes import causal_lm"),
-        ("mfwrap.recipes.causal_lm", "from mfwrap.gradients import NormGroups"),
+        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap.outputs import StepOutput"),
+        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap import outputs"),
+        ("mfwrap.callbacks.loss_monitor.monitor", "from ..outputs import StepOutput"),
+        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap.recipes import causal_lm"),
+        ("mfwrap.recipes.causal_lm", "from mfwrap.step.clipping import NormGroups"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str):
@@ -210,13 +210,13 @@ def test_a_wrong_import_is_found(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mfwrap.gradients", "import torch\nfrom mfwrap.config import LocalNormGroups"),
+        ("mfwrap.step.clipping", "import torch\nfrom mfwrap.config import LocalNormGroups"),
         ("mfwrap.accelerate", "from accelerate import Accelerator"),
         ("mfwrap.trainer", "from transformers import Trainer\nfrom .update import StepUpdate"),
-        ("mfwrap.__init__", "from mfwrap.cell import MFTrainOneStepCell"),
+        ("mfwrap.__init__", "from mfwrap.step.cell import MFTrainOneStepCell"),
         ("mfwrap.callbacks.__init__", "from .loss_monitor import MFLossMonitor"),
-        ("mfwrap.callbacks.loss_monitor", "from mfwrap import StepOutput"),
-        ("mfwrap.callbacks.loss_monitor", "from mfwrap.callbacks.trigger import Trigger"),
+        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap import StepOutput"),
+        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap.callbacks.trigger import Trigger"),
         ("mfwrap.recipes.causal_lm", "from mfwrap.accelerate import attach\nimport mfwrap"),
         ("mfwrap.recipes.causal_lm", "from mfwrap.callbacks import MFLossMonitor"),
     ],

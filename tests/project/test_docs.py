@@ -9,9 +9,9 @@ import yaml
 
 from mfwrap.cli import cli, main
 from mfwrap.recipe import Recipe, parse_recipe
-from recipe_texts import recipe_text
+from support.paths import ROOT
+from support.recipe_texts import recipe_text
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
 BLOCK = re.compile(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from host_reads import HostReads
+from support.host_reads import HostReads
 
 SCALAR = torch.full((), 1.0)
 INDEX = torch.full((), 1, dtype=torch.int64)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from mfwrap.callbacks.json_lines import read_json_lines
-from mfwrap.run_record import read_run
+from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_record import read_run
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from mfwrap import GradOperation, Model, TrainOneStepCell, WithLossCell
-from mfwrap.absent_names import INSTEAD
 from mfwrap.callbacks import LossMonitor
-from mfwrap.callbacks.absent_callbacks import INSTEAD as CALLBACKS_INSTEAD
+from mfwrap.names import ABSENT_CALLBACKS, ABSENT_NAMES
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 DOCUMENTED = {
     # the reference page of the step with a loss scale
@@ -97,7 +96,7 @@ def test_each_test_exists(test):
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(("name", "sentence"), [*INSTEAD.items(), *CALLBACKS_INSTEAD.items()])
+@pytest.mark.parametrize(("name", "sentence"), [*ABSENT_NAMES.items(), *ABSENT_CALLBACKS.items()])
 def test_each_absent_name_stands_on_the_page(name, sentence):
     """With what its error says."""
     lines = section("Names that are not here").splitlines()

@@ -14,8 +14,7 @@ import pytest
 import mfwrap
 import mfwrap.callbacks
 import mfwrap.recipes
-
-ROOT = Path(__file__).resolve().parent.parent
+from support.paths import ROOT
 
 
 def project() -> dict:

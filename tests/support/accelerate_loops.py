@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
-from small_networks import Classifier, labelled_batches
-from spoilt_training import BadElement
-from training_state import training_state
+from support.small_networks import Classifier, labelled_batches
+from support.spoilt.training import BadElement
+from support.training_state import training_state
 
 __all__ = [
     "DECAY",

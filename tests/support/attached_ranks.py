@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import distributed
 
-from attached_runs import FACTORS, AttachedRun, RunSettings
+from support.attached_runs import FACTORS, AttachedRun, RunSettings
 
 __all__ = ["NUM_RANKS", "SETTINGS", "STOP", "run_rank"]
 

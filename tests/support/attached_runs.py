@@ -25,8 +25,9 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from training_state import training_state
+from support.paths import TESTS
+from support.small_networks import Classifier, labelled_batches
+from support.training_state import training_state
 
 __all__ = [
     "FACTORS",
@@ -193,7 +194,7 @@ def resume_in_a_new_process(
     """
     described = {name: (asdict(settings), first) for name, (settings, first) in jobs.items()}
     (folder / "jobs.json").write_text(json.dumps(described), encoding="utf-8")
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     subprocess.run([sys.executable, __file__, str(folder)], env=environment, check=True)
     results: dict[str, Any] = torch.load(folder / "results.pt", weights_only=True)

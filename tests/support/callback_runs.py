@@ -3,7 +3,7 @@
 from torch import nn
 
 from mfwrap import Model
-from model_runs import ScriptedMetric, batches, classifier, sgd
+from support.model_runs import ScriptedMetric, batches, classifier, sgd
 
 __all__ = ["fit_with_values"]
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accelerate_loops import OPTIMIZERS, new_accelerator
 from mfwrap import StepConfig
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from spoilt_training import BadElement
+from support.accelerate_loops import OPTIMIZERS, new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.spoilt.training import BadElement
 
 __all__ = [
     "LIMIT",

@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.trainer import MFTrainer
-from resumed_training import RunSettings, end_of, new_trainer, spoil_random_states
+from support.paths import TESTS
+from support.resumed_training import RunSettings, end_of, new_trainer, spoil_random_states
 
 __all__ = ["start_process"]
 
@@ -36,7 +37,7 @@ def start_process(
     (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
     return subprocess.Popen(
         [sys.executable, __file__, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mfwrap import FixedLossScaleManager, Model
 from mfwrap.callbacks import EarlyStopping, History, ModelCheckpoint
-from model_runs import classifier, sgd
+from support.model_runs import classifier, sgd
 
 __all__ = ["NUM_RANKS", "data", "loader", "run_rank"]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.callbacks import Callback
-from small_networks import labelled_batches
+from support.small_networks import labelled_batches
 
 __all__ = ["HOOKS", "Notes", "ScriptedMetric", "batches", "classifier", "losses_by_hand", "sgd"]
 

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from spoilt_blocks import NUM_BLOCKS, Fault, batches_of
+from support.spoilt.blocks import NUM_BLOCKS, Fault, batches_of
 
 __all__ = ["FAULTS_OF_A_RUN", "KINDS", "LASTING", "check_record", "random_faults"]
 

@@ -21,8 +21,8 @@ from transformers import (
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.trainer import MFTrainer
-from spoilt_gpt2 import Rows, padded, tiny_gpt2
-from training_state import training_state
+from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
+from support.training_state import training_state
 
 __all__ = [
     "NUM_STEPS",

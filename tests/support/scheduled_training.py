@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 from transformers.optimization import GreedyLR
 
-from accelerate_loops import OPTIMIZERS, inverse, new_accelerator
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from spoilt_training import BadElement
+from support.accelerate_loops import OPTIMIZERS, inverse, new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.spoilt.training import BadElement
 
 __all__ = ["SCHEDULES", "ScheduledTraining", "plain_state", "run", "truthful"]
 

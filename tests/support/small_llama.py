@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from small_networks import IGNORED
+from support.small_networks import IGNORED
 
 __all__ = ["byte_batch", "small_llama"]
 

@@ -16,7 +16,7 @@ from torch import distributed
 from transformers import TrainerCallback
 
 from mfwrap.trainer import MFTrainer
-from resumed_training import RunSettings, end_of, files, new_trainer, spoil_random_states
+from support.resumed_training import RunSettings, end_of, files, new_trainer, spoil_random_states
 
 __all__ = [
     "ENDINGS",

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from small_networks import IGNORED
+from support.small_networks import IGNORED
 
 __all__ = [
     "Counting",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.arguments import check_bool, check_positive_int, check_positive_number, described
+from mfwrap.arguments import check_bool, check_int, check_positive_number, described
 
 
 def test_described_gives_value_and_type():
@@ -30,23 +30,23 @@ def test_check_bool_refuses_anything_else(value):
 
 
 @given(st.integers(min_value=1))
-def test_check_positive_int_returns_an_int(value):
+def test_check_int_returns_an_int(value):
     """An int from 1 on comes back as it is."""
-    assert check_positive_int("count", value) == value
+    assert check_int("count", value) == value
 
 
 @given(st.integers(max_value=0))
-def test_check_positive_int_refuses_ints_below_1(value):
+def test_check_int_refuses_ints_below_1(value):
     """Zero and negative ints are out of range."""
     with pytest.raises(ValueError, match=f"`count` must be >= 1, got {value}$"):
-        check_positive_int("count", value)
+        check_int("count", value)
 
 
 @pytest.mark.parametrize("value", [2.0, True, "2", None])
-def test_check_positive_int_refuses_other_types(value):
+def test_check_int_refuses_other_types(value):
     """A float that is whole, a bool and a string are no ints."""
     with pytest.raises(TypeError, match=r"`count` must be an int, got .* of type"):
-        check_positive_int("count", value)
+        check_int("count", value)
 
 
 @given(st.integers(1, 10**300) | st.floats(min_value=0, exclude_min=True, allow_infinity=False))

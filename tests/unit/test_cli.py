@@ -12,8 +12,8 @@ from click.shell_completion import ShellComplete
 from PIL import Image
 
 from mfwrap.cli import cli, main
-from mfwrap.recipe_library import shipped_recipes
-from recipe_texts import recipe_text
+from mfwrap.recipe.library import shipped_recipes
+from support.recipe_texts import recipe_text
 
 
 def call(capsys, *arguments):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from run_folders import write_run
-from test_cli import call
+from support.run_folders import write_run
+from unit.test_cli import call
 
 
 @pytest.fixture

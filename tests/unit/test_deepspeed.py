@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from mfwrap import MFTrainOneStepCell, StepConfig, TrainOneStepCell
-from mfwrap.deepspeed_cell import DeepSpeedCell
+from mfwrap.deepspeed import DeepSpeedCell
 from mfwrap.trainer import MFTrainer
 
 deepspeed = pytest.importorskip("deepspeed")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_checkpoints import load, load_into_another, save, save_by_torch_alone
-from rank_pool import RankPool
+from support.fsdp.checkpoints import load, load_into_another, save, save_by_torch_alone
+from support.ranks.pool import RankPool
 
 OPTIMIZERS = ["fused AdamW", "fused SGD"]
 FOREIGN = ["layers", "root", "replicas", "ddp"]

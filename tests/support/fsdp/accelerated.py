@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from attached_runs import new_accelerator
-from fsdp_training import whole
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainerMixin
-from small_llama import small_llama
+from support.attached_runs import new_accelerator
+from support.fsdp.training import whole
+from support.small_llama import small_llama
 
 __all__ = ["evaluate_averages", "resume_attached", "train_attached", "train_with_trainer"]
 

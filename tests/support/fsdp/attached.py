@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from fsdp_networks import Case, micro_batches_of, new_model, optimizer_of, sharded
-from fsdp_training import whole
 from mfwrap import MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
+from support.fsdp.networks import Case, micro_batches_of, new_model, optimizer_of, sharded
+from support.fsdp.training import whole
 
 __all__ = ["train_attached", "train_by_cell"]
 

@@ -9,10 +9,10 @@ from torch.distributed import checkpoint
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from fsdp_networks import Case, micro_batches_of, new_model, optimizer_of, sharded
-from fsdp_training import whole
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from mfwrap.sharded_checkpoint import load_sharded, save_sharded
+from support.fsdp.networks import Case, micro_batches_of, new_model, optimizer_of, sharded
+from support.fsdp.training import whole
 
 __all__ = ["load", "load_into_another", "save", "save_by_torch_alone"]
 

@@ -12,15 +12,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_networks import Case, micro_batches_of, new_model, optimizer_of, replicated_mesh, sharded
-from host_reads import HostReads
 from mfwrap import (
     DynamicLossScaleUpdateCell,
     ExponentialMovingAverage,
     MFTrainOneStepCell,
     clip_by_global_norm,
 )
-from mfwrap.norm_reduction import has_non_finite, square_of_all
+from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all
+from support.fsdp.networks import (
+    Case,
+    micro_batches_of,
+    new_model,
+    optimizer_of,
+    replicated_mesh,
+    sharded,
+)
+from support.host_reads import HostReads
 
 __all__ = [
     "OPTIMIZERS",

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from small_networks import IGNORED, labelled_batches
+from support.small_networks import IGNORED, labelled_batches
 
 __all__ = [
     "NUM_STEPS",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from rank_pool import RankPool
+from support.ranks.pool import RankPool
 
 __all__ = ["Ranks", "ranks"]
 

@@ -7,8 +7,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_incidents import new_cell
-from fsdp_networks import Case, micro_batches_of, new_model, sharded
+from support.fsdp.incidents import new_cell
+from support.fsdp.networks import Case, micro_batches_of, new_model, sharded
 
 __all__ = ["be_refused"]
 

@@ -6,8 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_networks import NUM_STEPS, Case, micro_batches_of, new_model, optimizer_of, sharded
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
+from support.fsdp.networks import (
+    NUM_STEPS,
+    Case,
+    micro_batches_of,
+    new_model,
+    optimizer_of,
+    sharded,
+)
 
 __all__ = ["CASES", "MAX_NORM", "OTHER_CASES", "train", "whole"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mfwrap
-from golden_traces import (
+from support.golden.traces import (
     FUSED,
     TOLERANCE,
     assert_same,

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import mfwrap
-from golden_networks import MLP, HalfProbe, LinearProbe, PerToken
+from support.golden.networks import MLP, HalfProbe, LinearProbe, PerToken
+from support.paths import TESTS
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = TESTS / "golden"
 TOLERANCE = 1e-5
 """Of losses, norms and weights, relative to the largest magnitude of that output."""
 

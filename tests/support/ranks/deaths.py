@@ -19,8 +19,8 @@ from torch.optim import AdamW
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
 from mfwrap.sharded_checkpoint import save_sharded
-from small_networks import TokenClassifier, labelled_batches
-from training_state import training_state
+from support.small_networks import TokenClassifier, labelled_batches
+from support.training_state import training_state
 
 __all__ = ["GOOD_STEPS", "FailingClassifier", "new_training"]
 

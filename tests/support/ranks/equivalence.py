@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
-from small_networks import IGNORED, Classifier, TokenClassifier, labelled_batches
+from support.small_networks import IGNORED, Classifier, TokenClassifier, labelled_batches
 
 __all__ = ["CASES", "Case", "micro_batches", "own_norms", "train_alone", "train_on_rank"]
 

@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
-from small_networks import IGNORED, TokenClassifier, labelled_batches
-from training_state import training_state
+from support.small_networks import IGNORED, TokenClassifier, labelled_batches
+from support.training_state import training_state
 
 __all__ = ["CASES", "NUM_STEPS", "OPTIMIZERS", "Case", "meet", "train_fixture"]
 

@@ -10,10 +10,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from attached_runs import new_accelerator
 from mfwrap import MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
-from small_networks import Classifier, LinearProbe, labelled_batches
+from support.attached_runs import new_accelerator
+from support.small_networks import Classifier, LinearProbe, labelled_batches
 
 __all__ = [
     "HOOKS",

@@ -9,11 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
-from attached_runs import new_accelerator
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
-from rank_local_norms import Parts, share
-from small_networks import Classifier, TokenClassifier
+from support.attached_runs import new_accelerator
+from support.ranks.local_norms import Parts, share
+from support.small_networks import Classifier, TokenClassifier
 
 __all__ = ["WAYS", "messages_of"]
 

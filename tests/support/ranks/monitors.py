@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from attached_runs import new_accelerator
 from mfwrap import MFTrainOneStepCell, StepConfig, StepOutput
 from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
 from mfwrap.trainer import MFTrainer
-from small_networks import Classifier, labelled_batches
+from support.attached_runs import new_accelerator
+from support.small_networks import Classifier, labelled_batches
 
 __all__ = ["gather_norms", "losses_shown", "train_monitored"]
 
@@ -77,7 +77,7 @@ def losses_shown(
         settings: Of the monitor.
     """
     records = _Records()
-    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor.monitor")
     logger.addHandler(records)
     monitor = MFLossMonitor(**settings)
     state = TrainerState(max_steps=len(losses[rank]), num_train_epochs=2, train_batch_size=1)
@@ -113,7 +113,7 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
     """Train six steps by a Trainer; return what the loss monitor says."""
     new_accelerator()
     records = _Records()
-    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor.monitor")
     logger.addHandler(records)
     inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=4), strict=True))
     rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]

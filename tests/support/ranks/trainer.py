@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from transformers import TrainerCallback, TrainingArguments
 
-from attached_runs import new_accelerator
 from mfwrap import StepConfig
 from mfwrap.trainer import MFTrainer
-from small_networks import Classifier, labelled_batches
+from support.attached_runs import new_accelerator
+from support.small_networks import Classifier, labelled_batches
 
 __all__ = ["train_with_trainer"]
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
-from small_networks import IGNORED, Classifier, TokenClassifier, labelled_batches
+from support.small_networks import IGNORED, Classifier, TokenClassifier, labelled_batches
 
 __all__ = ["NUM_RANKS", "NUM_STEPS", "micro_batches", "run_rank", "token_network"]
 

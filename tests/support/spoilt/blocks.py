@@ -15,8 +15,8 @@ from transformers.trainer_callback import CallbackHandler
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.anomaly_log import rank_file
-from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.callbacks.culprit.anomaly_log import rank_file
+from mfwrap.records.json_lines import read_json_lines
 
 __all__ = ["NUM_BLOCKS", "Batch", "Blocks", "Fault", "batches_of", "records_of", "train_blocks"]
 

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from small_networks import IGNORED
+from support.small_networks import IGNORED
 
 __all__ = ["Rows", "SpoiltGPT2", "padded", "tiny_gpt2"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import distributed
 
 from mfwrap.callbacks import ReplicaCheck, TrainingStateMonitor
-from planted_faults import random_faults
-from spoilt_blocks import Fault, train_blocks
+from support.planted_faults import random_faults
+from support.spoilt.blocks import Fault, train_blocks
 
 __all__ = ["NUM_RANKS", "RANK_FAULTS", "run_planted", "run_rank"]
 

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell, StepReport
-from small_networks import Classifier
-from training_state import training_state
+from support.small_networks import Classifier
+from support.training_state import training_state
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "BadElement", "Precision", "SpoiltTraining"]
 

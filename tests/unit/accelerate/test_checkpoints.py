@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attached_runs import FACTORS, AttachedRun, RunSettings
-from training_state import assert_same_state
+from support.attached_runs import FACTORS, AttachedRun, RunSettings
+from support.training_state import assert_same_state
 
 ALL_APPLIED = (1.0,) * len(FACTORS)
 

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from clipped_training import (
+from mfwrap import StepConfig
+from support.clipped_training import (
     LIMIT,
     NOT_CLIPPING,
     ONE_CALL,
@@ -21,8 +22,7 @@ from clipped_training import (
     unscale,
     value,
 )
-from mfwrap import StepConfig
-from small_networks import labelled_batches
+from support.small_networks import labelled_batches
 
 INF = math.inf
 SCALED = [Setting(scale=1.0), Setting(scale=2.0**16), Setting("bf16", 2.0**16)]

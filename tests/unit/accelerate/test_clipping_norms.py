@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from accelerate_loops import BytesRead
-from clipped_training import LIMIT, WAYS, ClippedTraining, Setting, norm_of
 from mfwrap import StepConfig
-from small_networks import Classifier, labelled_batches
+from support.accelerate_loops import BytesRead
+from support.clipped_training import LIMIT, WAYS, ClippedTraining, Setting, norm_of
+from support.small_networks import Classifier, labelled_batches
 
 INF = math.inf
 

@@ -9,11 +9,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-from attached_runs import FACTORS, NAN, AttachedRun, RunSettings, new_accelerator
 from mfwrap import ExponentialMovingAverage
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from training_state import assert_same_state
+from support.attached_runs import FACTORS, NAN, AttachedRun, RunSettings, new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.training_state import assert_same_state
 
 APPLIED = (1.0,) * len(FACTORS)
 PLAIN = RunSettings(loss_scale="none", max_norm=None)

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone
 from mfwrap import StepConfig
+from support.accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone
 
 MAX_NORM = 0.3
 """Below every norm of these runs, so that every update is clipped."""

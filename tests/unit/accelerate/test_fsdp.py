@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_accelerated import (
+from support.fsdp.accelerated import (
     NUM_STEPS,
     evaluate_averages,
     resume_attached,
@@ -12,7 +12,7 @@ from fsdp_accelerated import (
     train_attached,
     train_with_trainer,
 )
-from small_llama import small_llama
+from support.small_llama import small_llama
 
 EXACT = {"rtol": 0, "atol": 0}
 ROUNDED = {"rtol": 2e-4, "atol": 5e-5}

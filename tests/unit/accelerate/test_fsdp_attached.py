@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdp_attached import train_attached, train_by_cell
+from support.fsdp.attached import train_attached, train_by_cell
 
 
 @pytest.mark.parametrize("way", ["folded", "in place"])

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, Optimizer
 
-from accelerate_loops import new_accelerator
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.accelerate import attach
-from spoilt_training import BadElement
+from support.accelerate_loops import new_accelerator
+from support.spoilt.training import BadElement
 
 INF = math.inf
 NUM_UPDATES = 12

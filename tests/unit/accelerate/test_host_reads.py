@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneC
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from host_reads import HostReads
 from mfwrap import (
     AdaptiveLossScaleUpdateCell,
     DynamicLossScaleUpdateCell,
@@ -23,7 +22,8 @@ from mfwrap import (
 )
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import MFLossMonitor
-from small_networks import Classifier, labelled_batches
+from support.host_reads import HostReads
+from support.small_networks import Classifier, labelled_batches
 
 NAN, SPIKE = float("nan"), 1e4
 FACTORS = {

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
 
-from host_reads import HostReads
 from mfwrap import StepConfig
-from mfwrap.loop_clipping import clip_grad_norm, clip_grad_value
-from mfwrap.optimizer_window import OptimizerWindow
-from mfwrap.parameters import TrainedParameters
-from mfwrap.scale_sense import LossScale
-from mfwrap.update import StepUpdate
+from mfwrap.accelerate.clipping import clip_grad_norm, clip_grad_value
+from mfwrap.accelerate.optimizer_window import OptimizerWindow
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.update import StepUpdate
+from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
 SCALE = 2.0**10

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import SGD
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
-from mfwrap.loop_step import LoopStep
-from mfwrap.parameters import TrainedParameters
-from mfwrap.scale_sense import LossScale
-from training_state import assert_same_state, training_state
+from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.parameters import TrainedParameters
+from support.training_state import assert_same_state, training_state
 
 CPU = torch.device("cpu")
 NAN = float("nan")

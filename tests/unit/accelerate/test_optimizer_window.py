@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from host_reads import HostReads
 from mfwrap import StepConfig
-from mfwrap.optimizer_window import OptimizerWindow, multiply_in_place
-from mfwrap.parameters import TrainedParameters
-from mfwrap.scale_sense import LossScale
-from mfwrap.update import StepUpdate
+from mfwrap.accelerate.optimizer_window import OptimizerWindow, multiply_in_place
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.update import StepUpdate
+from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from accelerate_loops import DECAY, OPTIMIZERS, inverse, new_accelerator
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from spoilt_training import BadElement
+from support.accelerate_loops import DECAY, OPTIMIZERS, inverse, new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.spoilt.training import BadElement
 
 NAN = math.nan
 NUM_UPDATES = 6

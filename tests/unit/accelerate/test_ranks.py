@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, multiprocessing
 
-from attached_ranks import NUM_RANKS, SETTINGS, STOP, run_rank
-from attached_runs import FACTORS, AttachedRun
-from training_state import assert_same_state
+from support.attached_ranks import NUM_RANKS, SETTINGS, STOP, run_rank
+from support.attached_runs import FACTORS, AttachedRun
+from support.training_state import assert_same_state
 
 pytestmark = pytest.mark.slow
 

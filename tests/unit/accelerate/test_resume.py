@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attached_runs import (
+from support.attached_runs import (
     FACTORS,
     LOSS_SCALES,
     OPTIMIZERS,
@@ -15,7 +15,7 @@ from attached_runs import (
     RunSettings,
     resume_in_a_new_process,
 )
-from training_state import assert_same_state
+from support.training_state import assert_same_state
 
 AFTER_APPLIED, AFTER_SKIPPED = 3, 5
 JOBS = {

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate_loops import OPTIMIZERS
-from scheduled_training import (
-    SCHEDULES,
-    ScheduledTraining,
-    plain_state,
-    run,
-    truthful,
-)
-from small_networks import labelled_batches
+from support.accelerate_loops import OPTIMIZERS
+from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
+from support.small_networks import labelled_batches
 
 # What torch says of a schedule that is stepped before the optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")

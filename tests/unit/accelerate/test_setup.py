@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim import LBFGS, SGD, AdamW
 
-from attached_runs import new_accelerator
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from training_state import assert_same_state, training_state
+from support.attached_runs import new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.training_state import assert_same_state, training_state
 
 [BATCH] = labelled_batches(1)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from accelerate_loops import new_accelerator
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from spoilt_training import BadElement
+from support.accelerate_loops import new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.spoilt.training import BadElement
 
 INF = math.inf
 NUM_UPDATES = 12

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
-from mfwrap.scale_sense import LossScale
-from mfwrap.shared_state import SharedAverage, SharedLossScale
+from mfwrap.accelerate.shared_state import SharedAverage, SharedLossScale
+from mfwrap.loss_scale.live import LossScale
 
 YES, NO = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no keyword)
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone, weights_of
 from mfwrap import StepConfig
-from training_state import assert_same_state, assert_unchanged
+from support.accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone, weights_of
+from support.training_state import assert_same_state, assert_unchanged
 
 NAN, INF = math.nan, math.inf
 PRECISIONS = ("no", "bf16", "fp16")

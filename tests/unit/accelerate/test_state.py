@@ -9,10 +9,10 @@ from accelerate.utils import ProjectConfiguration
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from attached_runs import FACTORS, LOSS_SCALES, AttachedRun, RunSettings, new_accelerator
 from mfwrap import ExponentialMovingAverage
 from mfwrap.accelerate import attach
-from training_state import assert_same_state
+from support.attached_runs import FACTORS, LOSS_SCALES, AttachedRun, RunSettings, new_accelerator
+from support.training_state import assert_same_state
 
 OURS = {"mfwrap_step.safetensors", "mfwrap_step.json"}
 AFTER_APPLIED, AFTER_SKIPPED = 4, 6

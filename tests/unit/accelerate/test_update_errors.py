@@ -6,11 +6,11 @@ from torch import nn
 from torch.optim import AdamW, SparseAdam
 from torch.optim.lr_scheduler import StepLR
 
-from attached_runs import NAN, AttachedRun, RunSettings, new_accelerator
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import attach
-from small_networks import Classifier, labelled_batches
-from training_state import assert_same_state, assert_unchanged, training_state
+from support.attached_runs import NAN, AttachedRun, RunSettings, new_accelerator
+from support.small_networks import Classifier, labelled_batches
+from support.training_state import assert_same_state, assert_unchanged, training_state
 
 [BATCH] = labelled_batches(1)
 

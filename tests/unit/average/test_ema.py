@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from host_reads import HostReads
-from mfwrap.ema import ExponentialMovingAverage
+from mfwrap.average.ema import ExponentialMovingAverage
+from support.host_reads import HostReads
 
 APPLIED = torch.ones((), dtype=torch.bool)
 SKIPPED = torch.zeros((), dtype=torch.bool)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from host_reads import HostReads
 from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_health import (
@@ -18,10 +17,11 @@ from mfwrap.callbacks.checkpoint_health import (
     health_of,
     record_health,
 )
-from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
-from test_callbacks_loss_monitor import Clock
-from trainer_runs import new_trainer, spoilt_llama
+from support.host_reads import HostReads
+from support.trainer_runs import new_trainer, spoilt_llama
+from unit.callbacks.loss_monitor.test_monitor import Clock
 
 NAN = math.nan
 

@@ -24,11 +24,11 @@ from mfwrap.callbacks import (
     ReplicaCheck,
     TrainingStateMonitor,
 )
-from mfwrap.callbacks.json_lines import read_json_lines
-from mfwrap.run_page import write_run_page
-from mfwrap.run_record import read_run
+from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_record import read_run
+from mfwrap.report.page import write_run_page
 from mfwrap.trainer import MFTrainer
-from trainer_runs import Counting, new_trainer, padded, tiny_llama
+from support.trainer_runs import Counting, new_trainer, padded, tiny_llama
 
 NUM_STEPS = 4
 FORMATS = ["jsonl", "tensorboard", "log", "trackers"]

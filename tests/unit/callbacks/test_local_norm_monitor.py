@@ -5,8 +5,8 @@ import math
 import pytest
 
 from mfwrap.callbacks import LocalNormMonitor
-from mfwrap.run_record import read_run
-from rank_monitors import gather_norms
+from mfwrap.records.run_record import read_run
+from support.ranks.monitors import gather_norms
 
 
 def test_every_ranks_norms_are_in_the_record(two_ranks, tmp_path):

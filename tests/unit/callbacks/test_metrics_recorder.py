@@ -5,8 +5,13 @@ import itertools
 import pytest
 from transformers import TrainerState, TrainingArguments
 
-from mfwrap.callbacks.json_lines import read_json_lines
-from mfwrap.recipe_metrics import MetricsRecorder, ThroughputRecorder, limit_of, results_of
+from mfwrap.callbacks.metrics_recorder import (
+    MetricsRecorder,
+    ThroughputRecorder,
+    limit_of,
+    results_of,
+)
+from mfwrap.records.json_lines import read_json_lines
 
 
 def arguments_of(folder, **settings):

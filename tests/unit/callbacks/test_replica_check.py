@@ -11,8 +11,8 @@ from transformers import TrainerControl, TrainerState
 
 from mfwrap.callbacks import ReplicaCheck, replica_hash
 from mfwrap.callbacks.replica_hash import bitwise_hashes
-from replica_ranks import NUM_RANKS, run_rank
-from spoilt_blocks import records_of
+from support.replica_ranks import NUM_RANKS, run_rank
+from support.spoilt.blocks import records_of
 
 MODULUS = 2**64
 DTYPES = [

@@ -16,8 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from mfwrap.data_position import DataPosition
-from mfwrap.random_states import random_states, restore_random_states
+from mfwrap.checkpoints.data_position import DataPosition
+from mfwrap.checkpoints.random_states import random_states, restore_random_states
 
 
 class Numbers(Dataset):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap.checkpoint_folders import (
+from mfwrap.checkpoints.folders import (
     adopt_files,
     complete_move,
     move_into_place,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from mfwrap.checkpoints import (
+from mfwrap.checkpoints.manifest import (
     check_checkpoint,
     foreign_weights,
     newest_whole_checkpoint,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.random_states import random_states, restore_random_states
+from mfwrap.checkpoints.random_states import random_states, restore_random_states
 
 
 def drawn():

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from mfwrap.step_files import has_step_files, read_step_files, write_step_files
+from mfwrap.checkpoints.step_files import has_step_files, read_step_files, write_step_files
 
 TENSORS, RECORD = "mfwrap_step.safetensors", "mfwrap_step.json"
 NAMES = st.one_of(

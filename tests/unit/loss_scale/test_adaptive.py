@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_reads import HostReads
 from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell
+from support.host_reads import HostReads
 
 # (largest, smallest): MindFormers' list, recorded from it, where it is short enough to print.
 WINDOWS = {

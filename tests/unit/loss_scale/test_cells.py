@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_reads import HostReads
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from support.host_reads import HostReads
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # Powers of two, so that the float64 numbers of the reference are exact in float32, too.

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from host_reads import HostReads
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, StepConfig
-from mfwrap.parameters import TrainedParameters
-from mfwrap.scale_sense import LossScale
-from mfwrap.update import StepUpdate
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.update import StepUpdate
+from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradient_networks import GradientNetwork
 from mfwrap import GradOperation, grad, value_and_grad
+from support.gradient_networks import GradientNetwork
 
 X = torch.tensor([[1.0, 2.0, 3.0]])
 Y = torch.tensor(19.0)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from host_reads import HostReads
 from mfwrap import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -23,6 +22,7 @@ from mfwrap import (
     TrainOneStepWithLossScaleCell,
     all_finite,
 )
+from support.host_reads import HostReads
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.sampled_from([2, 4, 8]))

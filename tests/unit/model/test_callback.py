@@ -2,8 +2,8 @@
 
 import pytest
 
-from mfwrap.run_context import Callback, CallbackParameters, RunContext
-from model_runs import HOOKS
+from mfwrap.model.callback import Callback, CallbackParameters, RunContext
+from support.model_runs import HOOKS
 
 
 def test_parameters_are_keys_and_attributes():

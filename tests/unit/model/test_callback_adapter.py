@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 from mfwrap.callbacks import EarlyStopping, History, as_trainer_callback
 from mfwrap.outputs import StepOutput
 from mfwrap.trainer import MFTrainer
-from model_runs import Notes
+from support.model_runs import Notes
 
 
 class Regression(nn.Module):

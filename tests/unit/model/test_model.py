@@ -7,7 +7,6 @@ from torch import nn
 from transformers import TrainerCallback
 
 import mfwrap
-from host_reads import HostReads
 from mfwrap import (
     DynamicLossScaleManager,
     FixedLossScaleManager,
@@ -17,8 +16,9 @@ from mfwrap import (
     WithLossCell,
 )
 from mfwrap.callbacks import Callback, EMACallback, LossMonitor, MFLossMonitor
-from model_runs import Notes, batches, classifier, losses_by_hand, sgd
-from spoilt_gpt2 import Rows, padded, tiny_gpt2
+from support.host_reads import HostReads
+from support.model_runs import Notes, batches, classifier, losses_by_hand, sgd
+from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
 
 LOSS = nn.CrossEntropyLoss()
 

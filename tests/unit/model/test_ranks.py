@@ -7,8 +7,8 @@ import torch
 from torch import multiprocessing, nn
 
 from mfwrap import Model
-from model_ranks import NUM_RANKS, loader, run_rank
-from model_runs import classifier, sgd
+from support.model_ranks import NUM_RANKS, loader, run_rank
+from support.model_runs import classifier, sgd
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 
 from mfwrap import FixedLossScaleManager, Model
 from mfwrap.callbacks import Callback
-from model_runs import Notes, ScriptedMetric, batches, classifier, sgd
+from support.model_runs import Notes, ScriptedMetric, batches, classifier, sgd
 
 
 def model(**settings) -> Model:

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.recipe_yaml import RecipeDocument, RecipeError
+from mfwrap.recipe.document import RecipeDocument, RecipeError
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe_run import run_recipe
-from recipe_texts import recipe_text
+from mfwrap.recipe.run import run_recipe
+from support.recipe_texts import recipe_text
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 

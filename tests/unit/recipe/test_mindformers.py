@@ -2,16 +2,16 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import yaml
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe_mindformers import import_mindformers
-from mfwrap.recipe_run import run_recipe
+from mfwrap.recipe.mindformers import import_mindformers
+from mfwrap.recipe.run import run_recipe
+from support.paths import TESTS
 
-WHOLE = sorted((Path(__file__).parent / "mindformers").glob("*.yaml"))
+WHOLE = sorted((TESTS / "mindformers").glob("*.yaml"))
 """``every_key.yaml`` has all keys of MindFormers' documentation, the others are in its manner."""
 
 WRAPPER = """

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe_mindformers import import_mindformers
-from mfwrap.recipe_mindformers_evaluation import evaluation
+from mfwrap.recipe.mindformers import import_mindformers
+from mfwrap.recipe.recipe_mindformers_evaluation import evaluation
 
 EVERY_EPOCH = {"eval_strategy": "epoch"}
 

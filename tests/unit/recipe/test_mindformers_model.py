@@ -5,9 +5,9 @@ import yaml
 from transformers import AutoConfig
 
 from mfwrap.recipe import parse_recipe
-from mfwrap.recipe_mindformers import import_mindformers
-from mfwrap.recipe_mindformers_model import model_config_of
-from mfwrap.recipes.models import config_keys
+from mfwrap.recipe.mindformers import import_mindformers
+from mfwrap.recipe.mindformers_model import model_config_of
+from mfwrap.recipes.models.settings import config_keys
 
 SMALL = "hidden_size: 32, num_layers: 1, num_heads: 2, vocab_size: 160000"
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mfwrap.recipe import parse_recipe
-from mfwrap.recipe_mindformers import import_mindformers
+from mfwrap.recipe.mindformers import import_mindformers
 
 CURVES = """
 tensorboard:

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mfwrap.recipe import Recipe, RecipeError, parse_recipe
-from mfwrap.recipe_objects import REFUSALS
-from mfwrap.recipe_run import run_recipe
-from recipe_texts import RECIPE
+from mfwrap.recipe.objects import REFUSALS
+from mfwrap.recipe.run import run_recipe
+from support.recipe_texts import RECIPE
 
 WHOLE = copy.deepcopy(RECIPE) | {
     "runner_wrapper": {

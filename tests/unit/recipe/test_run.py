@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe_library import shipped_recipes
-from mfwrap.recipe_run import build_trainer, run_recipe
-from recipe_texts import SMALL_LLAMA, recipe_text
+from mfwrap.recipe.library import shipped_recipes
+from mfwrap.recipe.run import build_trainer, run_recipe
+from support.recipe_texts import SMALL_LLAMA, recipe_text
 
 # What TRL and datasets warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")

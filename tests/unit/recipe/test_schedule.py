@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.schedules import SCHEDULES
-from recipe_texts import recipe_text
+from mfwrap.schedules.names import SCHEDULES
+from support.recipe_texts import recipe_text
 
 ALIASES = {
     "constant_with_warmup": "ConstantWarmUpLR",

@@ -13,8 +13,8 @@ from mfwrap import (
 )
 from mfwrap.callbacks import MFLossMonitor, TrainingStateMonitor
 from mfwrap.recipe import RecipeError, RecipeWarning, parse_recipe
-from mfwrap.recipe_library import shipped_recipes
-from recipe_texts import recipe_text
+from mfwrap.recipe.library import shipped_recipes
+from support.recipe_texts import recipe_text
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
 

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import LlamaForCausalLM
 
 from mfwrap.recipes import causal_lm
-from mfwrap.recipes.run_picture import draw_run
+from mfwrap.report.picture import draw_run
 
 
 @pytest.fixture(scope="module")

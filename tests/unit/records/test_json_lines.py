@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mfwrap.callbacks import json_lines
-from mfwrap.callbacks.json_lines import JsonLines, read_json_lines
+from mfwrap.records import json_lines
+from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 # With what could end a line, a string or an encoding.
 text = st.text(alphabet='az09 "\\\n\r\t\0\x85\u2028\u00e9\U0001f600', max_size=8)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from mfwrap.run_record import Curve, read_run
-from run_folders import GROUPS, write_lines, write_run, write_trainer_run
+from mfwrap.records.run_record import Curve, read_run
+from support.run_folders import GROUPS, write_lines, write_run, write_trainer_run
 
 
 def test_a_run_of_the_cell(tmp_path):

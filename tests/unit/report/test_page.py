@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from mfwrap.run_page import write_run_page
-from run_folders import write_run
+from mfwrap.report.page import write_run_page
+from support.run_folders import write_run
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mfwrap.run_panels import panels_of
-from mfwrap.run_record import read_run
-from run_folders import GROUPS, write_lines, write_run, write_trainer_run
+from mfwrap.records.run_record import read_run
+from mfwrap.report.panels import panels_of
+from support.run_folders import GROUPS, write_lines, write_run, write_trainer_run
 
 
 def panels(*folders):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
 )
 from transformers.optimization import GreedyLR
 
-from mfwrap.deferred_schedule import (
+from mfwrap.schedules.deferred import (
     DeferredSchedule,
     defer_schedule,
     is_stepped_with_a_metric,

@@ -16,7 +16,7 @@ from mfwrap import (
     StepOutput,
     StepReport,
 )
-from small_networks import Classifier, TokenClassifier, labelled_batches
+from support.small_networks import Classifier, TokenClassifier, labelled_batches
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 

@@ -10,8 +10,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell
-from small_llama import byte_batch, small_llama
-from small_networks import Classifier, TokenClassifier, labelled_batches
+from support.small_llama import byte_batch, small_llama
+from support.small_networks import Classifier, TokenClassifier, labelled_batches
 
 NAN = float("nan")
 

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from mfwrap import MFTrainOneStepCell
-from small_llama import byte_batch, small_llama
-from small_networks import IGNORED, Classifier, LinearProbe, TokenClassifier, labelled_batches
+from support.small_llama import byte_batch, small_llama
+from support.small_networks import (
+    IGNORED,
+    Classifier,
+    LinearProbe,
+    TokenClassifier,
+    labelled_batches,
+)
 
 NUM_STEPS = 3
 # Sums over the same tokens in another order: a few units in the last place of a sum of at most

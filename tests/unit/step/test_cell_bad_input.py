@@ -10,9 +10,9 @@ from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
-from small_llama import byte_batch, small_llama
-from small_networks import Classifier, LinearProbe, TokenClassifier, labelled_batches
-from training_state import assert_unchanged, training_state
+from support.small_llama import byte_batch, small_llama
+from support.small_networks import Classifier, LinearProbe, TokenClassifier, labelled_batches
+from support.training_state import assert_unchanged, training_state
 
 
 def build(network: nn.Module | None = None, **settings) -> MFTrainOneStepCell:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from small_llama import byte_batch, small_llama
-from small_networks import Classifier, labelled_batches
-from training_runs import NUM_STEPS, OPTIMIZERS, Trace, train_plainly, train_with_cell
+from support.small_llama import byte_batch, small_llama
+from support.small_networks import Classifier, labelled_batches
+from support.training_runs import NUM_STEPS, OPTIMIZERS, Trace, train_plainly, train_with_cell
 
 SCALES = [1.0, 2.0**16]
 MAX_NORM = 0.5

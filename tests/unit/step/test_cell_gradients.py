@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
-from small_networks import Classifier, LinearProbe, TokenClassifier, labelled_batches
-from training_state import assert_unchanged, training_state
+from support.small_networks import Classifier, LinearProbe, TokenClassifier, labelled_batches
+from support.training_state import assert_unchanged, training_state
 
 
 def sgd_cell(network: nn.Module, parameters=None, **settings) -> MFTrainOneStepCell:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from host_reads import HostReads
 from mfwrap import (
     AdaptiveLossScaleUpdateCell,
     DynamicLossScaleUpdateCell,
@@ -18,7 +17,8 @@ from mfwrap import (
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
-from small_networks import Classifier, TokenClassifier, labelled_batches
+from support.host_reads import HostReads
+from support.small_networks import Classifier, TokenClassifier, labelled_batches
 
 NAN, SPIKE = float("nan"), 1e4
 FACTORS = {

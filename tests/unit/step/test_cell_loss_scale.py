@@ -12,8 +12,8 @@ from mfwrap import (
     FixedLossScaleUpdateCell,
     MFTrainOneStepCell,
 )
-from small_networks import LinearProbe, labelled_batches
-from spoilt_training import OPTIMIZERS, PRECISIONS, SpoiltTraining
+from support.small_networks import LinearProbe, labelled_batches
+from support.spoilt.training import OPTIMIZERS, PRECISIONS, SpoiltTraining
 
 OVERFLOWS = [False, False, True, False, False, False, True, True, False, False, False, False]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from mfwrap import MFTrainOneStepCell
-from small_networks import Classifier, LinearProbe, labelled_batches
+from support.small_networks import Classifier, LinearProbe, labelled_batches
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 

@@ -8,8 +8,15 @@ from accelerate import Accelerator
 from torch.optim import SGD, AdamW
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
-from small_networks import Classifier, LinearProbe, labelled_batches
-from training_runs import DECAY, NUM_STEPS, OPTIMIZERS, Trace, train_plainly, train_with_cell
+from support.small_networks import Classifier, LinearProbe, labelled_batches
+from support.training_runs import (
+    DECAY,
+    NUM_STEPS,
+    OPTIMIZERS,
+    Trace,
+    train_plainly,
+    train_with_cell,
+)
 
 FUSED_ADAMW = OPTIMIZERS["fused AdamW"]
 

@@ -8,8 +8,8 @@ from torch import multiprocessing
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-from rank_training import NUM_RANKS, NUM_STEPS, micro_batches, run_rank, token_network
-from small_networks import Classifier, labelled_batches
+from support.ranks.training import NUM_RANKS, NUM_STEPS, micro_batches, run_rank, token_network
+from support.small_networks import Classifier, labelled_batches
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
-from small_networks import Classifier, labelled_batches
-from spoilt_training import OPTIMIZERS, PRECISIONS, BadElement, SpoiltTraining
-from training_state import assert_same_state, assert_unchanged, training_state
+from support.small_networks import Classifier, labelled_batches
+from support.spoilt.training import OPTIMIZERS, PRECISIONS, BadElement, SpoiltTraining
+from support.training_state import assert_same_state, assert_unchanged, training_state
 
 NAN, INF = float("nan"), float("inf")
 NUM_STEPS = 5

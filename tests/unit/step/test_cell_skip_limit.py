@@ -2,9 +2,9 @@
 
 import pytest
 
-from small_networks import labelled_batches
-from spoilt_training import OPTIMIZERS, SpoiltTraining
-from training_state import assert_same_state, training_state
+from support.small_networks import labelled_batches
+from support.spoilt.training import OPTIMIZERS, SpoiltTraining
+from support.training_state import assert_same_state, training_state
 
 
 def test_too_many_skips_in_a_row_are_an_error_one_step_late():

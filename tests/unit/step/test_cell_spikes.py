@@ -7,9 +7,9 @@ import torch
 from torch.optim import SGD
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell
-from small_networks import IGNORED, LinearProbe, TokenClassifier, labelled_batches
-from spoilt_training import OPTIMIZERS, SpoiltTraining
-from training_state import assert_same_state, assert_unchanged, training_state
+from support.small_networks import IGNORED, LinearProbe, TokenClassifier, labelled_batches
+from support.spoilt.training import OPTIMIZERS, SpoiltTraining
+from support.training_state import assert_same_state, assert_unchanged, training_state
 
 
 def probe_cell(*, threshold: float, **settings) -> MFTrainOneStepCell:

@@ -17,8 +17,8 @@ from mfwrap import (
     ExponentialMovingAverage,
     MFTrainOneStepCell,
 )
-from small_networks import Classifier, labelled_batches
-from training_state import assert_same_state, training_state
+from support.small_networks import Classifier, labelled_batches
+from support.training_state import assert_same_state, training_state
 
 NAN = float("nan")
 FACTORS = (1.0, NAN, 1.0, 1.0, NAN, NAN, 1.0, 1.0, NAN, 1.0)

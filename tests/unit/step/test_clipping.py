@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.gradients import clip_by_global_norm, clip_by_value, clip_coefficient
+from mfwrap.step.clipping import clip_by_global_norm, clip_by_value, clip_coefficient
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FINITE = st.floats(-1e3, 1e3, width=32)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_reads import HostReads
 from mfwrap import StepOutput, StepReport
-from mfwrap.update_counts import UpdateCounts
+from mfwrap.step.counts import UpdateCounts
+from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
 NAMES = ("first", "second")

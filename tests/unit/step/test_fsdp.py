@@ -8,9 +8,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
-from fsdp_networks import NUM_STEPS, Case, micro_batches_of, new_model, optimizer_of
-from fsdp_ranks import ranks
-from fsdp_training import CASES, MAX_NORM, OTHER_CASES, train
+from support.fsdp.networks import NUM_STEPS, Case, micro_batches_of, new_model, optimizer_of
+from support.fsdp.ranks import ranks
+from support.fsdp.training import CASES, MAX_NORM, OTHER_CASES, train
 
 __all__ = ["ranks"]
 

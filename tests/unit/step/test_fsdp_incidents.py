@@ -5,7 +5,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_incidents import (
+from support.fsdp.incidents import (
     OPTIMIZERS,
     call_a_module_twice,
     count_host_reads,
@@ -17,9 +17,9 @@ from fsdp_incidents import (
     norms_of_placed_tensors,
     train_with_a_divisor,
 )
-from fsdp_networks import Case, new_model
-from fsdp_ranks import ranks
-from fsdp_refusals import be_refused
+from support.fsdp.networks import Case, new_model
+from support.fsdp.ranks import ranks
+from support.fsdp.refusals import be_refused
 
 __all__ = ["ranks"]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from host_reads import HostReads
-from mfwrap.gradients import clip_coefficient, group_parameters, has_non_finite, sum_of_squares
+from mfwrap.step.clipping import clip_coefficient, group_parameters, has_non_finite, sum_of_squares
+from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

@@ -14,11 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from host_reads import HostReads
 from mfwrap import MFTrainOneStepCell
-from mfwrap.local_norm import local_squares_of, tap
-from mfwrap.ranks import agreement_of
-from small_networks import Classifier, LinearProbe, labelled_batches
+from mfwrap.step.local_norms import local_squares_of, tap
+from mfwrap.step.ranks import agreement_of
+from support.host_reads import HostReads
+from support.small_networks import Classifier, LinearProbe, labelled_batches
 
 [BATCH] = labelled_batches(1)
 WITH_A_HOOK = {"are_asked_for": True, "communication_hook": (None, allreduce_hook)}

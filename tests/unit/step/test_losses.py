@@ -10,9 +10,9 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
-from host_reads import HostReads
-from mfwrap.losses import MeanLoss, PerTokenLoss
-from mfwrap.micro_batches import NetworkCall
+from mfwrap.step.losses import MeanLoss, PerTokenLoss
+from mfwrap.step.micro_batches import NetworkCall
+from support.host_reads import HostReads
 
 IGNORED = -100
 VOCABULARY = 32

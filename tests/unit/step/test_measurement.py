@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_reads import HostReads
-from mfwrap.gradients import group_parameters
-from mfwrap.losses import Normalizer
-from mfwrap.measurement import measure
+from mfwrap.step.clipping import group_parameters
+from mfwrap.step.losses import Normalizer
+from mfwrap.step.measurement import measure
+from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

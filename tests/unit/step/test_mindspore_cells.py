@@ -15,8 +15,8 @@ from mfwrap import (
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
-from small_networks import Classifier, LinearProbe, labelled_batches
-from training_state import assert_unchanged, training_state
+from support.small_networks import Classifier, LinearProbe, labelled_batches
+from support.training_state import assert_unchanged, training_state
 
 NAN, INF = float("nan"), float("inf")
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 from transformers import Adafactor as OwnRates
 
-from host_reads import HostReads
 from mfwrap import MFTrainOneStepCell
-from mfwrap.optimizers import SkippableOptimizer, learning_rates
-from small_networks import Classifier, labelled_batches
+from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
+from support.host_reads import HostReads
+from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
 # A vector and a rest for the kernels, less than a vector, and a scalar.

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
-from mfwrap.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.step.parameters import TrainedParameters, checked_network, network_parameters
 
 
 class Tied(nn.Module):

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import rank_deaths
 from mfwrap.sharded_checkpoint import load_sharded
-from rank_deaths import FailingClassifier, new_training
-from small_networks import labelled_batches
-from training_state import assert_same_state
+from support.paths import TESTS
+from support.ranks import deaths as rank_deaths
+from support.ranks.deaths import FailingClassifier, new_training
+from support.small_networks import labelled_batches
+from support.training_state import assert_same_state
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ class Ended(NamedTuple):
 def started(tmp_path_factory):
     """Start the ranks of all cases at once; return them by case, with their folder."""
     started = {}
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for failure, way in CASES:
         folder = tmp_path_factory.mktemp("ranks")

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import distributed
 
-from rank_equivalence import CASES, NUM_STEPS, micro_batches, own_norms, train_alone, train_on_rank
-from rank_pool import RankPool
+from support.ranks.equivalence import (
+    CASES,
+    NUM_STEPS,
+    micro_batches,
+    own_norms,
+    train_alone,
+    train_on_rank,
+)
+from support.ranks.pool import RankPool
 
 
 @pytest.fixture(scope="module")

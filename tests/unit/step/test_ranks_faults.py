@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rank_faults import CASES, NUM_STEPS, OPTIMIZERS, meet, train_fixture
-from training_state import assert_same_state, assert_unchanged
+from support.ranks.faults import CASES, NUM_STEPS, OPTIMIZERS, meet, train_fixture
+from support.training_state import assert_same_state, assert_unchanged
 
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rank_local_norms import (
+from support.ranks.local_norms import (
     HOOKS,
     OPTIONS,
     share,
@@ -15,7 +15,7 @@ from rank_local_norms import (
     train_with_options,
     train_with_unused,
 )
-from small_networks import Classifier
+from support.small_networks import Classifier
 
 NUM_STEPS = 3
 STEPS_OF_5 = torch.tensor([5.0, 10.0])

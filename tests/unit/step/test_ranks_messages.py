@@ -2,7 +2,7 @@
 
 import pytest
 
-from rank_messages import messages_of
+from support.ranks.messages import messages_of
 
 GRADIENTS = 8 * 16 + 16 + 16 * 4 + 4
 

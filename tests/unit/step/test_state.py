@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
-from mfwrap.scale_sense import LossScale
-from mfwrap.step_state import check_keys, restore
-from mfwrap.update_counts import UpdateCounts
-from training_state import assert_same_state
+from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.counts import UpdateCounts
+from mfwrap.step.state import check_keys, restore
+from support.training_state import assert_same_state
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from mfwrap import (
     ExponentialMovingAverage,
     MFTrainOneStepCell,
 )
-from mfwrap.deferred import DeferredReads
-from small_networks import Classifier, labelled_batches
+from mfwrap.tensors.deferred import DeferredReads
+from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
 FLOATS = st.floats(allow_nan=False, width=32)

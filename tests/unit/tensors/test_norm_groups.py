@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.gradients import group_parameters
+from mfwrap.step.clipping import group_parameters
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mfwrap.wrappers import unwrapped_network, unwrapped_optimizer
+from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 # Nothing is compiled before a first call.
 compiled = functools.partial(torch.compile, backend="eager")

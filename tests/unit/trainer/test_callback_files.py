@@ -5,8 +5,8 @@ from pathlib import Path
 from torch import nn
 from transformers import TrainerCallback
 
-from mfwrap.callback_files import KeepsFiles, announce_checkpoint, save_callbacks
 from mfwrap.callbacks import EMACallback
+from mfwrap.trainer.callback_files import KeepsFiles, announce_checkpoint, save_callbacks
 
 
 class Keeping(TrainerCallback):

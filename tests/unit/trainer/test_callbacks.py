@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 from mfwrap import LocalNormStepOutput, StepConfig, StepOutput, StepReport
 from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
-from trainer_runs import (
+from support.trainer_runs import (
     Counting,
     Run,
     assert_same_log,

@@ -12,9 +12,9 @@ from transformers import Trainer
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.trainer import MFTrainer
-from resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
-from spoilt_gpt2 import Rows, SpoiltGPT2, padded, tiny_gpt2
-from training_state import assert_same_state
+from support.resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
+from support.spoilt.gpt2 import Rows, SpoiltGPT2, padded, tiny_gpt2
+from support.training_state import assert_same_state
 
 OURS = [
     "mfwrap_manifest.json",

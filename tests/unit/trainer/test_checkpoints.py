@@ -10,7 +10,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.trainer import MFTrainer
-from resumed_training import (
+from support.resumed_training import (
     PLAIN,
     RunSettings,
     StopAfter,
@@ -20,7 +20,7 @@ from resumed_training import (
     resume,
     trained,
 )
-from training_state import assert_same_state
+from support.training_state import assert_same_state
 
 EVERY_OTHER = RunSettings(save_steps=2)
 WHOLE = [

@@ -9,8 +9,8 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.trainer import MFTrainer
-from resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
-from training_state import assert_same_state
+from support.resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
+from support.training_state import assert_same_state
 
 BEST = {
     "eval_strategy": "steps",

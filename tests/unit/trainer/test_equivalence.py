@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from mfwrap.trainer import MFTrainer
-from small_networks import IGNORED
-from trainer_runs import (
+from support.small_networks import IGNORED
+from support.trainer_runs import (
     Counting,
     EndlessCounting,
     Run,

@@ -11,7 +11,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from mfwrap import StepOutput, StepReport
 from mfwrap.rank_termination import RankTermination
-from mfwrap.trainer_events import (
+from mfwrap.trainer.events import (
     StepCallbackHandler,
     TerminationCallback,
     handler_class,

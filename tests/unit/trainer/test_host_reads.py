@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainerCallback
 
-from host_reads import HostReads
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
 from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
-from trainer_runs import Counting, new_trainer, padded, spoilt_llama, tiny_llama
+from support.host_reads import HostReads
+from support.trainer_runs import Counting, new_trainer, padded, spoilt_llama, tiny_llama
 
 NAN = float("nan")
 STOCK_READS = 12

@@ -10,10 +10,10 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from killed_training import start_process
-from mfwrap.checkpoints import check_checkpoint
-from resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
-from training_state import assert_same_state
+from mfwrap.checkpoints.manifest import check_checkpoint
+from support.killed_training import start_process
+from support.resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
+from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
 MOST_LINES = 26

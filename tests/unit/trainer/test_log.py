@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.trainer import MFTrainer
-from trainer_runs import Counting, Run, new_trainer, spoilt_llama, tiny_llama, train, values
+from support.trainer_runs import Counting, Run, new_trainer, spoilt_llama, tiny_llama, train, values
 
 NAN, INF = float("nan"), float("inf")
 

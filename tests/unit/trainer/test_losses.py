@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import Trainer, TrainerCallback
 
-from resumed_training import (
+from support.resumed_training import (
     NUM_STEPS,
     PLAIN,
     RunSettings,

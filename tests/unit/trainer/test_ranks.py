@@ -5,15 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import multiprocessing
 
-from mfwrap.checkpoints import check_checkpoint
-from resumed_training import files, resume
-from trainer_ranks import (
+from mfwrap.checkpoints.manifest import check_checkpoint
+from support.paths import TESTS
+from support.resumed_training import files, resume
+from support.trainer_ranks import (
     ENDINGS,
     NUM_RANKS,
     NUM_STEPS,
@@ -23,7 +23,7 @@ from trainer_ranks import (
     run_rank,
     told_twice,
 )
-from training_state import assert_same_state
+from support.training_state import assert_same_state
 
 pytestmark = pytest.mark.slow
 
@@ -169,10 +169,10 @@ def test_told_to_end_twice(tmp_path):
 
 def test_told_to_end_by_torchrun(tmp_path):
     """What it sends on to its workers lets them save and exit."""
-    script = Path(__file__).parent / "trainer_ranks.py"
+    script = TESTS / "support" / "trainer_ranks.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(NUM_RANKS), str(script), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(script.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(launcher, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "step 1\n"
         process.send_signal(signal.SIGTERM)

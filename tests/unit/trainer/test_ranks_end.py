@@ -2,7 +2,7 @@
 
 import torch
 
-from rank_trainer import train_with_trainer
+from support.ranks.trainer import train_with_trainer
 
 
 def test_in_the_trainer(two_ranks, tmp_path):

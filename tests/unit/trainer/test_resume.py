@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
-from killed_training import start_process
 from mfwrap import DynamicLossScaleUpdateCell
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
-from resumed_training import (
+from support.killed_training import start_process
+from support.resumed_training import (
     NUM_STEPS,
     PLAIN,
     STEPS_AN_EPOCH,
@@ -30,8 +30,8 @@ from resumed_training import (
     spoil_random_states,
     trained,
 )
-from spoilt_gpt2 import padded
-from training_state import assert_same_state, training_state
+from support.spoilt.gpt2 import padded
+from support.training_state import assert_same_state, training_state
 
 CASES = {
     "fused": RunSettings(),

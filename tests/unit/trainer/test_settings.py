@@ -13,8 +13,8 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer_settings import loop_settings
-from trainer_runs import new_trainer, tiny_llama, train
+from mfwrap.trainer.trainer_settings import loop_settings
+from support.trainer_runs import new_trainer, tiny_llama, train
 
 
 def arguments() -> TrainingArguments:

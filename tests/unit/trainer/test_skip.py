@@ -8,8 +8,8 @@ from transformers import Trainer, TrainerCallback
 
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.trainer import MFTrainer
-from trainer_runs import Run, assert_same_weights, new_trainer, spoilt_llama, train, values
-from training_state import assert_unchanged, training_state
+from support.trainer_runs import Run, assert_same_weights, new_trainer, spoilt_llama, train, values
+from support.training_state import assert_unchanged, training_state
 
 NAN, INF = float("nan"), float("inf")
 COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6}

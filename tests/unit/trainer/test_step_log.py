@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.trainer_log import StepLog
+from mfwrap.trainer.log import StepLog
 
 CPU = torch.device("cpu")
 losses = st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from([math.nan, math.inf, -math.inf]))

@@ -20,11 +20,11 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
-from mfwrap.trainer_checkpoint import StagedCheckpoint
-from mfwrap.trainer_events import StepCallbackHandler, TrainerSteps
-from mfwrap.trainer_losses import LossMixin
-from mfwrap.trainer_saving import CheckpointMixin
-from trainer_runs import new_trainer, train
+from mfwrap.trainer.checkpoint import StagedCheckpoint
+from mfwrap.trainer.events import StepCallbackHandler, TrainerSteps
+from mfwrap.trainer.trainer_losses import LossMixin
+from mfwrap.trainer.trainer_saving import CheckpointMixin
+from support.trainer_runs import new_trainer, train
 
 RELEASE = f"transformers {transformers.__version__}"
 

@@ -6,11 +6,11 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback
 
-from host_reads import HostReads
 from mfwrap.callbacks import EMACallback
-from mfwrap.callbacks.applied_updates import AppliedUpdates
-from resumed_training import PLAIN, new_trainer
-from test_trainer_resume import StockHalf
+from mfwrap.callbacks.average.applied_updates import AppliedUpdates
+from support.host_reads import HostReads
+from support.resumed_training import PLAIN, new_trainer
+from unit.trainer.test_resume import StockHalf
 
 OPTIMIZERS = {
     "fused": lambda weights: torch.optim.AdamW(weights, fused=True),

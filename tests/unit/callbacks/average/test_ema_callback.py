@@ -14,9 +14,9 @@ from transformers import Trainer, TrainerCallback
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer
-from resumed_training import NUM_STEPS, PLAIN, files, logged, new_trainer, trained
-from spoilt_gpt2 import SpoiltGPT2
-from training_state import assert_same_state
+from support.resumed_training import NUM_STEPS, PLAIN, files, logged, new_trainer, trained
+from support.spoilt.gpt2 import SpoiltGPT2
+from support.training_state import assert_same_state
 
 DECAY = 0.5
 WEIGHT = "transformer.wte.weight"

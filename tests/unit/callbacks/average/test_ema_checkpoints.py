@@ -22,12 +22,19 @@ from transformers import (
 from transformers.trainer_utils import HPSearchBackend
 
 from mfwrap.callbacks import EMACallback
-from mfwrap.callbacks.average_files import load_exported, resumed_checkpoint, saved_checkpoint
+from mfwrap.callbacks.average.files import load_exported, resumed_checkpoint, saved_checkpoint
 from mfwrap.trainer import MFTrainer
-from resumed_training import PLAIN, StopAfter, new_trainer, trained
-from spoilt_gpt2 import Rows, padded, tiny_gpt2
-from test_callbacks_ema import KINDS, STEPS, WEIGHT, Follower, evaluated_by_hand, weights_of
-from training_state import assert_same_state
+from support.resumed_training import PLAIN, StopAfter, new_trainer, trained
+from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
+from support.training_state import assert_same_state
+from unit.callbacks.average.test_ema_callback import (
+    KINDS,
+    STEPS,
+    WEIGHT,
+    Follower,
+    evaluated_by_hand,
+    weights_of,
+)
 
 SAVING = STEPS | {"max_steps": 4, "eval_strategy": "no", "load_best_model_at_end": False}
 IN_STEP = ["its average", "own average"]

@@ -9,9 +9,17 @@ from transformers import Trainer, TrainerCallback
 
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer
-from resumed_training import NUM_STEPS, PLAIN, StopAfter, logged, new_trainer, spoil_random_states
-from spoilt_gpt2 import Rows
-from test_callbacks_ema import (
+from support.resumed_training import (
+    NUM_STEPS,
+    PLAIN,
+    StopAfter,
+    logged,
+    new_trainer,
+    spoil_random_states,
+)
+from support.spoilt.gpt2 import Rows
+from support.training_state import assert_same_state
+from unit.callbacks.average.test_ema_callback import (
     DECAY,
     EPOCHS,
     KINDS,
@@ -21,7 +29,6 @@ from test_callbacks_ema import (
     evaluated_by_hand,
     weights_of,
 )
-from training_state import assert_same_state
 
 TWO = {"one": Rows(), "two": Rows((0,))}
 """The loss of the second one is NaN; its evaluation sees what the first one's does."""

@@ -14,11 +14,11 @@ from transformers import Trainer, TrainerCallback
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer
-from resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
-from spoilt_gpt2 import SpoiltGPT2
-from test_callbacks_ema import EPOCHS, SKIPPING, STEPS, Follower, weights_of
-from test_trainer_resume import StockHalf
-from training_state import assert_same_state
+from support.resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
+from support.spoilt.gpt2 import SpoiltGPT2
+from support.training_state import assert_same_state
+from unit.callbacks.average.test_ema_callback import EPOCHS, SKIPPING, STEPS, Follower, weights_of
+from unit.trainer.test_resume import StockHalf
 
 KINDS = {
     "its average": (MFTrainer, SKIPPING, {"ema": lambda m: ExponentialMovingAverage(m, 0.5)}),

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from mfwrap.callbacks.anomaly_log import Anomaly, AnomalyLog, GroupNorm, layer_of
-from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, GroupNorm, layer_of
+from mfwrap.records.json_lines import read_json_lines
 
 
 @pytest.mark.parametrize(

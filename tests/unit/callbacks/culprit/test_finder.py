@@ -11,9 +11,9 @@ from mfwrap import (
     Model,
 )
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit import CulpritFinder, StepNumbers
-from planted_faults import KINDS, check_record, random_faults
-from spoilt_blocks import Fault, records_of, train_blocks
+from mfwrap.callbacks.culprit.finder import CulpritFinder, StepNumbers
+from support.planted_faults import KINDS, check_record, random_faults
+from support.spoilt.blocks import Fault, records_of, train_blocks
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import pytest
 from torch import multiprocessing
 
-from mfwrap.callbacks.json_lines import read_json_lines
-from planted_faults import LASTING, check_record, random_faults
-from spoilt_blocks import records_of
-from spoilt_ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
+from mfwrap.records.json_lines import read_json_lines
+from support.planted_faults import LASTING, check_record, random_faults
+from support.spoilt.blocks import records_of
+from support.spoilt.ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
 
 
 def check_planted(folder, seed):

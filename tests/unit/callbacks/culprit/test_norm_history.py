@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.callbacks.norm_history import GlobalNormHistory, RunningNorms
+from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms
 
 NAN, INF = math.nan, math.inf
 norms = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([NAN, INF, 0.0]))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.tensor_norms import tensor_norms, trainable
-from mfwrap.callbacks.weight_watch import WeightWatch
+from mfwrap.callbacks.culprit.weight_watch import WeightWatch
+from mfwrap.tensors.tensor_norms import tensor_norms, trainable
 
 
 def network() -> nn.Sequential:

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from mfwrap import MFTrainOneStepCell
-from mfwrap.callbacks.flops import StepFlops
-from mfwrap.callbacks.peak_rates import peak_tflops
-from small_llama import byte_batch, small_llama
-from test_callbacks_loss_monitor import Loop, output, shown
+from mfwrap.callbacks.loss_monitor.flops import StepFlops
+from mfwrap.callbacks.loss_monitor.peak_rates import peak_tflops
+from support.small_llama import byte_batch, small_llama
+from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
 
 
 def counted(network: nn.Module, *batches) -> float:

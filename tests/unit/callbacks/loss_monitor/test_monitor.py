@@ -83,7 +83,7 @@ def test_record_of_mindformers(caplog):
 
     assert last_two == [
         (
-            "mfwrap.callbacks.loss_monitor",
+            "mfwrap.callbacks.loss_monitor.monitor",
             "INFO",
             (
                 "{ Epoch:[  1/  2], step:[    2/    3], loss:[10.500/10.750], "
@@ -92,7 +92,7 @@ def test_record_of_mindformers(caplog):
             ),
         ),
         (
-            "mfwrap.callbacks.loss_monitor",
+            "mfwrap.callbacks.loss_monitor.monitor",
             "INFO",
             (
                 "  33.3% |████████████████                                  | "

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from host_reads import HostReads
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepOutput
-from small_networks import Classifier, labelled_batches
-from test_callbacks_loss_monitor import Loop, output, records, shown
+from support.host_reads import HostReads
+from support.small_networks import Classifier, labelled_batches
+from unit.callbacks.loss_monitor.test_monitor import Loop, output, records, shown
 
 NAN = math.nan
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from test_callbacks_loss_monitor import Loop, output, shown
+from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
 
 
 @pytest.mark.parametrize("start", [0, 100])

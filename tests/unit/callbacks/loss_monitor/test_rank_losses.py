@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rank_monitors import losses_shown, train_monitored
+from support.ranks.monitors import losses_shown, train_monitored
 
 NAN = float("nan")
 LOSSES = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [3.0, 2.0, 5.0, 0.0, 9.0, 7.0]]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.callbacks.loss_record import StepRecord, record_lines
-from mfwrap.callbacks.run_size import RunLength
-from mfwrap.callbacks.step_values import StepValues
+from mfwrap.callbacks.loss_monitor.record import StepRecord, record_lines
+from mfwrap.callbacks.shared.run_size import RunLength
+from mfwrap.callbacks.shared.step_values import StepValues
 
 FLOAT32 = st.floats(width=32)
 POSITIVE = st.floats(min_value=2.0**-30, max_value=2.0**30, width=32)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mfwrap.callbacks import MFLossMonitor
-from test_callbacks_loss_monitor import Loop, output, shown
+from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
 
 NAN = math.nan
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from callback_runs import fit_with_values
 from mfwrap import Model
 from mfwrap.callbacks import Callback, EarlyStopping
-from model_runs import Notes, batches, classifier, sgd
+from support.callback_runs import fit_with_values
+from support.model_runs import Notes, batches, classifier, sgd
 
 
 def epochs_of(values, name="eval_loss", **settings) -> int:

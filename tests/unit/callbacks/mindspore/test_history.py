@@ -3,10 +3,10 @@
 import pytest
 from torch import nn
 
-from callback_runs import fit_with_values
 from mfwrap import Model
 from mfwrap.callbacks import History
-from model_runs import batches, classifier, losses_by_hand, sgd
+from support.callback_runs import fit_with_values
+from support.model_runs import batches, classifier, losses_by_hand, sgd
 
 
 def test_the_last_loss_of_each_epoch():

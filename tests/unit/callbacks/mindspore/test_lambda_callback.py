@@ -5,7 +5,7 @@ from torch import nn
 
 from mfwrap import Model
 from mfwrap.callbacks import LambdaCallback
-from model_runs import HOOKS, Notes, batches, classifier, sgd
+from support.model_runs import HOOKS, Notes, batches, classifier, sgd
 
 
 def test_each_function_is_called_at_its_event():

@@ -6,7 +6,7 @@ from torch import nn
 
 from mfwrap import MFTrainOneStepCell, Model, WithLossCell
 from mfwrap.callbacks import LearningRateScheduler
-from model_runs import batches, classifier
+from support.model_runs import batches, classifier
 
 
 @pytest.mark.parametrize("in_cell", [False, True])

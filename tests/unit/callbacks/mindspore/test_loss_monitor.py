@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from host_reads import HostReads
 from mfwrap import (
     DynamicLossScaleManager,
     DynamicLossScaleUpdateCell,
@@ -17,7 +16,8 @@ from mfwrap import (
 )
 from mfwrap.callbacks import Callback, LossMonitor, MFLossMonitor, as_trainer_callback
 from mfwrap.trainer import MFTrainer
-from model_runs import batches, classifier, losses_by_hand, sgd
+from support.host_reads import HostReads
+from support.model_runs import batches, classifier, losses_by_hand, sgd
 
 
 def train(callbacks, data=None, epochs=1, manager=None):

@@ -16,7 +16,7 @@ from mfwrap import (
     WithLossCell,
 )
 from mfwrap.callbacks import Callback, CheckpointConfig, LambdaCallback, ModelCheckpoint
-from model_runs import batches, classifier, sgd
+from support.model_runs import batches, classifier, sgd
 
 KEEP_ALL = {"keep_checkpoint_max": 0}
 

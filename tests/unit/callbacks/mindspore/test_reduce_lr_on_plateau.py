@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callback_runs import fit_with_values
 from mfwrap.callbacks import LambdaCallback, ReduceLROnPlateau
-from model_runs import classifier, sgd
+from support.callback_runs import fit_with_values
+from support.model_runs import classifier, sgd
 
 
 def rates_of(values, optimizer=None, network=None, **settings):

@@ -5,7 +5,7 @@ from torch import nn
 
 from mfwrap import Model
 from mfwrap.callbacks import LambdaCallback, TimeMonitor
-from model_runs import batches, classifier, sgd
+from support.model_runs import batches, classifier, sgd
 
 
 class Clock:

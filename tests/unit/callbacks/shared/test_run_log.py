@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from mfwrap.callbacks.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import run_logger
 
 NAME = "mfwrap.callbacks.some_monitor"
-SAY = f"from mfwrap.callbacks.run_log import run_logger\nrun_logger({NAME!r}).info('said')\n"
+SAY = f"from mfwrap.callbacks.shared.run_log import run_logger\nrun_logger({NAME!r}).info('said')\n"
 
 
 @pytest.fixture(autouse=True)

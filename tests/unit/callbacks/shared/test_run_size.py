@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import TrainerState, TrainingArguments
 
-from mfwrap.callbacks.run_size import RunLength, global_batch_size, num_processes, run_length
+from mfwrap.callbacks.shared.run_size import RunLength, global_batch_size, num_processes, run_length
 
 
 def state(max_steps=0, epochs=0, **settings) -> TrainerState:

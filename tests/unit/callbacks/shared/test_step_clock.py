@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.callbacks.epoch_mean import EpochMean
-from mfwrap.callbacks.step_clock import StepClock
+from mfwrap.callbacks.loss_monitor.epoch_mean import EpochMean
+from mfwrap.callbacks.shared.step_clock import StepClock
 
 
 def clock_of(*times: float) -> StepClock:

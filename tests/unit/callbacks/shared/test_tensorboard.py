@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mfwrap.callbacks import MFLossMonitor
-from test_callbacks_loss_monitor import Loop, output
+from unit.callbacks.loss_monitor.test_monitor import Loop, output
 
 TWICE = {"learning-rate", "batch-size", "loss", "grad-norm"}
 

@@ -11,7 +11,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from mfwrap.callbacks.expert_load import ExpertLoad, drop_rate, imbalance
+from mfwrap.callbacks.training_state.expert_load import ExpertLoad, drop_rate, imbalance
 
 SIZES = {
     "vocab_size": 32,

@@ -9,7 +9,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
-from host_reads import HostReads
 from mfwrap import StepConfig
 from mfwrap.callbacks import (
     CheckpointMonitor,
@@ -19,10 +18,11 @@ from mfwrap.callbacks import (
     ReplicaCheck,
     TrainingStateMonitor,
 )
-from mfwrap.callbacks.json_lines import read_json_lines
+from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
-from test_callbacks_loss_monitor import Clock
-from trainer_runs import Counting, new_trainer, tiny_llama, train
+from support.host_reads import HostReads
+from support.trainer_runs import Counting, new_trainer, tiny_llama, train
+from unit.callbacks.loss_monitor.test_monitor import Clock
 
 EVERYTHING = {
     "local_norm_format": "jsonl",
@@ -132,7 +132,7 @@ def test_formats(tmp_path, caplog):
     trained(tmp_path, monitor, callbacks=[reference], max_steps=2)
     events = EventAccumulator(str(tmp_path / "curves"))
     events.Reload()
-    logged = [r.getMessage() for r in caplog.records if r.name.endswith("metric_writers")]
+    logged = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Epoch")]
     pattern = r"Epoch:\[  1/  1\], step:\[    (\d)/    8\] (\S+): (\S+)"
     found = [re.fullmatch(pattern, line).groups() for line in logged]
 

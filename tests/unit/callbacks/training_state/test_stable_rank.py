@@ -8,7 +8,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mfwrap.callbacks.stable_rank import StableRankSettings, spectrum, tagged_spectra
+from mfwrap.callbacks.training_state.stable_rank import StableRankSettings, spectrum, tagged_spectra
 
 
 @given(

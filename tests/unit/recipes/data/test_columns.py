@@ -6,10 +6,10 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe_run import build_trainer
-from mfwrap.recipes.column_checks import check_labelled_texts, check_numbers, check_texts
-from mfwrap.recipes.data_source import DataError
-from recipe_texts import SMALL_LLAMA, recipe_text
+from mfwrap.recipe.run import build_trainer
+from mfwrap.recipes.data.columns import check_labelled_texts, check_numbers, check_texts
+from mfwrap.recipes.data.source import DataError
+from support.recipe_texts import SMALL_LLAMA, recipe_text
 
 # What TRL and datasets warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe_run import build_trainer
-from recipe_texts import SMALL_LLAMA, recipe_text
+from mfwrap.recipe.run import build_trainer
+from support.recipe_texts import SMALL_LLAMA, recipe_text
 
 # What TRL and datasets warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,16 +6,16 @@ import re
 import pytest
 
 from mfwrap import callbacks
-from mfwrap.callbacks.absent_callbacks import INSTEAD
+from mfwrap.names import ABSENT_CALLBACKS
 
 
-@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("name", ABSENT_CALLBACKS)
 def test_an_import_says_what_to_write(name):
     """The whole sentence, also where the name is looked up."""
     with pytest.raises(ImportError, match=f"^mfwrap.callbacks has no `{name}`; write ") as raised:
         exec(f"from mfwrap.callbacks import {name}", {})  # noqa: S102
-    assert INSTEAD[name] in str(raised.value)
-    with pytest.raises(ImportError, match=re.escape(INSTEAD[name])):
+    assert ABSENT_CALLBACKS[name] in str(raised.value)
+    with pytest.raises(ImportError, match=re.escape(ABSENT_CALLBACKS[name])):
         getattr(callbacks, name)
 
 
@@ -26,11 +26,11 @@ def test_any_other_name_is_an_ordinary_error():
     assert not hasattr(callbacks, "SumaryCollector")
 
 
-@pytest.mark.parametrize("sentence", INSTEAD.values(), ids=INSTEAD)
+@pytest.mark.parametrize("sentence", ABSENT_CALLBACKS.values(), ids=ABSENT_CALLBACKS)
 def test_what_to_write_exists(sentence):
     """Each class that a sentence names is there."""
     for path in re.findall(r"`(mfwrap(?:\.\w+)+)", sentence):
         assert pkgutil.resolve_name(path) is not None
     named = re.findall(r"`([A-Z]\w+)", sentence)
     assert set(named) <= set(callbacks.__all__)
-    assert not set(named) & INSTEAD.keys()
+    assert not set(named) & ABSENT_CALLBACKS.keys()

@@ -10,17 +10,17 @@ from accelerate import Accelerator
 
 import mfwrap
 import mfwrap.callbacks
-from mfwrap import schedules
-from mfwrap.absent_names import INSTEAD
+from mfwrap.names import ABSENT_NAMES
+from mfwrap.schedules import names as schedules
 
 
-@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("name", ABSENT_NAMES)
 def test_an_import_says_what_to_write(name):
     """``from mfwrap import`` such a name is an error with the whole sentence."""
     with pytest.raises(ImportError, match=f"^mfwrap has no `{name}`; write ") as raised:
         exec(f"from mfwrap import {name}", {})  # noqa: S102
-    assert INSTEAD[name] in str(raised.value)
-    with pytest.raises(ImportError, match=re.escape(INSTEAD[name])):
+    assert ABSENT_NAMES[name] in str(raised.value)
+    with pytest.raises(ImportError, match=re.escape(ABSENT_NAMES[name])):
         getattr(mfwrap, name)
 
 
@@ -35,16 +35,20 @@ def test_any_other_name_is_an_ordinary_error():
 
 def test_no_name_is_both_absent_and_there():
     """A name that comes later has to leave the table."""
-    assert not INSTEAD.keys() & {*mfwrap.__all__, *schedules.SCHEDULES, *mfwrap.callbacks.__all__}
+    assert not ABSENT_NAMES.keys() & {
+        *mfwrap.__all__,
+        *schedules.SCHEDULES,
+        *mfwrap.callbacks.__all__,
+    }
 
 
 def test_no_function_of_torch_has_an_absent_name():
     """Pickle looks for a function without a module in all of them, and expects AttributeErrors."""
-    assert {name for name in INSTEAD if hasattr(torch, name)} == {"Tensor"}
+    assert {name for name in ABSENT_NAMES if hasattr(torch, name)} == {"Tensor"}
     assert isinstance(torch.Tensor, type)  # classes have a module
 
 
-@pytest.mark.parametrize("sentence", INSTEAD.values(), ids=INSTEAD)
+@pytest.mark.parametrize("sentence", ABSENT_NAMES.values(), ids=ABSENT_NAMES)
 def test_what_to_write_exists(sentence):
     """Each name of mfwrap and torch in a sentence is there, and each argument of a cell."""
     for path in re.findall(r"`((?:torch|mfwrap)(?:\.\w+)+)", sentence):

@@ -1,9 +1,11 @@
-"""Names of MindSpore and MindFormers that have no place here, and what to write instead."""
+"""Names that a package loads late, and names of MindSpore and MindFormers that mfwrap lacks."""
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
-__all__ = ["INSTEAD", "absent_name_message"]
+__all__ = ["ABSENT_CALLBACKS", "ABSENT_NAMES", "package_getattr"]
 
 _ACCUMULATION = "`MFTrainOneStepCell(..., gradient_accumulation_steps=micro_size)`"
 _PIPELINE = (
@@ -12,7 +14,7 @@ _PIPELINE = (
 )
 _TWO_OUTPUTS = "`calculate_per_token_loss=True` for a network that returns two outputs"
 
-INSTEAD: Mapping[str, str] = MappingProxyType(
+ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "Accuracy": "`metrics={'accuracy'}` of `mfwrap.Model`, or a metric of `torchmetrics`",
         "Cell": "`torch.nn.Module`, and `forward` for `construct`",
@@ -64,15 +66,73 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "accelerate finds other devices by itself",
     }
 )
-"""What stands for each name.
+"""What to write in the place of each name that `mfwrap` lacks.
 
-No function of torch has one of these names: pickle looks a function without a module up in all
-modules, and expects nothing but an AttributeError.
+No function of torch may have one of these names. To pickle a function without a module, pickle
+looks its name up in every loaded module and expects an AttributeError, not this ImportError.
 """
 
+_SIGTERM = (
+    "`mfwrap.trainer.MFTrainer`, which saves when it is asked to end by SIGTERM, or "
+    "`ModelCheckpoint` with `CheckpointConfig(exception_save=True)`"
+)
+_TENSORBOARD = "`MFLossMonitor`, which writes to TensorBoard"
+_RESUME = (
+    "`mfwrap.trainer.MFTrainer` and its `train(resume_from_checkpoint=True)`, started again by "
+    "`torchrun --max-restarts`"
+)
+_EXPERTS = "a `Callback` of one's own; balancing experts belongs to the model"
 
-def absent_name_message(name: str) -> str | None:
-    """Return the error of a name that is absent on purpose; ``None`` for any other name."""
-    if name not in INSTEAD:
-        return None
-    return f"mfwrap has no `{name}`; write {INSTEAD[name]}"
+ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
+    {
+        "BackupAndRestore": _RESUME,
+        "CheckpointCallback": "`CheckpointMonitor`",
+        "ClusterMonitor": "`TimeMonitor`, or the launcher's own log",
+        "ColdHotExpertMonitor": _EXPERTS,
+        "EvalCallBack": "`EvalCallback`",
+        "ExpertMigrateCallback": _EXPERTS,
+        "FlopsUtilizationCollector": "`MFLossMonitor`, whose line has the throughput and the share "
+        "of the device's peak rate",
+        "LossCallback": "`MFLossMonitor`",
+        "MaxLogitsMonitor": "`TrainingStateMonitor`",
+        "MoEDropRateCallback": _EXPERTS,
+        "OnRequestExit": _SIGTERM,
+        "SDCMonitor": "`ReplicaCheck`, which compares ranks that must be equal",
+        "StressDetectCallBack": "`ReplicaCheck`, which compares ranks that must be equal",
+        "StressTestModelMonitor": "`ReplicaCheck`, which compares ranks that must be equal",
+        "SummaryCollector": _TENSORBOARD,
+        "SummaryMonitor": _TENSORBOARD,
+        "TopkBiasBalanceCallback": _EXPERTS,
+        "TrainCallBack": "`LambdaCallback` that calls `request_stop` at a step",
+        "TrainFaultTolerance": _RESUME,
+    }
+)
+"""What to write in the place of each name that `mfwrap.callbacks` lacks."""
+
+
+def package_getattr(
+    package: str,
+    homes: Mapping[str, str] = MappingProxyType({}),
+    absent: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package.
+
+    Args:
+        package: The package's ``__name__``.
+        homes: Public name to the module that defines it. The module is imported when the name is
+            first used, so importing the package alone stays quick.
+        absent: Name to what to write instead. Using such a name raises an ImportError with that
+            sentence. An AttributeError would not do: ``from package import name`` replaces it with
+            an error that does not say what to write.
+    """
+
+    def getattribute(name: str) -> Any:
+        if name in homes:
+            return getattr(importlib.import_module(homes[name]), name)
+        if name in absent:
+            msg = f"{package} has no `{name}`; write {absent[name]}"
+            raise ImportError(msg, name=package)
+        msg = f"module {package!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+
+    return getattribute

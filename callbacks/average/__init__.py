@@ -1,0 +1,1 @@
+"""Averages of the weights beside a training: evaluated, exported, saved."""

@@ -1,0 +1,1 @@
+"""The line that a run logs, and what it is computed from."""

@@ -1,0 +1,1 @@
+"""Callbacks of MindSpore, for `Model`."""

@@ -1,0 +1,1 @@
+"""What several monitors need: numbers of a step, sizes, clocks, logs."""

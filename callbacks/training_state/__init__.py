@@ -1,0 +1,1 @@
+"""Norms, logits, expert loads and ranks of weights while a model trains."""

@@ -1,0 +1,19 @@
+"""A run as a page and as a picture."""
+
+from typing import TYPE_CHECKING
+
+from mfwrap.names import package_getattr
+
+if TYPE_CHECKING:
+    from mfwrap.report.page import write_run_page
+
+__all__ = [
+    "write_run_page",
+]
+
+__getattr__ = package_getattr(
+    __name__,
+    {
+        "write_run_page": "mfwrap.report.page",
+    },
+)

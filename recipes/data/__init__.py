@@ -1,0 +1,1 @@
+"""Where the samples of a recipe come from."""

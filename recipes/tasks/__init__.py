@@ -1,0 +1,1 @@
+"""What a recipe can train a model for."""

@@ -1,0 +1,1 @@
+"""Recorded MindSpore traces and how they are replayed."""

@@ -1,0 +1,1 @@
+"""Trainings with a planted fault."""
