@@ -1,97 +1,58 @@
-"""Imports run one way: a lower room never knows a higher one."""
+"""The structure of the package: imports run downwards, and every file has its place and its test."""
 
 import ast
+import itertools
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 
 LEVELS = (
-    {
-        "absent_names",
-        "arguments",
-        "callback_files",
-        "callers",
-        "checkpoint_folders",
-        "checkpoints",
-        "deferred_schedule",
-        "devices",
-        "random_states",
-        "run_context",
-        "sharded",
-        "shard_files",
-        "termination",
-    },
-    {"data_position", "gradient_request", "outputs", "config", "warm_up", "wrappers"},
-    {"rank_termination"},
-    {"norms", "shard_updates"},
-    {"norm_reduction"},
-    {"averaged_tensors", "averaging", "ema_arguments", "gradient_call", "schedule_formulas"},
-    {"loss_scale", "gradients", "optimizers", "ema", "deferred", "micro_batches", "step_files"},
-    {"annealing_schedules", "cosine_schedules", "functional", "warm_up_schedules"},
-    {"adaptive_loss_scale", "scale_sense", "parameters", "losses", "update_counts"},
-    {"loss_scale_managers", "schedules"},
-    {"amp", "fsdp_parts", "local_norm", "ranks"},
-    {"fsdp_local_norm"},
-    {"accumulation", "measurement", "shared_state", "step_state"},
-    {"update"},
-    {"base_cells", "cell_accelerator", "optimizer_window"},
-    {"cell", "loop_clipping"},
-    {"accelerate_ddp", "deepspeed_cell", "loop_step", "sharded_checkpoint"},
-    {"accelerate_classes", "accelerate_setup", "accelerate_state"},
-    {"accelerate_scaler"},
-    {"attached_step"},
-    {"accelerate"},
-    {"trainer_checkpoint", "trainer_events", "trainer_log", "trainer_settings"},
-    {"amp_level", "callback_adapter", "model_data", "model_metrics"},
-    {"evaluation", "train_network"},
-    {"evaluator", "model_run", "model_updates"},
-    {"model_loop"},
-    {"trainer_losses", "trainer_saving"},
-    {"trainer", "model"},
+    {"arguments", "collectives", "names", "outputs"},
+    {"config", "schedules", "tensors"},
+    {"average", "checkpoints", "loss_scale", "records", "termination"},
+    {"step"},
+    {"accelerate", "deepspeed", "mindspore", "sharded_checkpoint"},
+    {"model", "trainer"},
+    {"mfwrap"},
     {"callbacks"},
-    {"run_record"},
-    {"run_drawing"},
-    {"run_maps"},
-    {"run_panels"},
-    {"run_page"},
+    {"report"},
     {"recipes"},
-    {
-        "recipe_mindformers_evaluation",
-        "recipe_mindformers_model",
-        "recipe_mindformers_monitors",
-        "recipe_names",
-        "recipe_yaml",
-    },
-    {"recipe_library"},
-    {"recipe_format", "recipe_objects"},
-    {"recipe_callbacks", "recipe_metrics", "recipe_peft", "recipe_schedule", "recipe_step"},
-    {"recipe_folder", "recipe_training"},
     {"recipe"},
-    {"cli_output", "recipe_mindformers", "recipe_run"},
-    {"cli_plot", "cli_report"},
     {"cli"},
-    {"__main__"},
 )
-"""The rooms, lowest first. A room imports from lower levels only, never from its own."""
+"""Packages and single modules of mfwrap, lowest first. Each imports from lower levels and from its
+own package only. ``mfwrap`` is the package's own ``__init__``; ``__main__`` is above all levels."""
 
-LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MAY_IMPORT_TRANSFORMERS = {
-    *{"trainer", "trainer_checkpoint", "trainer_events", "trainer_losses", "trainer_saving"},
-    *{"trainer_settings"},
-    *{"callback_adapter", "model_data", "model_run"},
-    *{"model", "callbacks", "cli", "recipes"},
-    *{"recipe", "recipe_callbacks", "recipe_folder", "recipe_metrics", "recipe_run"},
-    "recipe_training",
+LEVEL = {name: number for number, names in enumerate(LEVELS, 1) for name in names}
+
+ORDER_INSIDE = {
+    "callbacks": (
+        {"shared"},
+        {"culprit"},
+        {"average", "loss_monitor", "mindspore", "training_state"},
+    ),
+    "recipes": ({"data", "models"}, {"tasks"}),
 }
-FOLDERS = {"callbacks", "recipes"}
-PUBLIC = {"accelerate", "model", "trainer", "callbacks"}
-"""What the folders may import beside the names of ``mfwrap`` itself and their own files."""
+"""Packages inside the two folders at the top of the tree, lowest first; single files come last."""
+
+FIRST_LEVEL_OF = {"accelerate": 5, "transformers": 6, "matplotlib": 9, "plotly": 9}
+"""Lowest level that may import a library."""
+
+PUBLIC = {"mfwrap", "accelerate", "model", "trainer", "callbacks", "recipes"}
+"""Packages whose public names callbacks and recipes may import, beside levels 1 to 3."""
+
+FILES_WITHOUT_A_TEST = {
+    # Constants and dataclasses, tested with the file that reads them.
+    "mfwrap/__main__.py": "unit/test_cli.py",
+}
+"""Source files that have no test file of their name, and the test file that covers each."""
 
 
 def module_name(path: Path) -> str:
@@ -100,12 +61,30 @@ def module_name(path: Path) -> str:
     return ".".join(parts if parts[0] == "mfwrap" else ("mfwrap", *parts))
 
 
+def source_files() -> list[Path]:
+    """List the Python files of the package, all three folders."""
+    folders = ("mfwrap", "callbacks", "recipes")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+MODULES = {module_name(path).removesuffix(".__init__") for path in source_files()}
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes of a file but those under ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
 def imported_names(source: str, module: str) -> Iterator[tuple[int, str]]:
     """Yield line and full name of every import, wherever in the file, relative ones resolved."""
     package = module.removesuffix(".__init__").split(".")
     if not module.endswith(".__init__"):
         package.pop()
-    for node in ast.walk(ast.parse(source)):
+    for node in runtime_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -114,92 +93,108 @@ def imported_names(source: str, module: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
 
 
-def room_of(name: str) -> str:
-    """Return the room that a name of mfwrap lies in; "" for the public surface."""
-    room = name.split(".")[1] if "." in name else ""
-    return room if room in LEVEL or (ROOT / "mfwrap" / f"{room}.py").exists() else ""
+def module_of(name: str) -> str:
+    """Return the module that an imported name of mfwrap comes from: itself or what defines it."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def place_of(module: str) -> str:
+    """Return the entry of LEVELS that a module of mfwrap belongs to."""
+    parts = module.removesuffix(".__init__").split(".")
+    return parts[1] if len(parts) > 1 else "mfwrap"
+
+
+def rank_inside(module: str) -> int:
+    """Return the position of a module inside the callbacks or the recipes."""
+    _, folder, *rest = module.removesuffix(".__init__").split(".")
+    order = ORDER_INSIDE[folder]
+    package = rest[0] if rest and f"mfwrap.{folder}.{rest[0]}" in MODULES else ""
+    return next((i for i, names in enumerate(order) if package in names), len(order))
 
 
 def fault(importer: str, name: str) -> str | None:
-    """Say what is wrong with the import of `name` in a room ("" for mfwrap/__init__.py)."""
-    package, *_ = name.split(".")
-    if package == "transformers" and importer not in MAY_IMPORT_TRANSFORMERS:
-        return f"only {sorted(MAY_IMPORT_TRANSFORMERS)} import transformers"
-    if package in FOLDERS:
-        return f"`{package}` is imported as `mfwrap.{package}`"
-    if package != "mfwrap":
+    """Say what is wrong with an import of `name` in the module `importer`."""
+    place = place_of(importer)
+    if place == "__main__":
         return None
-    imported = room_of(name)
-    if importer == "":
-        return f"the library never imports `{imported}`" if imported in FOLDERS else None
-    if importer in FOLDERS:
-        public = imported in {"", importer} | PUBLIC
-        return None if public else f"`{imported}` is no part of the public surface"
-    return room_fault(importer, imported)
-
-
-def room_fault(importer: str, imported: str) -> str | None:
-    """Say why one room of mfwrap may not import the other."""
-    if imported == "":
-        return "a room imports rooms, not the package"
+    library, *_ = name.split(".")
+    if library in {"callbacks", "recipes"}:
+        return f"`{library}` is imported as `mfwrap.{library}`"
+    if library in FIRST_LEVEL_OF and LEVEL[place] < FIRST_LEVEL_OF[library]:
+        return f"`{library}` is imported from level {FIRST_LEVEL_OF[library]} upwards"
+    if library != "mfwrap":
+        return None
+    module = module_of(name)
+    imported = place_of(module)
     if imported not in LEVEL:
-        return f"`{imported}` is in none of LEVELS"
-    if LEVEL[imported] >= LEVEL[importer]:
-        return f"`{imported}` is not below `{importer}`"
+        return f"`{imported}` is missing in LEVELS"
+    if imported == place:
+        return fault_inside(importer, module) if place in ORDER_INSIDE else None
+    if LEVEL[imported] >= LEVEL[place]:
+        return f"`{imported}` is not below `{place}`"
+    if place in ORDER_INSIDE and LEVEL[imported] > 3:
+        is_public = imported in PUBLIC and module.count(".") < 2
+        return None if is_public else f"`{module}` is neither public nor on levels 1 to 3"
+    return None
+
+
+def fault_inside(importer: str, module: str) -> str | None:
+    """Say why one file of the callbacks, or of the recipes, may not import the other."""
+    package, other = importer.rpartition(".")[0], module.rpartition(".")[0]
+    if package == other or package == module or importer.endswith("s.__init__"):
+        return None
+    if rank_inside(module) >= rank_inside(importer):
+        return f"`{module}` is not below `{importer}`"
     return None
 
 
 def faults(source: str, module: str) -> list[str]:
     """List the imports of a file that run the wrong way."""
-    importer = module.split(".")[1].replace("__init__", "")
-    if importer and importer not in LEVEL:
-        return [f"{module}: `{importer}` is in none of LEVELS; give the new room its place"]
+    if place_of(module) not in {*LEVEL, "__main__"}:
+        return [f"{module}: `{place_of(module)}` is missing in LEVELS"]
     return [
         f"{module}, line {line}: imports {name}: {wrong}"
         for line, name in imported_names(source, module)
-        if (wrong := fault(importer, name))
+        if (wrong := fault(module, name))
     ]
 
 
-def source_files() -> list[Path]:
-    """List the Python files of the package, all three folders."""
-    folders = ("mfwrap", "callbacks", "recipes")
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
 @pytest.mark.parametrize("path", source_files(), ids=module_name)
-def test_imports_run_one_way(path: Path):
-    """No file imports from a room beside or above its own."""
+def test_imports_run_downwards(path: Path):
+    """No file imports from a package beside or above its own."""
     assert faults(path.read_text(encoding="utf-8"), module_name(path)) == []
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mfwrap.step.clipping", "from mfwrap.step.cell import MFTrainOneStepCell"),
-        ("mfwrap.step.clipping", "from mfwrap.step.optimizers import learning_rates"),
-        ("mfwrap.step.clipping", "from mfwrap import optimizers"),
-        ("mfwrap.step.clipping", "import mfwrap.step.update"),
-        ("mfwrap.step.clipping", "from .update import StepUpdate"),
-        ("mfwrap.step.clipping", "from . import update"),
-        ("mfwrap.step.clipping", "def late():\n    import mfwrap.step.update"),
-        ("mfwrap.step.clipping", "from mfwrap import MFTrainOneStepCell"),
-        ("mfwrap.step.clipping", "import mfwrap"),
-        ("mfwrap.step.cell", "from mfwrap.callbacks import MFLossMonitor"),
-        ("mfwrap.step.cell", "from callbacks import MFLossMonitor"),
-        ("mfwrap.step.cell", "from mfwrap import recipes"),
-        ("mfwrap.step.cell", "import transformers"),
-        ("mfwrap.step.cell", "def late():\n    from transformers.trainer import Trainer"),
-        ("mfwrap.trainer", "from mfwrap.model import Model"),
+        ("mfwrap.step.update", "from mfwrap.accelerate.loop_step import LoopStep"),
+        ("mfwrap.step.update", "import mfwrap.accelerate.loop_step"),
+        ("mfwrap.step.update", "from ..accelerate import loop_step"),
+        ("mfwrap.step.update", "def late():\n    import mfwrap.trainer.mixin"),
+        ("mfwrap.step.update", "from mfwrap import MFTrainOneStepCell"),
+        ("mfwrap.step.update", "import mfwrap"),
+        ("mfwrap.step.update", "from mfwrap.callbacks import MFLossMonitor"),
+        ("mfwrap.step.update", "from callbacks import MFLossMonitor"),
+        ("mfwrap.step.update", "from mfwrap import recipes"),
+        ("mfwrap.step.update", "import transformers"),
+        ("mfwrap.step.update", "def late():\n    from transformers.trainer import Trainer"),
+        ("mfwrap.step.update", "from accelerate import Accelerator"),
+        ("mfwrap.trainer.mixin", "from mfwrap.model import Model"),
+        ("mfwrap.tensors.norms", "from mfwrap.config import StepConfig"),
         ("mfwrap.unheard_of", "import torch"),
         ("mfwrap.__init__", "from mfwrap.callbacks import MFLossMonitor"),
         ("mfwrap.__init__", "from . import recipes"),
-        ("mfwrap.__init__", "import transformers"),
-        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap.outputs import StepOutput"),
-        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap import outputs"),
-        ("mfwrap.callbacks.loss_monitor.monitor", "from ..outputs import StepOutput"),
-        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap.recipes import causal_lm"),
-        ("mfwrap.recipes.causal_lm", "from mfwrap.step.clipping import NormGroups"),
+        ("mfwrap.callbacks.eval_callback", "from mfwrap.step.cell import MFTrainOneStepCell"),
+        ("mfwrap.callbacks.eval_callback", "from mfwrap.trainer.mixin import MFTrainer"),
+        ("mfwrap.callbacks.eval_callback", "from ..accelerate.state import save"),
+        ("mfwrap.callbacks.eval_callback", "from mfwrap.recipes import causal_lm"),
+        ("mfwrap.callbacks.shared.run_log", "from mfwrap.callbacks.culprit import finder"),
+        ("mfwrap.callbacks.loss_monitor.run", "from mfwrap.callbacks.average import files"),
+        ("mfwrap.recipes.causal_lm", "from mfwrap.step.clipping import clip_by_value"),
+        ("mfwrap.recipes.data.source", "from mfwrap.recipes.tasks.table import TASKS"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str):
@@ -211,19 +206,118 @@ def test_a_wrong_import_is_found(module: str, source: str):
     ("module", "source"),
     [
         ("mfwrap.step.clipping", "import torch\nfrom mfwrap.config import LocalNormGroups"),
-        ("mfwrap.accelerate", "from accelerate import Accelerator"),
-        ("mfwrap.trainer", "from transformers import Trainer\nfrom .update import StepUpdate"),
+        ("mfwrap.step.cell", "if TYPE_CHECKING:\n    from accelerate import Accelerator"),
+        ("mfwrap.accelerate.setup", "from accelerate import Accelerator"),
+        ("mfwrap.trainer.mixin", "from transformers import Trainer\nfrom .log import Losses"),
         ("mfwrap.__init__", "from mfwrap.step.cell import MFTrainOneStepCell"),
-        ("mfwrap.callbacks.__init__", "from .loss_monitor import MFLossMonitor"),
-        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap import StepOutput"),
-        ("mfwrap.callbacks.loss_monitor.monitor", "from mfwrap.callbacks.trigger import Trigger"),
+        ("mfwrap.callbacks.__init__", "from .loss_monitor.monitor import MFLossMonitor"),
+        ("mfwrap.callbacks.eval_callback", "from mfwrap import StepOutput"),
+        ("mfwrap.callbacks.eval_callback", "from mfwrap.arguments import check_int"),
+        ("mfwrap.callbacks.average.files", "from mfwrap.callbacks.shared.run_log import run_logger"),
         ("mfwrap.recipes.causal_lm", "from mfwrap.accelerate import attach\nimport mfwrap"),
         ("mfwrap.recipes.causal_lm", "from mfwrap.callbacks import MFLossMonitor"),
     ],
 )
 def test_a_right_import_passes(module: str, source: str):
-    """Imports of lower rooms, of other packages and of the public surface are no fault."""
+    """Imports of lower levels, of other libraries and of the public names are no fault."""
     assert faults(source, module) == []
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that import each other: the strongly connected sets of more than one."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        seen, pending = set(), [module]
+        while pending:
+            for target in imports.get(pending.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    pending.append(target)
+        reached[module] = seen
+    groups = {
+        frozenset(other for other in found if module in reached.get(other, ()))
+        for module, found in reached.items()
+        if module in found
+    }
+    return [sorted(group) for group in groups]
+
+
+def test_no_circle_inside_a_package():
+    """Files that import each other are one file, or miss a third one."""
+    imports = {}
+    for path in source_files():
+        module = module_name(path).removesuffix(".__init__")
+        names = imported_names(path.read_text(encoding="utf-8"), module_name(path))
+        targets = {module_of(name) for _, name in names if name.split(".")[0] == "mfwrap"}
+        imports[module] = targets - {module, "mfwrap"}
+
+    assert circles(imports) == []
+
+
+def test_a_circle_is_found():
+    """Also one of three files."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_every_package_is_installed():
+    """A folder that pyproject.toml does not list would be missing in a wheel."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {module_name(path.parent) for path in source_files()}
+
+    assert set(settings["tool"]["setuptools"]["packages"]) == folders
+
+
+def test_every_folder_of_python_files_is_a_package():
+    """Without an __init__ it would be a namespace, which other distributions may add to."""
+    without = {path.parent for path in source_files() if not (path.parent / "__init__.py").exists()}
+
+    assert without == set()
+
+
+def test_no_more_than_a_dozen_files_lie_beside_the_packages():
+    """Whoever looks for something begins with the names of folders."""
+    for folder in ("mfwrap", "callbacks"):
+        assert len([path for path in (ROOT / folder).iterdir() if path.is_file()]) <= 12
+
+
+@pytest.mark.parametrize("path", source_files(), ids=module_name)
+def test_no_file_is_too_long(path: Path):
+    """About 450 lines is where a file begins to have two reasons to change."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 460
+
+
+def own_methods(node: ast.ClassDef) -> int:
+    """Count the methods that a class defines, properties included."""
+    return sum(isinstance(each, ast.FunctionDef) for each in node.body)
+
+
+@pytest.mark.parametrize("path", source_files(), ids=module_name)
+def test_no_class_is_too_wide(path: Path):
+    """At most 20 methods a class."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    wide = {n.name: own_methods(n) for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+
+    assert {name: count for name, count in wide.items() if count > 20} == {}
+
+
+def test_every_file_has_a_test_of_its_name():
+    """The tests mirror the source; the exceptions name the test file that covers each."""
+    missing = []
+    for path in source_files():
+        relative = path.relative_to(ROOT)
+        inside = Path(*relative.parts[1:]) if relative.parts[0] == "mfwrap" else relative
+        tests = TESTS / "unit" / inside.parent
+        has_own = (tests / f"test_{path.name}").exists()
+        if path.name == "__init__.py":
+            continue
+        elsewhere = FILES_WITHOUT_A_TEST.get(str(relative))
+        if elsewhere is not None:
+            assert not has_own, f"{relative} has a test of its name; drop the exception"
+            assert (TESTS / elsewhere).exists(), f"{relative}: {elsewhere} does not exist"
+        elif not has_own:
+            missing.append(str(relative))
+
+    assert missing == []
 
 
 def test_import_needs_torch_alone():
