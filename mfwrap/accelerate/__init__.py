@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
-    from mfwrap.accelerate.accelerate import attach
-    from mfwrap.accelerate.attached_step import AttachedStep
+    from mfwrap.accelerate.attached_step import AttachedStep, attach
 
 __all__ = [
     "AttachedStep",
@@ -17,6 +16,6 @@ __getattr__ = package_getattr(
     __name__,
     {
         "AttachedStep": "mfwrap.accelerate.attached_step",
-        "attach": "mfwrap.accelerate.accelerate",
+        "attach": "mfwrap.accelerate.attached_step",
     },
 )

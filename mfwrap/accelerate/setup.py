@@ -1,29 +1,32 @@
 """What `attach` checks, and what it finds in what has been prepared."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.accelerate.accelerate_ddp import refuse_second_hook
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
-from mfwrap.step.local_norms import checked_communication_hook
+from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 
 __all__ = [
     "EMA",
+    "attached_handler_class",
     "check_arguments",
     "made_average",
     "named_parameters_of",
     "scale_of",
     "trained_models",
 ]
+
 
 EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
 """An average, or what makes one of a prepared model."""
@@ -162,3 +165,49 @@ def scale_of(accelerator: Accelerator) -> ScaleSense:
         )
         raise ValueError(msg)
     return 1.0
+
+
+def refuse_second_hook(
+    of_handler: object | None, communication_hook: CommunicationHook | None
+) -> None:
+    """Raise ``ValueError`` if a communication hook is given in two ways.
+
+    Args:
+        of_handler: What accelerate's handler has, in words or as it is; ``None`` for none.
+        communication_hook: What `attach` was given.
+    """
+    if of_handler is not None and communication_hook is not None:
+        msg = (
+            "`communication_hook` must be None with an accelerator whose "
+            f"DistributedDataParallelKwargs have a `comm_hook`, got both, the latter {of_handler}"
+        )
+        raise ValueError(msg)
+
+
+def attached_handler_class(
+    kind: type, communication_hook: CommunicationHook | None = None
+) -> type[Any]:
+    """Return the subclass of accelerate's handler whose hook comes after the local norms.
+
+    Args:
+        kind: The class of the handler, ``DistributedDataParallelKwargs``.
+        communication_hook: For a handler that has none.
+    """
+
+    def register_comm_hook(handler: Any, model: DistributedDataParallel) -> None:
+        recorder = _Recorder()
+        kind.register_comm_hook(handler, recorder)  # type: ignore[attr-defined]
+        refuse_second_hook(recorder.hook and handler.comm_hook, communication_hook)
+        tap(model, recorder.hook or communication_hook)
+
+    return type(f"Attached{kind.__name__}", (kind,), {"register_comm_hook": register_comm_hook})
+
+
+@final
+class _Recorder:
+    """Takes a communication hook in a model's place: which one it is only accelerate knows."""
+
+    hook: CommunicationHook | None = None
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        self.hook = state, hook

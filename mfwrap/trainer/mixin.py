@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from mfwrap.accelerate.accelerate import AttachedStep, attach
+from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.classes import inner_optimizer
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described

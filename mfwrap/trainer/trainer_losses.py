@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
-from mfwrap.accelerate.accelerate import AttachedStep
+from mfwrap.accelerate.attached_step import AttachedStep
 from mfwrap.trainer.events import values_to_log
 from mfwrap.trainer.log import StepLog
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
-from mfwrap.accelerate.accelerate import AttachedStep
+from mfwrap.accelerate.attached_step import AttachedStep
 from mfwrap.accelerate.classes import inner_optimizer
 from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.checkpoints.folders import complete_move, remove_checkpoints

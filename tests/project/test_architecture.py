@@ -1,7 +1,6 @@
 """The structure of the package: imports run downwards, and every file has its place and its test."""
 
 import ast
-import itertools
 import os
 import subprocess
 import sys
@@ -213,7 +212,10 @@ def test_a_wrong_import_is_found(module: str, source: str):
         ("mfwrap.callbacks.__init__", "from .loss_monitor.monitor import MFLossMonitor"),
         ("mfwrap.callbacks.eval_callback", "from mfwrap import StepOutput"),
         ("mfwrap.callbacks.eval_callback", "from mfwrap.arguments import check_int"),
-        ("mfwrap.callbacks.average.files", "from mfwrap.callbacks.shared.run_log import run_logger"),
+        (
+            "mfwrap.callbacks.average.files",
+            "from mfwrap.callbacks.shared.run_log import run_logger",
+        ),
         ("mfwrap.recipes.causal_lm", "from mfwrap.accelerate import attach\nimport mfwrap"),
         ("mfwrap.recipes.causal_lm", "from mfwrap.callbacks import MFLossMonitor"),
     ],

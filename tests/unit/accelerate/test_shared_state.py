@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
-from mfwrap.accelerate.shared_state import SharedAverage, SharedLossScale
+from mfwrap.accelerate.loop_step import SharedAverage, SharedLossScale
 from mfwrap.loss_scale.live import LossScale
 
 YES, NO = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no keyword)
