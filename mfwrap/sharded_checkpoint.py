@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from mfwrap.checkpoints.shard_files import load_tensors, save_tensors, stored_tensors
+from mfwrap.checkpoints.step_files import load_tensors, save_tensors, stored_tensors
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
 from mfwrap.tensors.shards import is_distributed

@@ -1,18 +1,36 @@
 """A step's state as files: tensors in safetensors, and a record that a person can read."""
 
+import contextlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from mfwrap.tensors.shards import is_distributed
 
-__all__ = ["has_step_files", "read_step_files", "read_step_parts", "write_step_files"]
+__all__ = [
+    "has_step_files",
+    "load_tensors",
+    "read_step_files",
+    "read_step_parts",
+    "save_tensors",
+    "stored_tensors",
+    "write_step_files",
+]
+
 
 _TENSORS = "mfwrap_step.safetensors"
 _SHARDS = "mfwrap_step_shards"
@@ -39,7 +57,7 @@ def write_step_files(
         shutil.rmtree(folder / _SHARDS, ignore_errors=True)
     if distributed:
         # torch's checkpoints take a second to import.
-        from mfwrap.checkpoints.shard_files import save_tensors  # noqa: PLC0415
+        from mfwrap.checkpoints.step_files import save_tensors  # noqa: PLC0415
 
         save_tensors(folder / _SHARDS, distributed)
     if not is_writer:
@@ -94,7 +112,7 @@ def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
     tensors = _read(folder / _TENSORS, load_file)
     if (folder / _SHARDS).is_dir():
-        from mfwrap.checkpoints.shard_files import read_shards  # noqa: PLC0415  (slow to import)
+        from mfwrap.checkpoints.step_files import read_shards  # noqa: PLC0415  (slow to import)
 
         tensors |= read_shards(folder / _SHARDS, dict(_flat(like or {})))
     for path, tensor in tensors.items():
@@ -120,3 +138,62 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Ten
             yield from _flat(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, each rank what it holds of them; every rank calls it.
+
+    Args:
+        folder: One that all ranks share; made here if it is missing.
+        tensors: By name, the same names on every rank.
+    """
+    with _maybe_alone():
+        save(
+            dict(tensors),
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        )
+
+
+def stored_tensors(folder: Path) -> dict[str, Any]:
+    """Return what a folder holds: torch's ``TensorStorageMetadata`` by name. No tensor is read."""
+    reader = HuggingFaceStorageReader(str(folder))
+    return dict(reader.read_metadata().state_dict_metadata)
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors with what `save_tensors` wrote under their names; every rank calls it.
+
+    How they are distributed over ranks may be another than when they were written. Nothing is
+    unpickled.
+    """
+    with _maybe_alone():
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def read_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return all that a folder holds; every rank calls it.
+
+    Args:
+        folder: Where `save_tensors` wrote.
+        like: By name, how tensors are to be distributed; what has no name here, or another shape,
+            is returned whole, on the CPU.
+    """
+    found: dict[str, Tensor] = {}
+    for name, stored in stored_tensors(folder).items():
+        own = like.get(name)
+        dtype = stored.properties.dtype
+        found[name] = (
+            torch.zeros(stored.size, dtype=dtype)
+            if own is None or own.shape != stored.size
+            else torch.zeros_like(own, dtype=dtype)
+        )
+    load_tensors(folder, found)
+    return found
+
+
+@contextlib.contextmanager
+def _maybe_alone() -> Iterator[None]:
+    """Let torch do without a process group; it warns that it does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
