@@ -6,8 +6,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, described
-from mfwrap.mindspore.gradient_call import gradients_of
-from mfwrap.mindspore.gradient_request import GradientRequest, checked_weights
+from mfwrap.mindspore.gradient_call import GradientRequest, checked_weights, gradients_of
 
 __all__ = ["GradOperation", "grad", "value_and_grad"]
 
