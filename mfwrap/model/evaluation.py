@@ -1,16 +1,26 @@
 """One evaluation of `Model`: batches through a network into metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
 
+from mfwrap.arguments import check_bool
 from mfwrap.model.callback import Callback, CallbackParameters, RunContext
 from mfwrap.model.data import Batches, pair_of
-from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, Metric
+from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, Metric, named_metrics
+from mfwrap.model.train_network import EvaluationNetwork, TrainNetwork
 
-__all__ = ["Evaluation", "EvaluationResult", "checked_indexes", "evaluating"]
+__all__ = [
+    "Evaluation",
+    "EvaluationResult",
+    "Evaluator",
+    "checked_indexes",
+    "evaluating",
+]
+
 
 _EVAL_LOSS = "eval_loss"
 
@@ -162,3 +172,81 @@ class Evaluation:
                 callback.on_eval_step_end(context)
             if context.get_stop_requested():
                 break
+
+
+@final
+class Evaluator:
+    """The network that an evaluation calls, its metrics, and where its data goes.
+
+    Args:
+        trained: Has the network and its device.
+        loss_fn: Called with the network's output and the label; ``None`` for none.
+        metrics: As of `mfwrap.model.metrics.named_metrics`.
+        eval_network: Called in the place of the network with `loss_fn`.
+        eval_indexes: Which outputs of `eval_network` are loss, output and label.
+        accelerator: Knows the ranks.
+
+    Raises:
+        ImportError: If a metric needs torchmetrics, which is not installed.
+        TypeError: If an argument has the wrong type.
+        ValueError: If there is no such metric, or indexes do not fit.
+    """
+
+    def __init__(
+        self,
+        trained: TrainNetwork,
+        *,
+        loss_fn: Callable[..., Tensor] | None,
+        metrics: Mapping[str, Any] | Collection[str] | None,
+        eval_network: nn.Module | None,
+        eval_indexes: Sequence[int] | None,
+        accelerator: Accelerator,
+    ) -> None:
+        self._metrics = named_metrics(metrics)
+        self._indexes = checked_indexes(eval_indexes, eval_network)
+        self._device = trained.device
+        self._accelerator = accelerator
+        self.network: nn.Module | None = None
+        """What an evaluation calls; ``None`` without a loss function."""
+        if eval_network is not None:
+            self.network = eval_network.to(trained.device)
+        elif loss_fn is not None:
+            self.network = EvaluationNetwork(trained.network, loss_fn, trained.precision.dtype)
+
+    def evaluation(
+        self, valid_dataset: Iterable[Any], *, sink_mode: bool, facts: Mapping[str, Any]
+    ) -> Evaluation:
+        """Return the evaluation of a dataset.
+
+        Args:
+            valid_dataset: Yields batches.
+            sink_mode: Copy batches to the device without waiting for them.
+            facts: What callbacks are told beside.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If there are no metrics or nothing to evaluate, or the dataset is empty.
+        """
+        if not self._metrics:
+            msg = "`metrics` must be given to evaluate, got none"
+            raise ValueError(msg)
+        if self.network is None:
+            msg = "`loss_fn` or `eval_network` must be given to evaluate, got neither"
+            raise ValueError(msg)
+        batches = Batches(
+            "valid_dataset",
+            valid_dataset,
+            self._accelerator,
+            self._device,
+            sink_mode=check_bool("dataset_sink_mode", sink_mode),
+            even=False,
+        )
+        return Evaluation(
+            self.network,
+            batches,
+            self._metrics,
+            self._indexes,
+            self._device,
+            takes_pairs=isinstance(self.network, EvaluationNetwork),
+            facts=facts,
+        )

@@ -2,23 +2,26 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mfwrap.arguments import check_int, described
 from mfwrap.mindspore.managers import LossScaleManager
-from mfwrap.model.amp_level import AmpLevel, AutocastNetwork
 from mfwrap.model.callback import Callback, CallbackParameters, RunContext
 from mfwrap.model.callback_adapter import as_trainer_callback
-from mfwrap.model.data import Batches, check_sink_size
-from mfwrap.model.evaluation import evaluating
-from mfwrap.model.evaluator import Evaluator
-from mfwrap.model.model_loop import Validation, check_epochs, checked_frequency, train
-from mfwrap.model.model_updates import Updates
-from mfwrap.model.run import ModelCallback, ModelRun, checked_callbacks, refuse_older_hooks
-from mfwrap.model.train_network import TrainingCell, build_train_network, plain_accelerator
+from mfwrap.model.data import Batches, check_sink_size, pair_of
+from mfwrap.model.evaluation import Evaluation, Evaluator, evaluating
+from mfwrap.model.run import ModelCallback, ModelRun, Updates, checked_callbacks, refuse_older_hooks
+from mfwrap.model.train_network import (
+    AmpLevel,
+    AutocastNetwork,
+    TrainingCell,
+    build_train_network,
+    plain_accelerator,
+)
 from mfwrap.outputs import named_output
 from mfwrap.step.update import Schedule
 
@@ -30,6 +33,89 @@ __all__ = [
     "as_trainer_callback",
     "named_output",
 ]
+
+
+class Validation(NamedTuple):
+    """An evaluation and the epochs that end with it."""
+
+    evaluation: Evaluation
+    frequency: int | Sequence[int]
+    """Epochs from one to the next, or the numbers of epochs, from 1."""
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether an epoch, which has a number from 1, ends with it."""
+        if isinstance(self.frequency, int):
+            return epoch % self.frequency == 0
+        return epoch in self.frequency
+
+
+def train(
+    run: ModelRun,
+    updates: Updates,
+    batches: Batches,
+    validation: Validation | None,
+    epochs: range,
+    *,
+    takes_pairs: bool,
+) -> None:
+    """Train until the epochs are done or a callback asks for the end.
+
+    An epoch that is broken off ends all the same, with the evaluation that is due.
+
+    Args:
+        run: Is told of everything.
+        updates: Does one update.
+        batches: The data.
+        validation: ``None`` for none.
+        epochs: Numbers of the epochs, from 1.
+        takes_pairs: A batch must have two columns.
+    """
+    with updates, run:
+        run.begin()
+        for epoch in epochs:
+            run.begin_epoch(epoch)
+            for batch in batches.epoch():
+                call = pair_of("train_dataset", batch) if takes_pairs else batch
+                run.begin_step()
+                run.end_step(updates(call))
+                if run.epoch_stops:
+                    break
+            updates.flush()
+            evaluates = validation is not None and validation.is_due(epoch)
+            run.end_epoch(evaluates=evaluates)
+            if validation is not None and evaluates:
+                run.evaluated(*validation.evaluation.run(run.mindspore_callbacks))
+            if run.stops:
+                break
+        run.end()
+
+
+def check_epochs(epoch: int, initial_epoch: int) -> None:
+    """Check the number of epochs, and of those that are done.
+
+    Raises:
+        TypeError: If one is not an int.
+        ValueError: If `epoch` is below 1, or `initial_epoch` not in ``[0, epoch)``.
+    """
+    check_int("epoch", epoch)
+    if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int):
+        msg = f"`initial_epoch` must be an int, got {described(initial_epoch)}"
+        raise TypeError(msg)
+    if not 0 <= initial_epoch < epoch:
+        msg = f"`initial_epoch` must be in [0, {epoch}), got {initial_epoch}"
+        raise ValueError(msg)
+
+
+def checked_frequency(frequency: object) -> int | Sequence[int]:
+    """Return how often an evaluation is due, if that can be.
+
+    Raises:
+        TypeError: If it is neither an int nor a list of them.
+        ValueError: If one is below 1.
+    """
+    if isinstance(frequency, (list, tuple)):
+        return [check_int("valid_frequency", number) for number in frequency]
+    return check_int("valid_frequency", frequency)
 
 
 @final
@@ -59,7 +145,7 @@ class Model:
         eval_indexes: Which outputs of `eval_network` are loss, output and label; ``None`` gives
             each metric all of them, and the metric ``"loss"`` the loss that is in the output, as a
             Hugging Face model's is.
-        amp_level: How precisions are mixed; see `mfwrap.model.amp_level.precision_of`.
+        amp_level: How precisions are mixed; see `mfwrap.model.train_network.precision_of`.
         loss_scale_manager: The loss scale; ``None`` for none, where an update that overflows is
             applied. A `FixedLossScaleManager` that drops none needs no optimizer with a
             ``loss_scale``: gradients are divided before the optimizer runs.

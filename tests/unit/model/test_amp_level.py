@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from mfwrap.model.amp_level import AutocastNetwork, Precision, precision_of
+from mfwrap.model.train_network import AutocastNetwork, Precision, precision_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
