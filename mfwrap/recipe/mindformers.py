@@ -1,21 +1,22 @@
 """MindFormers' YAML files as recipes."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple, final
 
 import yaml
 
 from mfwrap.recipe.document import RecipeDocument
 from mfwrap.recipe.mindformers_model import model_config_of, model_type_of
-from mfwrap.recipe.recipe_mindformers_evaluation import evaluation
-from mfwrap.recipe.recipe_mindformers_monitors import (
-    take_over_curves,
-    take_over_nan_check,
-    turn_embedding_threshold,
-)
 from mfwrap.recipes.models.settings import config_keys
 
-__all__ = ["ImportedRecipe", "import_mindformers"]
+__all__ = [
+    "ImportedRecipe",
+    "evaluation",
+    "import_mindformers",
+]
+
 
 _AS_THEY_STAND = ("optimizer", "lr_schedule", "callbacks", "monitor_config")
 _TASKS: Mapping[str, str] = {
@@ -217,3 +218,108 @@ class _Converter:
 
     def _note_the_rest(self) -> None:
         self.notes += [f"without {name}" for name in self._left]
+
+
+_LOSS_FLAGS = frozenset({"log_loss_scale_to_tensorboard", "log_timers_to_tensorboard"})
+"""Keys of ``tensorboard`` that are arguments of `MFLossMonitor`."""
+
+
+def turn_embedding_threshold(sections: Mapping[str, Any]) -> list[str]:
+    """Turn MindFormers' limit, of the square of a norm, into one of the norm; return notes."""
+    key = "embedding_local_norm_threshold"
+    notes = []
+    for one in _callbacks(sections):
+        if isinstance(one.get(key), (int, float)) and one[key] > 0:
+            one[key] = math.sqrt(one[key])
+            notes.append(f"callbacks: {key} is of the norm here, not of its square")
+    return notes
+
+
+def take_over_curves(sections: dict[str, Any], tensorboard: Mapping[str, Any]) -> list[str]:
+    """Give the monitors what MindFormers' section ``tensorboard`` says; return notes.
+
+    Args:
+        sections: Of the recipe.
+        tensorboard: The section; empty if there is none.
+    """
+    settings = dict(tensorboard)
+    folder = settings.pop("tensorboard_dir", None)
+    if not settings.pop("tensorboard_on", True):
+        return ["without tensorboard, which is off"]
+    if not isinstance(folder, str) or not folder:
+        return ["without tensorboard, which names no folder"] if tensorboard else []
+    kept: set[str] = set()
+    writers = [one for one in _callbacks(sections) if one.get("type") == "TrainingStateMonitor"]
+    for one in _callbacks(sections):
+        if one.get("type") == "MFLossMonitor":
+            kept |= _LOSS_FLAGS & settings.keys()
+            one |= {key: settings[key] for key in sorted(kept)}
+            writers.append(one)
+    if _is_on(sections["monitor_config"]):
+        writers.append(sections["monitor_config"])
+    if not writers:
+        return ["without tensorboard: no monitor is there that writes curves"]
+    for one in writers:
+        one.setdefault("tensorboard_dir", folder)
+    return [f"tensorboard: without {key}" for key in settings if key not in kept]
+
+
+def take_over_nan_check(sections: dict[str, Any]) -> None:
+    """Let the monitor check for nan; add one if there is none."""
+    key = "check_for_nan_in_loss_and_grad"
+    if _is_on(sections["monitor_config"]):
+        sections["monitor_config"] |= {key: True}
+    else:
+        monitor = {"type": "TrainingStateMonitor", key: True}
+        sections["callbacks"] = [*(sections["callbacks"] or []), monitor]
+
+
+def _callbacks(sections: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    return (one for one in sections["callbacks"] or [] if isinstance(one, dict))
+
+
+def _is_on(monitor_config: object) -> bool:
+    return isinstance(monitor_config, dict) and bool(monitor_config.get("monitor_on"))
+
+
+_DEFAULT_STEPS = 100
+"""MindFormers' ``eval_step_interval`` where it is not given, or 0."""
+
+
+def evaluation(
+    steps: int | None, epochs: int | None, training: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the training's keys for an evaluation, and notes about what they do not say.
+
+    Args:
+        steps: MindFormers' ``eval_step_interval``; < 0 for none.
+        epochs: MindFormers' ``eval_epoch_interval``; < 0 for none.
+        training: The other keys of the training.
+    """
+    by_steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": steps or _DEFAULT_STEPS}
+    if epochs is None or epochs <= 0:
+        if by_steps["eval_steps"] > 0:
+            return by_steps, []
+        return {}, ["training: no interval of evaluation is > 0, so once, at its end"]
+    if steps is not None and steps > 0:
+        return by_steps, [f"training: without eval_epoch_interval {epochs}, beside that of steps"]
+    keys, notes = _by_epochs(epochs, training)
+    if not steps:
+        notes.append(f"training: without eval_step_interval {_DEFAULT_STEPS}, a default")
+    return keys, notes
+
+
+def _by_epochs(epochs: int, training: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    if epochs == 1:
+        return {"eval_strategy": "epoch"}, []
+    length = training.get("num_train_epochs")
+    if not isinstance(length, int) or length < 1 or "max_steps" in training:
+        says = f"training: evaluates after every epoch, not every {epochs} epochs"
+        return {"eval_strategy": "epoch"}, [says]
+    if epochs >= length:
+        return {}, [f"training: has no evaluation before epoch {epochs}, so once, at its end"]
+    part = epochs / length
+    if Fraction(part) > Fraction(epochs, length):  # the Trainer rounds up: one step too late
+        part = math.nextafter(part, 0)
+    says = f"training: {epochs} of {length} epochs are eval_steps, a part of the training"
+    return {"eval_strategy": "steps", "eval_steps": part}, [says]

@@ -19,11 +19,9 @@ from mfwrap.recipe.callbacks import (
 )
 from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
-from mfwrap.recipe.recipe_format import Sections
-from mfwrap.recipe.recipe_peft import read_peft
-from mfwrap.recipe.recipe_schedule import ScheduleChoice
+from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
-from mfwrap.recipe.training import read_training
+from mfwrap.recipe.training import ScheduleChoice, read_peft, read_training
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.positions import check_length
 from mfwrap.recipes.models.settings import ModelSettings

@@ -13,7 +13,7 @@ from mfwrap.loss_scale.adaptive import AdaptiveLossScaleUpdateCell
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.recipe.objects import RecipeObjects
-from mfwrap.recipe.recipe_format import RunnerWrapperSection
+from mfwrap.recipe.sections import RunnerWrapperSection
 
 __all__ = ["StepChoice", "read_average", "read_step", "read_wrapper"]
 

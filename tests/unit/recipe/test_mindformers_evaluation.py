@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe.mindformers import import_mindformers
-from mfwrap.recipe.recipe_mindformers_evaluation import evaluation
+from mfwrap.recipe.mindformers import evaluation, import_mindformers
 
 EVERY_EPOCH = {"eval_strategy": "epoch"}
 
