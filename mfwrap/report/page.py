@@ -11,8 +11,8 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from mfwrap.records.run_record import Curve, RunRecord, read_run
+from mfwrap.report.drawing import Panel
 from mfwrap.report.panels import panels_of
-from mfwrap.report.run_drawing import Panel
 
 __all__ = ["write_run_page"]
 

@@ -9,8 +9,17 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mfwrap.records.run_record import Curve, RunRecord
-from mfwrap.report.drawing import norms_by_rank, norms_by_step
-from mfwrap.report.run_drawing import Panel, color_of, finite, label, line, points, smoothed
+from mfwrap.report.drawing import (
+    Panel,
+    color_of,
+    finite,
+    label,
+    line,
+    norms_by_rank,
+    norms_by_step,
+    points,
+    smoothed,
+)
 
 __all__ = ["panels_of"]
 

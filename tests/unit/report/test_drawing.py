@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfwrap.records.run_record import Curve
-from mfwrap.report.run_drawing import smoothed, thinned
+from mfwrap.report.drawing import smoothed, thinned
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
 
