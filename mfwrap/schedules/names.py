@@ -32,9 +32,10 @@ where it would leave the range between its ends:
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mfwrap.schedules.annealing_schedules import CosineAnnealingLR, CosineAnnealingWarmRestarts
 from mfwrap.schedules.cosine import (
     ConstantWithCoolDownLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     CosineWithRestartsAndWarmUpLR,
     CosineWithWarmUpLR,
 )

@@ -5,8 +5,16 @@ from typing import Any, Unpack, final
 from torch.optim import Optimizer
 
 from mfwrap.arguments import check_positive_number
-from mfwrap.schedules.formula import WarmUp, WarmUpLR, check_number, check_steps, steps_of
-from mfwrap.schedules.schedule_formulas import between, progress, run_length
+from mfwrap.schedules.formula import (
+    WarmUp,
+    WarmUpLR,
+    between,
+    check_number,
+    check_steps,
+    progress,
+    run_length,
+    steps_of,
+)
 
 __all__ = [
     "ConstantWarmUpLR",
