@@ -31,8 +31,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.fsdp_local_norm import sharded_local_squares_of
+from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import agreement_of

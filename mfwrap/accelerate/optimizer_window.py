@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from mfwrap.outputs import StepReport
-from mfwrap.step.measurement import Measurement
-from mfwrap.step.update import StepUpdate
+from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.devices import on_device
 from mfwrap.tensors.shards import local_tensors
 

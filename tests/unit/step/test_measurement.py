@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mfwrap.step.clipping import group_parameters
 from mfwrap.step.losses import Normalizer
-from mfwrap.step.measurement import measure
+from mfwrap.step.update import measure
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
