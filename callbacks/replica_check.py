@@ -16,7 +16,7 @@ from mfwrap.callbacks.culprit.evidence import this_rank
 from mfwrap.callbacks.loss_monitor.settings import directory_name
 from mfwrap.callbacks.replica_hash import bitwise_hashes
 from mfwrap.callbacks.shared.run_size import num_processes
-from mfwrap.tensors.tensor_norms import trainable
+from mfwrap.tensors.wrappers import trainable
 
 __all__ = ["ReplicaCheck"]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.tensors.tensor_norms import plain_network
+from mfwrap.tensors.wrappers import plain_network
 
 __all__ = ["NetworkInputs", "RandomState", "StepRecorder", "inner_network"]
 

@@ -6,7 +6,7 @@ from typing import final
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.anomaly_log import WeightNorm
-from mfwrap.tensors.tensor_norms import tensor_norms, trainable
+from mfwrap.tensors.wrappers import tensor_norms, trainable
 
 __all__ = ["WeightWatch"]
 

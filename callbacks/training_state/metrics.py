@@ -12,7 +12,7 @@ from mfwrap.callbacks.training_state.expert_load import drop_rate, imbalance
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.stable_rank import tagged_spectra
-from mfwrap.tensors.tensor_norms import parameter_names, tensor_norms, trainable
+from mfwrap.tensors.wrappers import parameter_names, tensor_norms, trainable
 
 __all__ = ["Metric", "PackedMetrics", "StateMetrics", "Target"]
 

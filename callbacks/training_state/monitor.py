@@ -16,7 +16,7 @@ from mfwrap.callbacks.training_state.training_state_parts import (
     run_parts,
     samples_per_process,
 )
-from mfwrap.tensors.tensor_norms import inner_optimizer
+from mfwrap.tensors.wrappers import inner_optimizer
 
 __all__ = ["TrainingStateEvents"]
 

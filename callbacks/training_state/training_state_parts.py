@@ -20,7 +20,7 @@ from mfwrap.callbacks.training_state.forward_watches import forward_watches
 from mfwrap.callbacks.training_state.run import RunParts
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import MetricWriters
-from mfwrap.tensors.tensor_norms import plain_network, trainable
+from mfwrap.tensors.wrappers import plain_network, trainable
 
 __all__ = ["log_structure", "missing_values", "run_parts", "samples_per_process"]
 

@@ -18,7 +18,7 @@ from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
 from mfwrap.step.state import check, check_keys, restore
 from mfwrap.step.update import StepUpdate
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 
 __all__ = [
     "Loop",

@@ -9,8 +9,7 @@ from torch.utils.weak import TensorWeakRef
 
 from mfwrap.outputs import StepReport
 from mfwrap.step.update import Measurement, StepUpdate
-from mfwrap.tensors.devices import on_device
-from mfwrap.tensors.shards import local_tensors
+from mfwrap.tensors.shards import local_tensors, on_device
 
 __all__ = ["OptimizerWindow", "multiply_in_place"]
 

@@ -20,7 +20,7 @@ from mfwrap.average.tensors import (
     named_weights,
     write,
 )
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
 
 __all__ = [

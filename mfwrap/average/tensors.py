@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
-from mfwrap.tensors.devices import on_device
-from mfwrap.tensors.shards import local_tensors, placed_like
+from mfwrap.tensors.shards import local_tensors, on_device, placed_like
 from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
 __all__ = [

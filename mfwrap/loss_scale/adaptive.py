@@ -16,7 +16,7 @@ from mfwrap.loss_scale.cells import (
     restart_window,
     window_is_full,
 )
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 

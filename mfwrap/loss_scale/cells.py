@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import check_int, check_positive_number
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 
 __all__ = [
     "DynamicLossScaleUpdateCell",

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from mfwrap.arguments import check_int, described
 from mfwrap.mindspore.managers import check_scale
 from mfwrap.step.clipping import has_non_finite
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_finite"]
 

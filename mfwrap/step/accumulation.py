@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
 from mfwrap.step.micro_batches import NetworkCall
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 
 if TYPE_CHECKING:

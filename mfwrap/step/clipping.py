@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mfwrap.arguments import described
 from mfwrap.config import LocalNormGroups
-from mfwrap.tensors.devices import on_device
 from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all
+from mfwrap.tensors.shards import on_device
 
 __all__ = [
     "NormGroups",

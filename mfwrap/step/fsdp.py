@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.tensors.devices import on_device
 from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.sharded_norms import SquareReduction
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.shards import is_distributed, on_device
 from mfwrap.tensors.wrappers import sharded_parts
 
 __all__ = [

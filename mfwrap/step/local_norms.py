@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.arguments import described
-from mfwrap.tensors.devices import on_device
 from mfwrap.tensors.norms import sum_of_squares
+from mfwrap.tensors.shards import on_device
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

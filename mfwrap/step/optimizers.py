@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
-from mfwrap.tensors.devices import on_device
-from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors
+from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
 
 __all__ = [
     "SkippableOptimizer",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mfwrap.tensors.devices import on_device
+from mfwrap.tensors.shards import on_device
 
 __all__ = ["as_real", "sum_of_squares"]
 

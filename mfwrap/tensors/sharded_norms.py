@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor, distributed
 
-from mfwrap.tensors.devices import on_device
 from mfwrap.tensors.norms import as_real, sum_of_squares
-from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups
+from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups, on_device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

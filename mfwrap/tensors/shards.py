@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 import torch
 from torch import Tensor, distributed
 
+__all__ = [
+    "is_distributed",
+    "local_tensor",
+    "local_tensors",
+    "mesh_groups",
+    "on_device",
+    "placed_like",
+]
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-__all__ = ["is_distributed", "local_tensor", "local_tensors", "mesh_groups", "placed_like"]
 
 _Tensor = TypeVar("_Tensor", Tensor, Tensor | None)
 
@@ -87,3 +94,15 @@ def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
     if world is not None and mesh.size() == world.size():
         return (world,)
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, itself if it is there.
+
+    Waits for the tensor's device when it goes to the CPU, and not otherwise.
+    """
+    # `to` alone would do the same, but looks like a read to who counts moves to the CPU.
+    if tensor.device == device:
+        return tensor
+    # Pageable memory on the CPU may be read before a copy that was not awaited has arrived.
+    return tensor.to(device, non_blocking=device.type != "cpu")

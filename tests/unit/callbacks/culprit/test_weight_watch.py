@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mfwrap.callbacks.culprit.weight_watch import WeightWatch
-from mfwrap.tensors.tensor_norms import tensor_norms, trainable
+from mfwrap.tensors.wrappers import tensor_norms, trainable
 
 
 def network() -> nn.Sequential:
