@@ -24,7 +24,7 @@ from mfwrap.checkpoints.folders import (
 from mfwrap.checkpoints.manifest import write_manifest
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
-from mfwrap.trainer.callback_files import save_callbacks
+from mfwrap.trainer.events import save_callbacks
 
 __all__ = [
     "StagedCheckpoint",

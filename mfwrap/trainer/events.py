@@ -1,8 +1,10 @@
 """The Trainer's events with the step in them."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+from torch import nn
 from transformers.trainer_callback import (
     CallbackHandler,
     ExportableState,
@@ -14,11 +16,14 @@ from mfwrap.outputs import StepReport
 from mfwrap.rank_termination import RankTermination
 
 __all__ = [
+    "KeepsFiles",
     "StepCallbackHandler",
     "TerminationCallback",
     "TrainerSteps",
+    "announce_checkpoint",
     "handler_class",
     "restore_in_place",
+    "save_callbacks",
     "values_to_log",
 ]
 
@@ -121,3 +126,35 @@ def restore_in_place(callbacks: list[Any], saved: Any) -> None:
 def _set_attributes(target: object, state: Mapping[str, Any]) -> None:
     for attribute, value in state.get("attributes", {}).items():
         setattr(target, attribute, value)
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A callback with files of its own in each checkpoint of an `MFTrainer`.
+
+    A Trainer's event ``on_save`` comes when the checkpoint is in place and its files are listed;
+    what is written then is lost if the process ends before, and nobody notices.
+    """
+
+    def save_into(self, folder: Path, args: Any, model: nn.Module) -> None:
+        """Write them, while the checkpoint is not yet in place.
+
+        Called on every rank; ``args.should_save`` says which one writes.
+        """
+
+    def resume_from(self, folder: Path) -> None:
+        """Hear which checkpoint a training is resumed from, just before ``on_train_begin``."""
+
+
+def save_callbacks(callbacks: Iterable[object], folder: Path, args: Any, model: nn.Module) -> None:
+    """Let callbacks write their files into a checkpoint."""
+    for callback in callbacks:
+        if isinstance(callback, KeepsFiles):
+            callback.save_into(folder, args, model)
+
+
+def announce_checkpoint(callbacks: Iterable[object], folder: Path) -> None:
+    """Tell callbacks with files which checkpoint is resumed."""
+    for callback in callbacks:
+        if isinstance(callback, KeepsFiles):
+            callback.resume_from(folder)

@@ -25,9 +25,8 @@ from mfwrap.schedules.deferred import (
     undefer_schedule,
 )
 from mfwrap.step.local_norms import CommunicationHook
-from mfwrap.trainer.callback_files import announce_checkpoint
 from mfwrap.trainer.checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer.events import TerminationCallback, handler_class
+from mfwrap.trainer.events import TerminationCallback, announce_checkpoint, handler_class
 from mfwrap.trainer.log import StepLog
 from mfwrap.trainer.trainer_losses import LossMixin
 from mfwrap.trainer.trainer_saving import CheckpointMixin

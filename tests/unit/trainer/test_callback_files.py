@@ -6,7 +6,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from mfwrap.callbacks import EMACallback
-from mfwrap.trainer.callback_files import KeepsFiles, announce_checkpoint, save_callbacks
+from mfwrap.trainer.events import KeepsFiles, announce_checkpoint, save_callbacks
 
 
 class Keeping(TrainerCallback):
