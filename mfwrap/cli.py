@@ -13,21 +13,127 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-try:
-    import click
-    from click.shell_completion import CompletionItem
+import click
 
-    from mfwrap.cli_output import is_first_process, say, warn_of, write_new
-    from mfwrap.cli_plot import plot
-    from mfwrap.cli_report import report
-    from mfwrap.recipe.document import RecipeError
-except ImportError as error:  # an ordinary install has no extra
-    sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
+from mfwrap.recipe.document import RecipeError
+
+__all__ = [
+    "cli",
+    "main",
+]
 
 if TYPE_CHECKING:
     from mfwrap.recipe.recipe import Recipe
 
-__all__ = ["cli", "main"]
+_PAGE = "run.html"
+
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, type=click.Path(path_type=Path), required=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="HTML file; by default RUN/run.html, of several runs run.html in this folder.",
+)
+def report(runs: Sequence[Path], output: Path | None) -> None:
+    """Write a page of the folder RUN, or of several runs over each other.
+
+    One file that opens without a network: losses, rate, scale, norms by layer, step and rank,
+    throughput, and what went wrong.
+
+    \b
+    Examples:
+      mfwrap report runs/causal_lm
+      mfwrap report runs/first runs/second --output compared.html
+    """  # noqa: D301  (\b is click's mark of lines that are kept)
+    # Reading a recipe is quick without what drawing takes.
+    try:
+        from mfwrap.report.page import write_run_page  # noqa: PLC0415
+    except ImportError as error:
+        msg = f'a report needs {error.name}; pip install "mfwrap[report]"'
+        raise RecipeError(msg) from error
+    page = output
+    if page is None:
+        page = runs[0] / _PAGE if len(runs) == 1 else Path(_PAGE)
+    try:
+        write_run_page(runs, page)
+    except (FileNotFoundError, ValueError) as error:
+        raise RecipeError(str(error)) from error
+    except OSError as error:
+        msg = f"{page}: must be a file that can be written, got an error: {error.strerror}"
+        raise RecipeError(msg) from error
+    click.echo(f"wrote {page}")
+
+
+def write_new(file: Path, text: str) -> None:
+    """Write a text to a file that is not there yet.
+
+    Raises:
+        RecipeError: If it is there, or cannot be written.
+    """
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except OSError as error:
+        msg = f"{file}: must be a new file, got one that cannot be written: {error.strerror}"
+        raise RecipeError(msg) from error
+
+
+def warn_of(name: str, notes: Sequence[str]) -> None:
+    """Say notes on a file, a line each."""
+    for note in notes:
+        say(f"warning: {name}: {note}")
+
+
+def say(line: str) -> None:
+    """Write a line to standard error, from the first process alone."""
+    if is_first_process():
+        click.echo(f"mfwrap: {line}", err=True)
+
+
+def is_first_process() -> bool:
+    """Return whether this is the process that speaks, of those that a launcher has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="PNG; by default RUN/run.png.")
+def plot(run: Path, output: Path | None) -> None:
+    """Draw the loss and the norms of the folder RUN.
+
+    \b
+    Example:
+      mfwrap plot runs/causal_lm
+    """  # noqa: D301  (\b is click's mark of lines that are kept)
+    # Reading a recipe is quick without what drawing takes.
+    from mfwrap.callbacks.metrics_recorder import METRICS_FILE, limit_of  # noqa: PLC0415
+    from mfwrap.report.picture import draw_run  # noqa: PLC0415
+
+    metrics = run / METRICS_FILE
+    if not metrics.is_file():
+        msg = f"{run}: must be the folder of a run with {METRICS_FILE}, got none"
+        raise RecipeError(msg)
+    picture = run / "run.png" if output is None else output
+    title = run.resolve().name
+    try:
+        limit = limit_of(metrics)
+        draw_run(metrics, picture, max_grad_norm=limit, title=title, loss_title="Loss")
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        msg = f"{metrics}: must be the record of a run, got what cannot be drawn: {error}"
+        raise RecipeError(msg) from error
+    click.echo(f"wrote {picture}")
+
+
+try:
+    import click
+    from click.shell_completion import CompletionItem
+
+    from mfwrap.cli import is_first_process, plot, report, say, warn_of, write_new
+    from mfwrap.recipe.document import RecipeError
+except ImportError as error:  # an ordinary install has no extra
+    sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
+
 
 _RESUME_NEWEST = ""
 
