@@ -13,7 +13,7 @@ from transformers.trainer_callback import (
 )
 
 from mfwrap.outputs import StepReport
-from mfwrap.rank_termination import RankTermination
+from mfwrap.termination import RankTermination
 
 __all__ = [
     "KeepsFiles",

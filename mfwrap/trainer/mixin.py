@@ -17,7 +17,6 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.outputs import StepReport
-from mfwrap.rank_termination import RankTermination
 from mfwrap.schedules.deferred import (
     DeferredSchedule,
     defer_schedule,
@@ -25,6 +24,7 @@ from mfwrap.schedules.deferred import (
     undefer_schedule,
 )
 from mfwrap.step.local_norms import CommunicationHook
+from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import StagedCheckpoint, TrainerPosition
 from mfwrap.trainer.events import TerminationCallback, announce_checkpoint, handler_class
 from mfwrap.trainer.log import StepLog

@@ -14,7 +14,7 @@ from mfwrap.accelerate.classes import inner_optimizer
 from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.checkpoints.folders import complete_move, remove_checkpoints
 from mfwrap.checkpoints.manifest import check_checkpoint
-from mfwrap.rank_termination import RankTermination
+from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import (
     StagedCheckpoint,
     TrainerPosition,

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import distributed
 
-from mfwrap import rank_termination
-from mfwrap.rank_termination import LastStep, RankTermination
+from mfwrap import termination as rank_termination
+from mfwrap.termination import LastStep, RankTermination
 
 CPU = torch.device("cpu")
 NUM_RANKS = 3

@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from mfwrap import StepOutput, StepReport
-from mfwrap.rank_termination import RankTermination
+from mfwrap.termination import RankTermination
 from mfwrap.trainer.events import (
     StepCallbackHandler,
     TerminationCallback,
