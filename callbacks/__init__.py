@@ -21,7 +21,7 @@ from mfwrap.callbacks.mindspore.reduce_lr_on_plateau import ReduceLROnPlateau
 from mfwrap.callbacks.mindspore.time_monitor import TimeMonitor
 from mfwrap.callbacks.profile_monitor import ProfileMonitor
 from mfwrap.callbacks.replica_check import ReplicaCheck
-from mfwrap.callbacks.training_state.training_state_monitor import TrainingStateMonitor
+from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.model import Callback, RunContext, as_trainer_callback
 from mfwrap.names import ABSENT_CALLBACKS, package_getattr
 

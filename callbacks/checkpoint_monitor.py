@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,14 +20,17 @@ from mfwrap.callbacks.checkpoint_health import (
     has_bad_weights,
     health_of,
     record_health,
+    recorded_health,
 )
-from mfwrap.callbacks.checkpoint_rotation import PREFIX, rotate_checkpoints
 from mfwrap.callbacks.culprit.evidence import exchanged
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.run_size import num_processes
 
-__all__ = ["CheckpointMonitor"]
+__all__ = [
+    "CheckpointMonitor",
+    "rotate_checkpoints",
+]
 
 
 @final
@@ -295,3 +299,34 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             return None
         before, self._skips_before = self._skips_before, int(self._last["skipped_updates"])
         return self._skips_before - before
+
+
+PREFIX = "checkpoint-"
+
+
+def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> None:
+    """Delete the oldest checkpoints; what is half deleted bears no checkpoint's name.
+
+    Args:
+        run_folder: Where they lie.
+        num_kept: How many of the last are kept, at least one; besides them the newest one that was
+            recorded as healthy.
+        best: Folder of one more that is kept; ``None`` for none.
+    """
+    doomed = run_folder / "deleted.partial"
+    shutil.rmtree(doomed, ignore_errors=True)
+    steps = {
+        int(path.name.removeprefix(PREFIX)): path
+        for path in run_folder.glob(f"{PREFIX}*")
+        if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()
+    }
+    ordered = [steps[step] for step in sorted(steps)]
+    kept = set(ordered[-num_kept:])
+    healthy = recorded_health(run_folder)
+    kept |= set([path for path in ordered if healthy.get(path.name)][-1:])
+    if best is not None:
+        kept |= {path for path in ordered if path.resolve() == Path(best).resolve()}
+    for path in ordered:
+        if path not in kept:
+            path.rename(doomed)
+            shutil.rmtree(doomed)

@@ -1,18 +1,87 @@
 """From the steps of a run to the records that are printed."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypedDict, final
+
+import torch
+from torch import Tensor, distributed
 
 from mfwrap import DeferredReads
-from mfwrap.callbacks.loss_monitor.epoch_mean import EpochMean, SavedMean
-from mfwrap.callbacks.loss_monitor.rank_losses import over_ranks
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.shared.run_size import RunLength, RunPosition
 from mfwrap.callbacks.shared.step_clock import StepClock
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
 
-__all__ = ["MonitoredRun"]
+__all__ = [
+    "EpochMean",
+    "MonitoredRun",
+    "SavedMean",
+]
+
+
+class SavedMean(TypedDict):
+    """An `EpochMean` as JSON keeps it."""
+
+    global_step: int
+    """The step it was saved at."""
+
+    epoch: int
+    total: float
+    num_losses: int
+    num_not_finite: int
+
+
+@final
+class EpochMean:
+    """Mean of the finite losses of one epoch; losses that are not finite are counted.
+
+    Args:
+        saved: Where to go on; ``None`` begins anew.
+    """
+
+    def __init__(self, saved: SavedMean | None = None) -> None:
+        self._epoch = (saved["epoch"], 0) if saved else None
+        self._total = saved["total"] if saved else 0.0
+        self._num_losses = saved["num_losses"] if saved else 0
+        self.num_not_finite = saved["num_not_finite"] if saved else 0
+        """Number of losses of the run that were not finite."""
+
+    @property
+    def value(self) -> float:
+        """The mean; nan if the epoch has had no finite loss."""
+        return self._total / self._num_losses if self._num_losses else math.nan
+
+    def add(self, loss: float, *, epoch: tuple[int, int], num_steps: int = 1) -> None:
+        """Add the loss of one step, or the mean loss of several.
+
+        Args:
+            loss: Any float.
+            epoch: Number of the epoch and of its passes over the data; another pair than that
+                of the loss before begins a new mean.
+            num_steps: Steps that `loss` stands for.
+        """
+        if epoch != self._epoch:
+            self._epoch, self._total, self._num_losses = epoch, 0.0, 0
+        if math.isfinite(loss):
+            self._total += loss * num_steps
+            self._num_losses += num_steps
+        else:
+            self.num_not_finite += num_steps
+
+    def save(self, global_step: int) -> SavedMean | None:
+        """Return the state, ``None`` before the first loss."""
+        if self._epoch is None:
+            return None
+        return {
+            "global_step": global_step,
+            "epoch": self._epoch[0],
+            "total": self._total,
+            "num_losses": self._num_losses,
+            "num_not_finite": self.num_not_finite,
+        }
 
 
 class _Rates(NamedTuple):
@@ -212,3 +281,41 @@ class MonitoredRun:
                 peak_tflops=self._peak_tflops,
             )
         )
+
+
+@torch.no_grad()
+def over_ranks(steps: Sequence[PackedValues]) -> list[PackedValues]:
+    """Put the mean over ranks in the place of this rank's losses, with one message for all steps.
+
+    Every rank has to call it, for the same steps. A loss that is not finite though the step's
+    gradients are is left out: that of a rank whose batch has no target.
+
+    Args:
+        steps: ``n`` of them, at least one, which all have a loss.
+
+    Returns:
+        As many, with tensors of their own. Does not wait for the device, unless the process group
+        does, as gloo.
+    """
+    losses = torch.stack([_value(step, "loss") for step in steps])
+    overflows = torch.stack([_value(step, "overflow") for step in steps])
+    counts = losses.isfinite() | overflows.bool()
+    message = torch.stack((torch.where(counts, losses, 0.0), counts.float()))
+    distributed.all_reduce(message)
+    total, number = message
+    return [
+        dataclasses.replace(step, tensor=_with_loss(step, mean))
+        for step, mean in zip(steps, (total / number).unbind(), strict=True)
+    ]
+
+
+def _value(step: PackedValues, name: str) -> Tensor:
+    if name in step.names:
+        return step.tensor[step.names.index(name)]
+    return step.tensor.new_zeros(())
+
+
+def _with_loss(step: PackedValues, loss: Tensor) -> Tensor:
+    values = list(step.tensor.unbind())
+    values[step.names.index("loss")] = loss
+    return torch.stack(values)

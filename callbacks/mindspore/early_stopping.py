@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mfwrap.arguments import check_bool, check_int
 from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
-from mfwrap.callbacks.shared.console import print_line
+from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["EarlyStopping"]

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mfwrap import DeferredReads
 from mfwrap.callbacks.mindspore.monitored_value import loss_of
-from mfwrap.callbacks.shared.console import print_line
-from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import print_line, run_logger
 from mfwrap.model import Callback, CallbackParameters, RunContext, named_output
 
 __all__ = ["LossMonitor"]

@@ -7,7 +7,7 @@ from typing import final
 import torch
 
 from mfwrap.arguments import check_bool, check_int
-from mfwrap.callbacks.shared.console import print_line
+from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["TimeMonitor"]

@@ -3,7 +3,11 @@
 import logging
 import sys
 
-__all__ = ["run_logger"]
+__all__ = [
+    "print_line",
+    "run_logger",
+]
+
 
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
@@ -35,3 +39,12 @@ def _standard_output() -> logging.Handler:
     # Records propagate, so a handler of the root would print each a second time.
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     return handler
+
+
+def print_line(line: str) -> None:
+    """Write a line to standard output, now.
+
+    To whatever stands there at the moment of the call, as ``print`` does.
+    """
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

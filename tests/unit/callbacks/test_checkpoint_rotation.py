@@ -3,7 +3,7 @@
 import pytest
 
 from mfwrap.callbacks.checkpoint_health import CheckpointHealth, record_health
-from mfwrap.callbacks.checkpoint_rotation import rotate_checkpoints
+from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import multiprocessing, nn
 from transformers import TrainerControl, TrainerState
 
-from mfwrap.callbacks import ReplicaCheck, replica_hash
-from mfwrap.callbacks.replica_hash import bitwise_hashes
+from mfwrap.callbacks import ReplicaCheck
+from mfwrap.callbacks import replica_check as replica_hash
+from mfwrap.callbacks.replica_check import bitwise_hashes
 from support.replica_ranks import NUM_RANKS, run_rank
 from support.spoilt.blocks import records_of
 

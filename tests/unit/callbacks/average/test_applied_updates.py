@@ -7,7 +7,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from mfwrap.callbacks import EMACallback
-from mfwrap.callbacks.average.applied_updates import AppliedUpdates
+from mfwrap.callbacks.average.ema_callback import AppliedUpdates
 from support.host_reads import HostReads
 from support.resumed_training import PLAIN, new_trainer
 from unit.trainer.test_resume import StockHalf

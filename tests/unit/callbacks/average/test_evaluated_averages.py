@@ -7,7 +7,7 @@ from torch import nn
 from transformers import TrainerControl
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.callbacks.average.evaluated_averages import EvaluatedAverages
+from mfwrap.callbacks.average.files import EvaluatedAverages
 
 ONE, TWO = {"eval_runtime": 1.0, "eval_loss": 1.0}, {"eval_two_runtime": 1.0}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.weight_watch import WeightWatch
+from mfwrap.callbacks.culprit.finder import WeightWatch
 from mfwrap.tensors.wrappers import tensor_norms, trainable
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from mfwrap import MFTrainOneStepCell
-from mfwrap.callbacks.loss_monitor.flops import StepFlops
-from mfwrap.callbacks.loss_monitor.peak_rates import peak_tflops
+from mfwrap.callbacks.loss_monitor.flops import StepFlops, peak_tflops
 from support.small_llama import byte_batch, small_llama
 from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.callbacks.loss_monitor.epoch_mean import EpochMean
+from mfwrap.callbacks.loss_monitor.run import EpochMean
 from mfwrap.callbacks.shared.step_clock import StepClock
 
 
