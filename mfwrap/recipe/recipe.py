@@ -23,8 +23,7 @@ from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
 from mfwrap.recipe.training import ScheduleChoice, read_peft, read_training
 from mfwrap.recipes.data.source import DataError, DataSource
-from mfwrap.recipes.models.positions import check_length
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelSettings, check_length
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
 
 __all__ = [

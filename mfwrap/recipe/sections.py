@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal, final
 
 from mfwrap.config import StepConfig
-from mfwrap.recipes.data.sections import Section
+from mfwrap.recipes.data.source import Section
 
 __all__ = [
     "CALLBACKS_WITHOUT_MEANING",

@@ -3,13 +3,27 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from datasets import Dataset
 
-from mfwrap.recipes.data.sections import Section
+__all__ = [
+    "DataError",
+    "DataSource",
+    "Rows",
+    "Section",
+]
 
-__all__ = ["DataError", "DataSource", "Rows"]
+
+class Section:
+    """Base of the frozen dataclasses that a section of a recipe becomes.
+
+    A section refuses keys that it does not know and values of another type; an int is a float.
+    Bad values and bad pairs are refused in ``__post_init__`` by a ``ValueError`` whose message
+    begins with the key in backticks.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 
 
 class DataError(ValueError):

@@ -17,11 +17,19 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mfwrap.recipes.data.sections import Section
+from mfwrap.recipes.data.source import DataError, DataSource, Section
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
-__all__ = ["BYTES", "ModelSettings", "config_keys", "vocabulary_of"]
+__all__ = [
+    "BYTES",
+    "ModelSettings",
+    "check_length",
+    "config_keys",
+    "fitting_length",
+    "vocabulary_of",
+]
+
 
 BYTES = "bytes"
 """Name of the tokenizer that is built, not loaded."""
@@ -204,3 +212,64 @@ def config_keys(kind: str) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class)} | {
         *config_class.attribute_map
     }
+
+
+_DEFAULT_LENGTH = 512
+_TABLES = frozenset(
+    {
+        "embed_positions",
+        "pos_embed",
+        "pos_embeddings",
+        "position_embedding",
+        "position_embeddings",
+        "positions_embed",
+        "wpe",
+    }
+)
+"""What models of transformers call an embedding of absolute positions."""
+
+
+def fitting_length(data: DataSource, network: nn.Module) -> int:
+    """Return the longest sequence of tokens to make: what the data say, else what fits the model.
+
+    Raises:
+        DataError: If the data say more than the model has positions.
+    """
+    if data.sequence_length is None:
+        limit = _num_positions(network)
+        return _DEFAULT_LENGTH if limit is None else min(_DEFAULT_LENGTH, limit)
+    check_length(data.sequence_length, network)
+    return data.sequence_length
+
+
+def check_length(length: int, network: nn.Module) -> None:
+    """Refuse sequences that are longer than a model's table of positions.
+
+    Raises:
+        DataError: If they are. A model with rotary or relative positions has no table.
+    """
+    limit = _num_positions(network)
+    if limit is not None and length > limit:
+        said = getattr(getattr(network, "config", None), "max_position_embeddings", None)
+        msg = (
+            f"`sequence_length` must be <= {limit}, the positions of a model with "
+            f"`max_position_embeddings` {said}, got {length}"
+        )
+        raise DataError(msg)
+
+
+def _num_positions(network: nn.Module) -> int | None:
+    tables = [
+        module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _TABLES
+    ]
+    if not tables:
+        return None
+    # Some count positions from behind the index of padding, and some have spare rows.
+    sizes = [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for table in tables
+    ]
+    said: Any = getattr(getattr(network, "config", None), "max_position_embeddings", None)
+    return min([*sizes, said]) if isinstance(said, int) else min(sizes)

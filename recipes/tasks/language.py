@@ -12,8 +12,7 @@ from transformers import (
 
 from mfwrap.recipes.data.columns import tuning_columns
 from mfwrap.recipes.data.source import DataSource, Rows
-from mfwrap.recipes.models.positions import fitting_length
-from mfwrap.recipes.models.settings import ModelSettings, vocabulary_of
+from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
 
 __all__ = ["build_causal_lm", "build_preference_tuning", "build_supervised_tuning"]
 

@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from mfwrap.recipes.data.source import DataSource, Rows
-from mfwrap.recipes.models.positions import fitting_length
-from mfwrap.recipes.models.settings import ModelSettings, vocabulary_of
+from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
 
 __all__ = [
     "build_image_classification",

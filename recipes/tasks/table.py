@@ -24,6 +24,7 @@ from mfwrap.recipes.data.built_in import (
     DiabetesSource,
     DigitsSource,
     DocstringsSource,
+    PackageDocstringsSource,
     PythonTokensSource,
     PythonTopicsSource,
 )
@@ -37,7 +38,6 @@ from mfwrap.recipes.data.columns import (
     check_tuning,
 )
 from mfwrap.recipes.data.files import DatasetsSource, JsonLinesSource, TextSource
-from mfwrap.recipes.data.package_docstrings import PackageDocstringsSource
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
 from mfwrap.recipes.models.settings import ModelSettings
