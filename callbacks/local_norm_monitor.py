@@ -9,12 +9,16 @@ from torch import Tensor, distributed
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
-from mfwrap.arguments import check_int
+from mfwrap.arguments import (
+    check_int,
+    directory_name,
+)
 from mfwrap.callbacks.culprit.anomaly_log import rank_file
-from mfwrap.callbacks.loss_monitor.scalar_writer import summary_writer_class
-from mfwrap.callbacks.loss_monitor.settings import directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.run_size import num_processes
+from mfwrap.callbacks.shared.tensorboard import (
+    summary_writer_class,
+)
 from mfwrap.records.json_lines import JsonLines
 
 __all__ = ["LocalNormMonitor"]

@@ -9,9 +9,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from mfwrap.arguments import check_bool, check_int
+from mfwrap.arguments import (
+    check_bool,
+    check_int,
+    directory_name,
+)
 from mfwrap.callbacks.culprit.evidence import this_rank
-from mfwrap.callbacks.loss_monitor.settings import directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
 
 __all__ = ["ProfileMonitor"]

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads
-from mfwrap.arguments import check_bool, check_int
+from mfwrap.arguments import (
+    check_bool,
+    check_int,
+    directory_name,
+)
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, layer_of
 from mfwrap.callbacks.culprit.evidence import this_rank
-from mfwrap.callbacks.loss_monitor.settings import directory_name
 from mfwrap.callbacks.shared.run_size import num_processes
 from mfwrap.tensors.wrappers import trainable
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import sys
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "check_int",
     "check_positive_number",
     "described",
+    "directory_name",
     "needed_arguments",
 ]
 
@@ -83,3 +85,17 @@ def callers_stacklevel() -> int:
 
 def _top_package(module_globals: dict[str, object]) -> str:
     return str(module_globals.get("__name__", "")).partition(".")[0]
+
+
+def directory_name(name: str, value: object) -> str | None:
+    """Return a path as a string, ``None`` as it is.
+
+    Raises:
+        TypeError: If `value` is neither.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, os.PathLike):
+        msg = f"`{name}` must be a path or None, got {value!r} of type {type(value).__name__}"
+        raise TypeError(msg)
+    return str(value)

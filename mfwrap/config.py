@@ -1,16 +1,13 @@
 """Every setting of a training step that is not an object, valid once it is built."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from mfwrap.arguments import check_bool, check_int, check_positive_number
+from mfwrap.tensors.norm_groups import LocalNormGroups
 
-__all__ = ["LocalNormGroups", "StepConfig"]
-
-LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
-"""How parameters are grouped for local norms; see `StepConfig.local_norm_groups`."""
+__all__ = ["StepConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from mfwrap import (
     StepReport,
 )
 from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
-from mfwrap.report.picture import draw_run
+from mfwrap.report import draw_run
 
 
 class MetricsFile:

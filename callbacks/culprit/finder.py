@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -18,12 +17,12 @@ from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorm
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay import Origin, replay_step
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.wrappers import tensor_norms, trainable
 
 __all__ = [
     "CulpritFinder",
     "StepEvidence",
-    "StepNumbers",
     "WeightWatch",
 ]
 
@@ -40,21 +39,6 @@ class StepEvidence(NamedTuple):
 
     usual_norm: Tensor | None
     """Shape ``(G,)``, float32: before the step; nan where none is known."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepNumbers:
-    """The numbers of a step on the host."""
-
-    step: int
-    loss: float
-    overflow: bool
-    global_norm: float | None
-    loss_scale: float | None
-    """That the step used."""
-
-    skipped: bool
-    consecutive_skips: int
 
 
 @final

@@ -11,11 +11,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.arguments import (
+    directory_name,
+)
 from mfwrap.callbacks.loss_monitor.flops import StepFlops, device_peak_tflops
 from mfwrap.callbacks.loss_monitor.record import StepRecord, record_lines
 from mfwrap.callbacks.loss_monitor.run import MonitoredRun, SavedMean
 from mfwrap.callbacks.loss_monitor.scalar_writer import ScalarWriter
-from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings, directory_name
+from mfwrap.callbacks.loss_monitor.settings import (
+    LossMonitorSettings,
+)
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.run_size import global_batch_size, num_processes, run_length
 from mfwrap.callbacks.shared.step_clock import StepClock

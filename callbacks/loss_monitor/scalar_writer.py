@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, final
 
 from mfwrap.callbacks.loss_monitor.record import StepRecord
+from mfwrap.callbacks.shared.tensorboard import summary_writer_class
 
-__all__ = ["ScalarWriter", "summary_writer_class"]
+__all__ = ["ScalarWriter"]
 
 _SECONDS_PER_DAY = 86400
 
@@ -77,17 +78,3 @@ class ScalarWriter:
             samples_per_second = record.throughput * record.num_processes
             scalars["B-samples-per-day"] = samples_per_second * _SECONDS_PER_DAY / 1e9
         return scalars
-
-
-def summary_writer_class() -> Any:
-    """Return torch's writer of events files.
-
-    Raises:
-        ImportError: If TensorBoard is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow, and optional)
-    except ImportError as error:
-        msg = '`tensorboard_dir` needs TensorBoard; pip install "mfwrap[tensorboard]"'
-        raise ImportError(msg) from error
-    return SummaryWriter

@@ -1,6 +1,5 @@
 """Settings of the loss monitor."""
 
-import os
 from dataclasses import dataclass
 
 from mfwrap.arguments import check_bool, check_int, check_positive_number
@@ -65,17 +64,3 @@ class LossMonitorSettings:
 
 
 _TENSORBOARD_FLAGS = ("log_loss_scale_to_tensorboard", "log_timers_to_tensorboard")
-
-
-def directory_name(name: str, value: object) -> str | None:
-    """Return a path as a string, ``None`` as it is.
-
-    Raises:
-        TypeError: If `value` is neither.
-    """
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, os.PathLike):
-        msg = f"`{name}` must be a path or None, got {value!r} of type {type(value).__name__}"
-        raise TypeError(msg)
-    return str(value)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from mfwrap import StepReport
-from mfwrap.callbacks.culprit.finder import StepNumbers
 
 __all__ = [
     "PackedValues",
     "ReadStep",
+    "StepNumbers",
     "StepValues",
     "numbers_of",
     "pack",
@@ -97,6 +97,21 @@ def _named(output: Any) -> dict[str, Any]:
         )
         raise TypeError(msg)
     return dict(zip(names, output, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepNumbers:
+    """The numbers of a step on the host."""
+
+    step: int
+    loss: float
+    overflow: bool
+    global_norm: float | None
+    loss_scale: float | None
+    """That the step used."""
+
+    skipped: bool
+    consecutive_skips: int
 
 
 _EXTRAS = ("skipped", "consecutive_skips", "scale_before")

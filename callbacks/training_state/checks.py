@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.finder import StepNumbers
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.step_values import (
+    StepNumbers,
+)
 
 __all__ = ["SpikeCount", "SpikeGuard", "check_finite"]
 

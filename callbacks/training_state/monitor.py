@@ -11,7 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.callbacks.loss_monitor.settings import directory_name
+from mfwrap.arguments import (
+    directory_name,
+)
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.run import (
     TrainingStateRun,

@@ -14,7 +14,10 @@ from transformers import TrainerState, TrainingArguments
 from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog, rank_file
 from mfwrap.callbacks.culprit.evidence import this_rank
-from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence, StepNumbers
+from mfwrap.callbacks.culprit.finder import (
+    CulpritFinder,
+    StepEvidence,
+)
 from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.run_size import (
@@ -28,6 +31,7 @@ from mfwrap.callbacks.shared.step_clock import StepClock
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
     ReadStep,
+    StepNumbers,
     StepValues,
     numbers_of,
     pack_step,

@@ -6,9 +6,11 @@ from typing import Any, final
 
 import numpy as np
 
-from mfwrap.callbacks.loss_monitor.scalar_writer import summary_writer_class
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.run_size import RunPosition
+from mfwrap.callbacks.shared.tensorboard import (
+    summary_writer_class,
+)
 from mfwrap.callbacks.training_state.metrics import Metric
 from mfwrap.records.json_lines import JsonLines
 

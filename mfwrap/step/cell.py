@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.config import LocalNormGroups, StepConfig
+from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
@@ -23,6 +23,7 @@ from mfwrap.step.parameters import TrainedParameters, checked_network, network_p
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.state import check_keys, restore
 from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.tensors.norm_groups import LocalNormGroups
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
 
 __all__ = [

@@ -1,137 +1,25 @@
 """Groups of gradients, and clipping."""
 
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from mfwrap.arguments import described
-from mfwrap.config import LocalNormGroups
 from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all
 from mfwrap.tensors.shards import on_device
 
 __all__ = [
-    "NormGroups",
     "clip_by_global_norm",
     "clip_by_value",
     "clip_coefficient",
-    "group_parameters",
     "has_non_finite",
     "sum_of_squares",
 ]
 
 _TensorSequence = TypeVar("_TensorSequence", list[Tensor], tuple[Tensor, ...])
 _Tensors = TypeVar("_Tensors", Tensor, list[Tensor], tuple[Tensor, ...])
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class NormGroups:
-    """Which parameters share a local norm."""
-
-    names: tuple[str, ...]
-    """Names of the ``G`` groups."""
-
-    sizes: Tensor
-    """Shape ``(G,)``, int64: gradient elements per group."""
-
-    members: Tensor | None
-    """Shape ``(G, largest group)``, int64: indices into the ``N`` parameters, padded with ``N``;
-    ``None`` if each parameter is its own group."""
-
-    def sums(self, squares: Tensor) -> Tensor:
-        """Add sums of squares by group, in a fixed order.
-
-        Args:
-            squares: Shape ``(N,)``, float32.
-
-        Returns:
-            Shape ``(G,)``, float32.
-        """
-        if self.members is None:
-            return squares
-        # A gather and a row sum, because a product with a 0-1 matrix would carry one group's
-        # inf into all others as 0 * inf, and index_add_ has no fixed order on CUDA.
-        padded = torch.cat((squares, squares.new_zeros(1)))
-        return padded.take(self.members).sum(dim=1)
-
-
-def group_parameters(
-    sizes: Mapping[str, int],
-    groups: LocalNormGroups | None,
-    device: torch.device,
-    *,
-    left_out: Collection[str] = (),
-    may_be_empty: bool = False,
-) -> NormGroups:
-    """Sort parameters into groups for local norms.
-
-    Args:
-        sizes: Number of elements by parameter name, in the network's order.
-        groups: As `StepConfig.local_norm_groups`.
-        device: Where the norms are.
-        left_out: Names that are in no group.
-        may_be_empty: Drop a pattern that finds no parameter instead of raising.
-
-    Raises:
-        TypeError: If a callable returns neither a str nor ``None``.
-        ValueError: If a pattern finds no parameter, or no parameter is in a group.
-    """
-    if groups is None and not left_out:
-        return NormGroups(tuple(sizes), _int64(list(sizes.values()), device), None)
-    members: dict[str, list[int]] = {}
-    if groups is not None and groups != "layer" and not callable(groups):
-        members = {pattern: [] for pattern in groups}
-    for index, name in enumerate(sizes):
-        group = None if name in left_out else _group_of(name, groups)
-        if group is not None:
-            members.setdefault(group, []).append(index)
-    empty = [group for group, indices in members.items() if not indices]
-    if may_be_empty:
-        members = {group: indices for group, indices in members.items() if indices}
-    elif empty or not members:
-        msg = f"`local_norm_groups` must find trainable parameters, got none for {empty or groups}"
-        raise ValueError(msg)
-    elements = list(sizes.values())
-    longest = max(map(len, members.values()), default=0)
-    return NormGroups(
-        names=tuple(members),
-        sizes=_int64([sum(elements[i] for i in row) for row in members.values()], device),
-        members=_int64(
-            [row + [len(sizes)] * (longest - len(row)) for row in members.values()], device
-        ).reshape(len(members), longest),
-    )
-
-
-def _group_of(name: str, groups: LocalNormGroups | None) -> str | None:
-    if groups is None:
-        return name
-    if callable(groups):
-        group = groups(name)
-        if group is not None and not isinstance(group, str):
-            msg = f"`local_norm_groups` must return a str or None, got {group!r} for {name!r}"
-            raise TypeError(msg)
-        return group
-    if groups == "layer":
-        return _layer_of(name)
-    return next((pattern for pattern in groups if re.search(pattern, name)), None)
-
-
-def _layer_of(name: str) -> str:
-    """Return the name up to its first number, or else the module that owns the parameter."""
-    parts = name.split(".")
-    for end, part in enumerate(parts, start=1):
-        if part.isdigit():
-            return ".".join(parts[:end])
-    return ".".join(parts[:-1]) or name
-
-
-def _int64(values: Sequence[object], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
-from mfwrap.config import LocalNormGroups
-from mfwrap.step.clipping import NormGroups, group_parameters
+from mfwrap.tensors.norm_groups import (
+    LocalNormGroups,
+    NormGroups,
+    group_parameters,
+)
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import is_deepspeed_engine, plain_name, reshard, unwrapped_network

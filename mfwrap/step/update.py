@@ -10,13 +10,19 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described, needed_arguments
 from mfwrap.config import StepConfig
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.clipping import NormGroups, clip_coefficient, sum_of_squares
+from mfwrap.step.clipping import (
+    clip_coefficient,
+    sum_of_squares,
+)
 from mfwrap.step.counts import UpdateCounts
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.losses import Normalizer
 from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
+from mfwrap.tensors.norm_groups import (
+    NormGroups,
+)
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import local_tensors
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from transformers.trainer_utils import rotate_checkpoints
 
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.checkpoints.folders import (
     adopt_files,
     move_into_place,
@@ -24,6 +23,7 @@ from mfwrap.checkpoints.folders import (
 from mfwrap.checkpoints.manifest import write_manifest
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
+from mfwrap.trainer.data_position import DataPosition
 from mfwrap.trainer.events import save_callbacks
 
 __all__ = [

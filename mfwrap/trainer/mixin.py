@@ -12,7 +12,6 @@ from mfwrap.accelerate.classes import inner_optimizer
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
@@ -26,6 +25,7 @@ from mfwrap.schedules.deferred import (
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import StagedCheckpoint, TrainerPosition
+from mfwrap.trainer.data_position import DataPosition
 from mfwrap.trainer.events import TerminationCallback, announce_checkpoint, handler_class
 from mfwrap.trainer.log import StepLog
 from mfwrap.trainer.trainer_losses import LossMixin

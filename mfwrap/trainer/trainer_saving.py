@@ -11,7 +11,6 @@ from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from mfwrap.accelerate.attached_step import AttachedStep
 from mfwrap.accelerate.classes import inner_optimizer
-from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.checkpoints.folders import complete_move, remove_checkpoints
 from mfwrap.checkpoints.manifest import check_checkpoint
 from mfwrap.termination import RankTermination
@@ -21,6 +20,7 @@ from mfwrap.trainer.checkpoint import (
     check_average,
     check_parameter_groups,
 )
+from mfwrap.trainer.data_position import DataPosition
 from mfwrap.trainer.events import restore_in_place
 
 __all__ = ["CheckpointMixin"]

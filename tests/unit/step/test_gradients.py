@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mfwrap.step.clipping import clip_coefficient, group_parameters, has_non_finite, sum_of_squares
+from mfwrap.step.clipping import (
+    clip_coefficient,
+    has_non_finite,
+    sum_of_squares,
+)
+from mfwrap.tensors.norm_groups import (
+    group_parameters,
+)
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")

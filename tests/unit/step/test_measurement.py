@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.step.clipping import group_parameters
 from mfwrap.step.losses import Normalizer
 from mfwrap.step.update import measure
+from mfwrap.tensors.norm_groups import (
+    group_parameters,
+)
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")

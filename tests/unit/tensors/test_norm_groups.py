@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.step.clipping import group_parameters
+from mfwrap.tensors.norm_groups import (
+    group_parameters,
+)
 
 CPU = torch.device("cpu")
 SIZES = {

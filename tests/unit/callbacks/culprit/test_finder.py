@@ -11,7 +11,12 @@ from mfwrap import (
     Model,
 )
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit.finder import CulpritFinder, StepNumbers
+from mfwrap.callbacks.culprit.finder import (
+    CulpritFinder,
+)
+from mfwrap.callbacks.shared.step_values import (
+    StepNumbers,
+)
 from support.planted_faults import KINDS, check_record, random_faults
 from support.spoilt.blocks import Fault, records_of, train_blocks
 

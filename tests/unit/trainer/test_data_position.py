@@ -16,8 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from mfwrap.checkpoints.data_position import DataPosition
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
+from mfwrap.trainer.data_position import DataPosition
 
 
 class Numbers(Dataset):
