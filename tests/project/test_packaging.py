@@ -89,5 +89,5 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
     }
 
     assert {name for name in names if ".dist-info/" not in name} == files
-    assert {"mfwrap/py.typed", "mfwrap/recipes/causal_lm.yaml", "mfwrap/run_page.js"} <= names
+    assert {"mfwrap/py.typed", "mfwrap/recipes/causal_lm.yaml", "mfwrap/report/page.js"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
