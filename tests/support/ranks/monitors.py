@@ -77,7 +77,7 @@ def losses_shown(
         settings: Of the monitor.
     """
     records = _Records()
-    logger = logging.getLogger("mfwrap.callbacks.loss_monitor.monitor")
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
     logger.addHandler(records)
     monitor = MFLossMonitor(**settings)
     state = TrainerState(max_steps=len(losses[rank]), num_train_epochs=2, train_batch_size=1)
@@ -113,7 +113,7 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
     """Train six steps by a Trainer; return what the loss monitor says."""
     new_accelerator()
     records = _Records()
-    logger = logging.getLogger("mfwrap.callbacks.loss_monitor.monitor")
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
     logger.addHandler(records)
     inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=4), strict=True))
     rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]

@@ -20,8 +20,8 @@ from mfwrap.callbacks.checkpoint_health import (
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.host_reads import HostReads
+from support.monitored_loop import Clock
 from support.trainer_runs import new_trainer, spoilt_llama
-from unit.callbacks.loss_monitor.test_monitor import Clock
 
 NAN = math.nan
 

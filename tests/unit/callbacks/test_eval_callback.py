@@ -7,7 +7,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from mfwrap.callbacks import EvalCallback
-from unit.callbacks.loss_monitor.test_monitor import Clock
+from support.monitored_loop import Clock
 
 
 def evaluated(callback, calls, *, num_epochs=3, steps_per_epoch=4, epoch=0.0, main=True):

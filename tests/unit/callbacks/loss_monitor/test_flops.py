@@ -6,8 +6,8 @@ from torch import nn
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks.loss_monitor.flops import StepFlops, peak_tflops
+from support.monitored_loop import Loop, output, shown
 from support.small_llama import byte_batch, small_llama
-from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
 
 
 def counted(network: nn.Module, *batches) -> float:

@@ -1,74 +1,13 @@
 """The loss monitor in a loop of one's own: real cell, transformers' handler, own state."""
 
 import math
-import re
 
 import pytest
 import torch
-from transformers import DefaultFlowCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler
 
-from mfwrap import StepOutput
-from mfwrap.callbacks import MFLossMonitor
+from support.monitored_loop import Loop, output, records, shown
 
 NAN = math.nan
-
-
-class Clock:
-    """A clock that stands still until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Loop:
-    """A loop of one's own around a monitor, its values made up unless they are passed."""
-
-    def __init__(self, *, max_steps=6, epochs=2, batch_size=4, args=None, model=None, **settings):
-        self.clock = Clock()
-        self.monitor = MFLossMonitor(clock=self.clock, **settings)
-        self.state = TrainerState(
-            max_steps=max_steps, num_train_epochs=epochs, train_batch_size=batch_size
-        )
-        self.args = args
-        self.control = TrainerControl()
-        callbacks = [DefaultFlowCallback(), self.monitor] if args else [self.monitor]
-        self.handler = CallbackHandler(callbacks, model, None, None, None)
-
-    def send(self, event: str, **keywords) -> None:
-        """Send an event as the Trainer does."""
-        self.handler.call_event(event, self.args, self.state, self.control, **keywords)
-
-    def step(self, output, *, seconds=1.0, **keywords) -> None:
-        """Do one step."""
-        self.send("on_step_begin")
-        self.clock.now += seconds
-        self.state.global_step += 1
-        self.send("on_step_end", step_output=output, **keywords)
-
-
-def output(loss=1.0, *, overflow=False, scale=131072.0, rate=0.1, norm=3.0) -> StepOutput:
-    """Return the output of a step."""
-    return StepOutput(
-        loss=torch.tensor(loss),
-        overflow=torch.tensor(overflow),
-        loss_scale=torch.tensor(scale),
-        learning_rate=torch.tensor(rate),
-        global_norm=None if norm is None else torch.tensor(norm),
-    )
-
-
-def records(caplog) -> list[str]:
-    """Return the first lines of the records so far."""
-    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("{ Epoch")]
-
-
-def shown(caplog, pattern) -> list[str]:
-    """Return what an expression finds in each record."""
-    return [re.search(pattern, line).group(1) for line in records(caplog)]
 
 
 def test_record_of_mindformers(caplog):
@@ -83,7 +22,7 @@ def test_record_of_mindformers(caplog):
 
     assert last_two == [
         (
-            "mfwrap.callbacks.loss_monitor.monitor",
+            "mfwrap.callbacks.loss_monitor",
             "INFO",
             (
                 "{ Epoch:[  1/  2], step:[    2/    3], loss:[10.500/10.750], "
@@ -92,7 +31,7 @@ def test_record_of_mindformers(caplog):
             ),
         ),
         (
-            "mfwrap.callbacks.loss_monitor.monitor",
+            "mfwrap.callbacks.loss_monitor",
             "INFO",
             (
                 "  33.3% |████████████████                                  | "

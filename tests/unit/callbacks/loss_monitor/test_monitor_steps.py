@@ -8,8 +8,8 @@ from transformers import TrainingArguments
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepOutput
 from support.host_reads import HostReads
+from support.monitored_loop import Loop, output, records, shown
 from support.small_networks import Classifier, labelled_batches
-from unit.callbacks.loss_monitor.test_monitor import Loop, output, records, shown
 
 NAN = math.nan
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
+from support.monitored_loop import Loop, output, shown
 
 
 @pytest.mark.parametrize("start", [0, 100])

@@ -8,8 +8,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from mfwrap.callbacks import MFLossMonitor
+from support.monitored_loop import Loop, records, shown
 from support.small_llama import byte_batch, small_llama
-from unit.callbacks.loss_monitor.test_monitor import Loop, records, shown
 
 
 class LlamaTexts(torch.utils.data.Dataset):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mfwrap.callbacks import MFLossMonitor
-from unit.callbacks.loss_monitor.test_monitor import Loop, output, shown
+from support.monitored_loop import Loop, output, shown
 
 NAN = math.nan
 

@@ -21,8 +21,8 @@ from mfwrap.callbacks import (
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.host_reads import HostReads
+from support.monitored_loop import Clock
 from support.trainer_runs import Counting, new_trainer, tiny_llama, train
-from unit.callbacks.loss_monitor.test_monitor import Clock
 
 EVERYTHING = {
     "local_norm_format": "jsonl",
