@@ -22,10 +22,9 @@ from mfwrap.callbacks.checkpoint_health import (
     record_health,
     recorded_health,
 )
-from mfwrap.callbacks.culprit.evidence import exchanged
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.run_size import num_processes
+from mfwrap.collectives import broadcast_from_main, gather_objects
 
 __all__ = [
     "CheckpointMonitor",
@@ -251,8 +250,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         is_time = self._clock() - self._saved_at >= self._seconds
         device = torch.device("cpu") if like is None else like.device
         flag = torch.full((), float(is_time), device=device)
-        if num_processes() > 1:
-            torch.distributed.broadcast(flag, src=0)
+        broadcast_from_main(flag)
         return flag
 
     def _flush(self) -> None:
@@ -281,7 +279,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             is_spike=self._is_spike,
             weights_are_bad=model is not None and has_bad_weights(model),
         )
-        reasons = tuple(dict.fromkeys(one for of_rank in exchanged(own) for one in of_rank))
+        reasons = tuple(dict.fromkeys(one for of_rank in gather_objects(own) for one in of_rank))
         return CheckpointHealth(
             checkpoint=name,
             step=step,

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from torch import Tensor, distributed
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
@@ -15,10 +13,10 @@ from mfwrap.arguments import (
 )
 from mfwrap.callbacks.culprit.anomaly_log import rank_file
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.run_size import num_processes
 from mfwrap.callbacks.shared.tensorboard import (
     summary_writer_class,
 )
+from mfwrap.collectives import gather_on_main
 from mfwrap.records.json_lines import JsonLines
 
 __all__ = ["LocalNormMonitor"]
@@ -85,7 +83,7 @@ class LocalNormMonitor(TrainerCallback):
         if step_report is None or not isinstance(output, LocalNormStepOutput):
             self._say_what_is_missing()
             return
-        gathered = _gathered(output.local_norm)
+        gathered = gather_on_main(output.local_norm)
         if gathered is None:
             return
         if not self._lines:
@@ -151,14 +149,3 @@ class LocalNormMonitor(TrainerCallback):
                 "LocalNormMonitor gets no local norms in this loop; "
                 "StepConfig(local_norm=True) computes them"
             )
-
-
-def _gathered(norms: Tensor) -> Tensor | None:
-    """Return the norms of all ranks, shape ``(ranks, G)``, on rank 0; ``None`` on the others."""
-    if num_processes() == 1:
-        return norms[None].clone()
-    of_ranks = None
-    if distributed.get_rank() == 0:
-        of_ranks = [torch.empty_like(norms) for _ in range(num_processes())]
-    distributed.gather(norms, of_ranks, dst=0)
-    return None if of_ranks is None else torch.stack(of_ranks)

@@ -14,8 +14,8 @@ from mfwrap.arguments import (
     check_int,
     directory_name,
 )
-from mfwrap.callbacks.culprit.evidence import this_rank
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.collectives import this_rank
 
 __all__ = ["ProfileMonitor"]
 

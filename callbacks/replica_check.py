@@ -16,8 +16,7 @@ from mfwrap.arguments import (
     directory_name,
 )
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, layer_of
-from mfwrap.callbacks.culprit.evidence import this_rank
-from mfwrap.callbacks.shared.run_size import num_processes
+from mfwrap.collectives import gather_on_all, num_ranks, this_rank
 from mfwrap.tensors.wrappers import trainable
 
 __all__ = [
@@ -148,12 +147,9 @@ class ReplicaCheck(TrainerCallback):
     ) -> Tensor | None:
         """Begin to compare; return the hashes of all ranks, ``None`` if there are none."""
         whole = {n: t for n, t in tensors.items() if not hasattr(t, "full_tensor")}
-        if num_processes() == 1 or not whole:
+        if num_ranks() == 1 or not whole:
             return None
-        hashes = bitwise_hashes(list(whole.values()))
-        gathered = [torch.empty_like(hashes) for _ in range(num_processes())]
-        torch.distributed.all_gather(gathered, hashes)
-        of_ranks = torch.stack(gathered)
+        of_ranks = gather_on_all(bitwise_hashes(list(whole.values())))
         found = _Hashes(step, where, tuple(whole), of_ranks, before)
         differ = (of_ranks != of_ranks[0]).any().float().reshape(1)
         if self._reads is None:

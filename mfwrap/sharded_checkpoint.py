@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from mfwrap.checkpoints.step_files import load_tensors, save_tensors, stored_tensors
+from mfwrap.collectives import any_rank, this_rank
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
 from mfwrap.tensors.shards import is_distributed
@@ -68,16 +69,17 @@ def save_sharded(
         "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
     }
     text = json.dumps(record, indent=2) + "\n"
-    if _on_any_rank(cell, path.exists() and any(path.iterdir())):
+    is_filled = path.exists() and any(path.iterdir())
+    if any_rank(flag=is_filled, device=cell.scale_sense.device):
         msg = f"`folder` must be empty, got {path}, which holds something"
         raise FileExistsError(msg)
     save_tensors(path, tensors)
-    if not distributed.is_initialized() or distributed.get_rank() == 0:
+    if this_rank() == 0:
         unfinished = path / f"{_RECORD}.unfinished"
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path / _RECORD)
     # No rank may find the checkpoint unfinished when it goes on to load it.
-    _on_any_rank(cell, flag=False)
+    any_rank(flag=False, device=cell.scale_sense.device)
 
 
 def load_sharded(
@@ -232,14 +234,6 @@ def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None
         if stored[name].size != tensor.shape:
             msg = f"`{name}` must have shape {tuple(tensor.shape)}, got {tuple(stored[name].size)}"
             raise ValueError(msg)
-
-
-def _on_any_rank(cell: MFTrainOneStepCell, flag: bool) -> bool:  # noqa: FBT001  (the question itself)
-    if not distributed.is_initialized():
-        return flag
-    found = torch.full((), int(flag), device=cell.scale_sense.device)
-    distributed.all_reduce(found)
-    return bool(found.item())
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,8 @@ from typing import Any, Protocol, Self, final
 import torch
 from torch import distributed
 
+from mfwrap.collectives import any_rank, num_ranks, this_rank
+
 __all__ = [
     "LastStep",
     "RankTermination",
@@ -74,7 +76,7 @@ class RankTermination:
 
     def __enter__(self) -> Self:
         self.is_stopping = False
-        if distributed.is_available() and distributed.is_initialized():
+        if num_ranks() > 1:
             self._last_step = _last_step_of_all_ranks()
         self._signal.__enter__()
         return self
@@ -115,19 +117,14 @@ class RankTermination:
             return self._signal.is_requested
         # Another rank may be waiting to learn which step this one is in.
         self._last_step.close()
-        told = torch.full((), float(self._signal.is_requested), device=device)
-        distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
-        return bool(told)
+        return any_rank(flag=self._signal.is_requested, device=device)
 
 
-def _last_step_of_all_ranks() -> "LastStep | None":
-    number, num_ranks = next(_trainings), distributed.get_world_size()
-    if num_ranks == 1:
-        return None
+def _last_step_of_all_ranks() -> "LastStep":
     # A connection of its own: on a shared one, a rank that waits would hold up everyone else.
     store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public way)
-    names = f"mfwrap/termination/{number}/"
-    return LastStep(store.clone(), names, distributed.get_rank(), num_ranks)
+    names = f"mfwrap/termination/{next(_trainings)}/"
+    return LastStep(store.clone(), names, this_rank(), num_ranks())
 
 
 class KeyValueStore(Protocol):

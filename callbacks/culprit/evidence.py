@@ -3,15 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-import torch
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
 
-__all__ = ["RankEvidence", "exchanged", "is_explained_by_scale", "this_rank"]
+__all__ = ["RankEvidence", "is_explained_by_scale"]
 
-_T = TypeVar("_T")
 _HEADROOM = 64.0
 """Gradients within a group, and of activations, may exceed the group's usual norm by as much."""
 
@@ -58,23 +54,6 @@ class RankEvidence:
     def has_fault(self) -> bool:
         """Whether something here is not finite, or nothing is known of gradients."""
         return not math.isfinite(self.loss) or bool(self.bad_groups) or not self.norms
-
-
-def this_rank() -> int:
-    """Return the number of this process among those that train together."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return 0
-
-
-def exchanged(value: _T) -> list[_T]:
-    """Return what all ranks have, in their order; every rank has to call it."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return [value]
-    values: list[_T] = [value] * torch.distributed.get_world_size()
-    if len(values) > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def is_explained_by_scale(

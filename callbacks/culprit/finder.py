@@ -9,15 +9,14 @@ from torch import Tensor, nn
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, GroupNorm, WeightNorm, layer_of
 from mfwrap.callbacks.culprit.evidence import (
     RankEvidence,
-    exchanged,
     is_explained_by_scale,
-    this_rank,
 )
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay import Origin, replay_step
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.collectives import gather_objects, this_rank
 from mfwrap.tensors.wrappers import tensor_norms, trainable
 
 __all__ = [
@@ -123,7 +122,7 @@ class CulpritFinder:
         self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
     ) -> Anomaly | None:
         own = self._own_evidence(numbers, evidence)
-        ranks = exchanged(own)
+        ranks = gather_objects(own)
         usual = self._history.usual
         if is_explained_by_scale(ranks, numbers.loss_scale, usual, self._limit):
             self.num_scale_overflows += 1
@@ -133,7 +132,7 @@ class CulpritFinder:
         # One of a row of steps is enough: a run that has diverged would only repeat itself.
         if self.recorder is not None and self._last_replayed != numbers.step - 1:
             is_exact = not weights_have_moved
-            origins = exchanged(self._replayed(numbers) if own.has_fault else None)
+            origins = gather_objects(self._replayed(numbers) if own.has_fault else None)
         if self.recorder is not None:
             self._last_replayed = numbers.step
         found = [rank for rank, origin in enumerate(origins) if origin is not None]
@@ -182,7 +181,7 @@ class CulpritFinder:
     def _spike(
         self, numbers: StepNumbers, evidence: StepEvidence, usual: float | None
     ) -> Anomaly | None:
-        ranks = exchanged(self._own_evidence(numbers, evidence))
+        ranks = gather_objects(self._own_evidence(numbers, evidence))
         rises = sorted(
             (
                 (each.rise(number), each, number)

@@ -22,8 +22,9 @@ from mfwrap.callbacks.loss_monitor.settings import (
     LossMonitorSettings,
 )
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.run_size import global_batch_size, num_processes, run_length
+from mfwrap.callbacks.shared.run_size import global_batch_size, run_length
 from mfwrap.callbacks.shared.step_clock import StepClock
+from mfwrap.collectives import num_ranks
 
 __all__ = [
     "MFLossMonitor",
@@ -360,7 +361,7 @@ def begin_run(
         global_step=global_step,
         per_print_times=settings.per_print_times,
         global_batch_size=settings.global_batch_size or global_batch_size(args, state),
-        num_processes=num_processes(),
+        num_processes=num_ranks(),
         averages_loss=averages_loss(settings),
         is_main=state.is_world_process_zero,
         peak_tflops=peak,
@@ -370,7 +371,7 @@ def begin_run(
 
 def averages_loss(settings: LossMonitorSettings) -> bool:
     """Tell whether ranks send each other their losses."""
-    return settings.loss_over_ranks and num_processes() > 1
+    return settings.loss_over_ranks and num_ranks() > 1
 
 
 def is_read_next(control: TrainerControl) -> bool:

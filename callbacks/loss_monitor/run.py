@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from mfwrap import DeferredReads
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.shared.run_size import RunLength, RunPosition
 from mfwrap.callbacks.shared.step_clock import StepClock
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
+from mfwrap.collectives import add_over_ranks
 
 __all__ = [
     "EpochMean",
@@ -301,7 +302,7 @@ def over_ranks(steps: Sequence[PackedValues]) -> list[PackedValues]:
     overflows = torch.stack([_value(step, "overflow") for step in steps])
     counts = losses.isfinite() | overflows.bool()
     message = torch.stack((torch.where(counts, losses, 0.0), counts.float()))
-    distributed.all_reduce(message)
+    add_over_ranks(message)
     total, number = message
     return [
         dataclasses.replace(step, tensor=_with_loss(step, mean))

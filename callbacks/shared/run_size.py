@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-__all__ = ["RunLength", "RunPosition", "global_batch_size", "num_processes", "run_length"]
+from mfwrap.collectives import num_ranks
+
+__all__ = ["RunLength", "RunPosition", "global_batch_size", "run_length"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,17 +109,10 @@ def run_length(
     )
 
 
-def num_processes() -> int:
-    """Return the number of processes that train together."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
-
-
 def global_batch_size(args: TrainingArguments | None, state: TrainerState) -> int:
     """Return the samples of one update on all processes; 0 if `state` does not know."""
     batches_per_update = 1 if args is None else args.gradient_accumulation_steps
-    return (state.train_batch_size or 0) * batches_per_update * num_processes()
+    return (state.train_batch_size or 0) * batches_per_update * num_ranks()
 
 
 def _max_steps(state: TrainerState, args: TrainingArguments | None) -> int:

@@ -13,7 +13,6 @@ from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog, rank_file
-from mfwrap.callbacks.culprit.evidence import this_rank
 from mfwrap.callbacks.culprit.finder import (
     CulpritFinder,
     StepEvidence,
@@ -24,7 +23,6 @@ from mfwrap.callbacks.shared.run_size import (
     RunLength,
     RunPosition,
     global_batch_size,
-    num_processes,
     run_length,
 )
 from mfwrap.callbacks.shared.step_clock import StepClock
@@ -47,6 +45,7 @@ from mfwrap.callbacks.training_state.forward_watches import (
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import MetricWriters
+from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.tensors.wrappers import plain_network, trainable
 
 __all__ = [
@@ -372,7 +371,7 @@ def samples_per_process(
     settings: TrainingStateSettings, args: TrainingArguments | None, state: TrainerState
 ) -> float:
     """Return the samples of one update on one process; 0 if they are not known."""
-    return (settings.global_batch_size or global_batch_size(args, state)) / num_processes()
+    return (settings.global_batch_size or global_batch_size(args, state)) / num_ranks()
 
 
 def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> Path | None:

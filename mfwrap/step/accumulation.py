@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.collectives import add_over_ranks
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
 from mfwrap.step.micro_batches import NetworkCall
@@ -104,8 +105,8 @@ class GradientAccumulation:
             return Normalizer(reduced, local, is_partial)
         group = self._distributed_parts[0].process_group
         total = local.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return Normalizer(total / torch.distributed.get_world_size(group), local)
+        add_over_ranks(total, group)
+        return Normalizer(total / group.size(), local)
 
     @contextlib.contextmanager
     def _reduction(self, *, last: bool) -> Iterator[None]:

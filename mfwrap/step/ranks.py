@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import final
 
-import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mfwrap.collectives import add_over_ranks
 from mfwrap.tensors.shards import is_distributed
 
 __all__ = ["RankAgreement", "agreement_of"]
@@ -35,7 +35,7 @@ class RankAgreement:
         """
         # In double precision the mean of equal numbers is that number, and no sum overflows.
         mean = square.double() / self._group.size()
-        torch.distributed.all_reduce(mean, group=self._group)
+        add_over_ranks(mean, self._group)
         return mean.float()
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor, distributed
 
+from mfwrap.collectives import add_over_ranks
 from mfwrap.tensors.norms import as_real, sum_of_squares
 from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups, on_device
 
@@ -95,7 +96,7 @@ class SquareReduction:
             sums = on_device(sums, stage.device)
             reduced = sums / stage.copies
             for group in stage.groups:
-                distributed.all_reduce(reduced, group=group)
+                add_over_ranks(reduced, group)
             sums = reduced if stage.counted is None else torch.where(stage.counted, reduced, sums)
         reduced_sums = on_device(sums.float(), squares.device)
         return reduced_sums[:-1], reduced_sums[-1]

@@ -325,6 +325,47 @@ def test_every_file_has_a_test_of_its_name():
     assert missing == []
 
 
+COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list"),
+    *("gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
+    *("get_rank", "get_world_size", "is_available", "is_initialized"),
+}
+"""What ``mfwrap.collectives`` alone takes from ``torch.distributed``."""
+
+
+def collectives_in(source: str) -> list[str]:
+    """List the collectives, and questions about ranks, that a file takes from torch."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("distributed"):
+            found.append(node.attr)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            found += [alias.name for alias in node.names]
+    return sorted(COLLECTIVES.intersection(found))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=module_name)
+def test_collectives_begin_in_one_place(path: Path):
+    """Only ``mfwrap.collectives`` calls torch's collectives and asks torch for ranks."""
+    if module_name(path) != "mfwrap.collectives":
+        assert collectives_in(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.distributed.all_reduce(norm)",
+        "from torch import distributed\ndistributed.all_reduce(norm)",
+        "from torch.distributed import all_reduce",
+    ],
+)
+def test_a_collective_elsewhere_is_found(source: str):
+    """Each way to reach torch's collectives is found."""
+    assert collectives_in(source) == ["all_reduce"]
+
+
 def test_import_needs_torch_alone():
     """A fresh import of the cell loads neither transformers nor accelerate nor matplotlib."""
     program = (

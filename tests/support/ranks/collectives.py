@@ -1,0 +1,34 @@
+"""The collectives of mfwrap, called on each of several ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfwrap import collectives
+
+__all__ = ["call_collectives", "own_tensor"]
+
+
+def own_tensor(rank: int) -> Tensor:
+    """Return what a rank puts into each collective."""
+    return torch.tensor([1.0, 10.0]) * (rank + 1)
+
+
+def call_collectives(rank: int) -> dict[str, Any]:
+    """Call each collective once; return what it gives this rank."""
+    added, received = own_tensor(rank), own_tensor(rank)
+    collectives.add_over_ranks(added)
+    collectives.broadcast_from_main(received)
+    cpu = torch.device("cpu")
+    return {
+        "num_ranks": collectives.num_ranks(),
+        "this_rank": collectives.this_rank(),
+        "added": added,
+        "received": received,
+        "any_first": collectives.any_rank(flag=rank == 0, device=cpu),
+        "any_none": collectives.any_rank(flag=False, device=cpu),
+        "on_all": collectives.gather_on_all(own_tensor(rank)),
+        "on_main": collectives.gather_on_main(own_tensor(rank)),
+        "objects": collectives.gather_objects({"rank": rank}),
+    }

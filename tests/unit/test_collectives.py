@@ -1,0 +1,86 @@
+"""Collectives of mfwrap: what each rank gets, and that one rank sends nothing."""
+
+import pytest
+import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mfwrap import collectives
+from support.ranks.collectives import call_collectives, own_tensor
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Record the name of each collective of torch that is called."""
+    names = []
+    for name in ("all_gather", "all_gather_object", "all_reduce", "broadcast", "gather"):
+        monkeypatch.setattr(distributed, name, lambda *_, name=name, **__: names.append(name))
+    return names
+
+
+def check_one_rank():
+    """Check that each collective gives this process its own values back."""
+    own = call_collectives(0)
+
+    assert (own["num_ranks"], own["this_rank"]) == (1, 0)
+    for name in ("added", "received"):
+        assert torch.equal(own[name], own_tensor(0))
+    assert (own["any_first"], own["any_none"]) == (True, False)
+    for name in ("on_all", "on_main"):
+        assert torch.equal(own[name], own_tensor(0)[None])
+    assert own["objects"] == [{"rank": 0}]
+
+
+def test_without_a_process_group_nothing_is_sent(sent):
+    """Outside of torch.distributed there is one rank, which keeps its own values."""
+    check_one_rank()
+
+    assert sent == []
+
+
+def test_a_torch_without_distributed(monkeypatch, sent):
+    """A build of torch without torch.distributed counts as one rank, too."""
+    monkeypatch.setattr(distributed, "is_available", lambda: False)
+    monkeypatch.delattr(distributed, "is_initialized")
+
+    check_one_rank()
+
+    assert sent == []
+
+
+def test_a_group_of_one_sends_nothing(sent):
+    """A launcher with one process makes a group, whose messages would be wasted."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        check_one_rank()
+    finally:
+        distributed.destroy_process_group()
+
+    assert sent == []
+
+
+def test_gathered_tensors_are_copies():
+    """A caller may change what it gathered without changing its own tensor."""
+    own = own_tensor(0)
+
+    collectives.gather_on_all(own).zero_()
+    collectives.gather_on_main(own).zero_()
+
+    assert torch.equal(own, own_tensor(0))
+
+
+@pytest.mark.slow
+def test_two_ranks(two_ranks):
+    """Each rank gets what the name of the collective says."""
+    first, second = two_ranks.run(call_collectives)
+    both = torch.stack([own_tensor(0), own_tensor(1)])
+
+    for rank, own in enumerate((first, second)):
+        assert (own["num_ranks"], own["this_rank"]) == (2, rank)
+        assert torch.equal(own["added"], both.sum(dim=0))
+        assert torch.equal(own["received"], both[0])
+        assert (own["any_first"], own["any_none"]) == (True, False)
+        assert torch.equal(own["on_all"], both)
+        assert own["objects"] == [{"rank": 0}, {"rank": 1}]
+    assert torch.equal(first["on_main"], both)
+    assert second["on_main"] is None
