@@ -2,7 +2,6 @@
 
 import functools
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from mfwrap.callbacks.checkpoint_health import (
 )
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
 
 __all__ = [
@@ -303,7 +303,7 @@ PREFIX = "checkpoint-"
 
 
 def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> None:
-    """Delete the oldest checkpoints; what is half deleted bears no checkpoint's name.
+    """Delete the oldest checkpoints.
 
     Args:
         run_folder: Where they lie.
@@ -311,8 +311,6 @@ def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> Non
             recorded as healthy.
         best: Folder of one more that is kept; ``None`` for none.
     """
-    doomed = run_folder / "deleted.partial"
-    shutil.rmtree(doomed, ignore_errors=True)
     steps = {
         int(path.name.removeprefix(PREFIX)): path
         for path in run_folder.glob(f"{PREFIX}*")
@@ -324,7 +322,4 @@ def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> Non
     kept |= set([path for path in ordered if healthy.get(path.name)][-1:])
     if best is not None:
         kept |= {path for path in ordered if path.resolve() == Path(best).resolve()}
-    for path in ordered:
-        if path not in kept:
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+    remove_checkpoints([path for path in ordered if path not in kept], run_folder)

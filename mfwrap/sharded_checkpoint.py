@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.step_files import load_tensors, save_tensors, stored_tensors
 from mfwrap.collectives import any_rank, this_rank
 from mfwrap.step.cell import MFTrainOneStepCell
@@ -75,9 +76,9 @@ def save_sharded(
         raise FileExistsError(msg)
     save_tensors(path, tensors)
     if this_rank() == 0:
-        unfinished = path / f"{_RECORD}.unfinished"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path / _RECORD)
+        # torch has synced the shards by now, so the record is never on the disk without them.
+        with whole_file(path / _RECORD) as partial:
+            partial.write_text(text, encoding="utf-8")
     # No rank may find the checkpoint unfinished when it goes on to load it.
     any_rank(flag=False, device=cell.scale_sense.device)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mfwrap import ExponentialMovingAverage
+from mfwrap.checkpoints.folders import complete_move, whole_file, whole_folder
 
 __all__ = [
     "EvaluatedAverages",
@@ -69,15 +69,14 @@ def resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | N
 
 
 def save_state(ema: ExponentialMovingAverage, folder: Path) -> None:
-    """Write the state of an average; what bears the name is whole."""
-    partial = folder / f"{_STATE}.partial"
+    """Write the state of an average."""
     flat = {
         f"{part}/{name}": tensor.detach().contiguous()
         for part, tensors in ema.state_dict().items()
         for name, tensor in tensors.items()
     }
-    save_file(flat, partial)
-    partial.replace(folder / _STATE)
+    with whole_file(folder / _STATE) as partial:
+        save_file(flat, partial)
 
 
 def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
@@ -122,16 +121,11 @@ def export_averages(
         folder: Of the checkpoint.
         is_writer: Whether this rank writes.
     """
-    # Beside first, so that what bears the name is whole.
-    written, final = folder / f"{_EXPORT}.partial", folder / _EXPORT
     with ema.swap():
         gathered = get_model_state_dict(model, options=_WHOLE) if is_sharded(model) else None
-        if not is_writer:
-            return
-        shutil.rmtree(written, ignore_errors=True)
-        _save(model, written, gathered)
-    shutil.rmtree(final, ignore_errors=True)
-    written.rename(final)
+        if is_writer:
+            with whole_folder(folder / _EXPORT) as written:
+                _save(model, written, gathered)
 
 
 def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> None:
@@ -142,7 +136,6 @@ def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> No
     elif hasattr(model, "save_pretrained"):
         saves_itself.save_pretrained(folder, state_dict=gathered)
     else:
-        folder.mkdir()
         path = folder / "model.safetensors"
         if gathered is None:
             save_model(model, str(path))
@@ -152,6 +145,7 @@ def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> No
 
 def load_exported(model: nn.Module, checkpoint: Path) -> None:
     """Load the averaged weights that a checkpoint holds, or warn that it holds none."""
+    complete_move(checkpoint)
     folder = checkpoint / _EXPORT
     # Large models are written in several files.
     files = sorted(folder.glob("model*.safetensors"))

@@ -13,6 +13,7 @@ from torch import nn
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.model import Callback, CallbackParameters, RunContext
 
 __all__ = ["ModelCheckpoint"]
@@ -123,10 +124,8 @@ class ModelCheckpoint(Callback):
         step_in_epoch = (step - 1) % parameters.batch_num + 1
         name = f"{self._prefix}-{parameters.cur_epoch_num}_{step_in_epoch}{suffix}"
         path = self._directory / f"{name}.{self._config.format}"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        self._write(parameters, partial)
-        partial.replace(path)
+        with whole_file(path) as partial:
+            self._write(parameters, partial)
         self.latest_ckpt_file_name = str(path)
         parameters.update(latest_ckpt_file=str(path), last_save_ckpt_step=step)
         self._remove_old(_Saved(path, self._last_seconds))

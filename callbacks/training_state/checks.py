@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.step_values import (
-    StepNumbers,
-)
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.checkpoints.folders import whole_file
 
 __all__ = ["SpikeCount", "SpikeGuard", "check_finite"]
 
@@ -86,10 +85,8 @@ class SpikeGuard:
     def _save(self) -> None:
         if self._path is None or not self._writes:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._norms) + "\n", encoding="utf-8")
-        partial.replace(self._path)
+        with whole_file(self._path) as partial:
+            partial.write_text(json.dumps(self._norms) + "\n", encoding="utf-8")
 
 
 @final

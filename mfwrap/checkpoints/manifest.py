@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
+from mfwrap.checkpoints.folders import whole_file
+
 __all__ = [
     "check_checkpoint",
     "foreign_weights",
@@ -31,7 +33,8 @@ def write_manifest(folder: Path) -> None:
         if path.is_file() and path.name != _MANIFEST
     }
     content = {"format_version": _FORMAT_VERSION, "files": sizes}
-    (folder / _MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with whole_file(folder / _MANIFEST) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:

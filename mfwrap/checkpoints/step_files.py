@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.tensors.shards import is_distributed
 
 __all__ = [
@@ -63,9 +64,11 @@ def write_step_files(
     if not is_writer:
         return
     whole = {name: t.contiguous() for name, t in tensors.items() if name not in distributed}
-    save_file(whole, folder / _TENSORS)
+    with whole_file(folder / _TENSORS) as partial:
+        save_file(whole, partial)
     content = {"format_version": _FORMAT_VERSION, "parts": sorted(state), **record}
-    (folder / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with whole_file(folder / _RECORD) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def has_step_files(folder: Path) -> bool:

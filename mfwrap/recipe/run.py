@@ -20,7 +20,7 @@ from mfwrap.callbacks.metrics_recorder import (
     ThroughputRecorder,
     results_of,
 )
-from mfwrap.checkpoints.folders import remove_checkpoints, staging_folder
+from mfwrap.checkpoints.folders import PARTIAL, remove_checkpoints, staging_folder, whole_file
 from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
@@ -75,9 +75,9 @@ def run_recipe(
         if overwrite and removed:
             say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
-        folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(recipe.document.data, sort_keys=False, allow_unicode=True)
-        (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
+        with whole_file(folder / RECIPE_FILE) as partial:
+            partial.write_text(text, encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
     return RunResult(folder, _finish(trainer, recorder, folder))
 
@@ -189,7 +189,8 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _RECORD = re.compile(
     r"(anomalies|checkpoint_health|local_norms|metrics|throughput|training_state)"
     r"(_rank\d+)?\.jsonl"
-    r"|abnormal_global_norm\.json|error_rank_\d+\.txt|run\.(html|png)"
+    r"|(abnormal_global_norm\.json|error_rank_\d+\.txt|run\.(html|png))"
+    rf"({re.escape(PARTIAL)})?"
 )
 _EVENTS = "tensorboard/events.out.tfevents.*"
 _MODELS = ("model", "model_ema")

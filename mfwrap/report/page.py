@@ -10,6 +10,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.run_record import Curve, RunRecord, read_run
 from mfwrap.report.drawing import Panel
 from mfwrap.report.panels import panels_of
@@ -80,11 +81,8 @@ def write_run_page(folders: Sequence[Path], page: Path) -> None:
         data=_data(panels),
         program=_part("page.js"),
     )
-    page.parent.mkdir(parents=True, exist_ok=True)
-    # Beside first: a page that is being looked at is never half of one.
-    written = page.with_name(f"{page.name}.partial")
-    written.write_text(text, encoding="utf-8")
-    written.replace(page)
+    with whole_file(page) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _told_apart(runs: list[RunRecord]) -> list[RunRecord]:

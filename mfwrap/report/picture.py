@@ -11,6 +11,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from mfwrap.checkpoints.folders import whole_file
+
 __all__ = ["draw_run"]
 
 _RAW = "#2f6db3"
@@ -75,7 +77,8 @@ def draw_run(
             figure.colorbar(mesh, ax=panels[-1], pad=0.01, label="L2 norm", format="{x:g}")
         panels[-1].set_xlabel("step")
         panels[-1].set_xlim(0.5, steps[-1]["step"] + 0.5)
-        figure.savefig(picture)
+        with whole_file(picture) as partial:
+            figure.savefig(partial, format="png")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:

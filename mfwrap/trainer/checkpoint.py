@@ -18,7 +18,6 @@ from mfwrap.checkpoints.folders import (
     move_into_place,
     remove_checkpoints,
     staging_folder,
-    sync_folder,
 )
 from mfwrap.checkpoints.manifest import write_manifest
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
@@ -95,10 +94,7 @@ class StagedCheckpoint:
         trainer.accelerator.wait_for_everyone()
         if trainer.args.should_save:
             trainer.state.save_to_json(str(self._written / "trainer_state.json"))
-            # What the list names is on the disk before it is, and it before the name.
-            sync_folder(self._written)
             write_manifest(self._written)
-            sync_folder(self._written)
             move_into_place(self._written, self._final)
             remove_old_checkpoints(trainer, self._final.parent)
         trainer.accelerator.wait_for_everyone()

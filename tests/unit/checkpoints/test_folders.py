@@ -1,5 +1,7 @@
 """Checkpoint folders that are moved and removed as wholes, wherever it breaks off."""
 
+import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -15,12 +17,13 @@ from mfwrap.checkpoints.folders import (
     move_into_place,
     remove_checkpoints,
     staging_folder,
-    sync_folder,
+    whole_file,
+    whole_folder,
 )
 
 NAME = "checkpoint-2"
-CHANGES = ("rename", "rmdir", "unlink", "mkdir")
-"""All that changes a disk's names here, as functions of ``os``."""
+CHANGES = ("rename", "replace", "rmdir", "unlink", "mkdir", "fsync")
+"""All functions of ``os`` that change names on the disk or sync it."""
 
 
 class Interrupted(Exception):  # noqa: N818  (no error of the program's own)
@@ -29,7 +32,13 @@ class Interrupted(Exception):  # noqa: N818  (no error of the program's own)
 
 def checkpoint(folder, content="new"):
     """Write a checkpoint with files and a folder, and return its folder."""
-    (folder / "part").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    return fill(folder, content)
+
+
+def fill(folder, content="new"):
+    """Write the files of a checkpoint into an empty folder, and return the folder."""
+    (folder / "part").mkdir()
     for name in ("model.bin", "state.json", "part/notes.txt"):
         (folder / name).write_text(content)
     return folder
@@ -99,7 +108,7 @@ def test_moved_into_the_place_of_another(tmp_path):
     assert contents(final) == WHOLE["new"]
 
 
-@pytest.mark.parametrize("number", range(14))
+@pytest.mark.parametrize("number", range(20))
 def test_a_move_that_breaks_off(tmp_path, monkeypatch, number):
     """One of the two is whole under the name, wherever it does; or is so once it is completed."""
     final = checkpoint(tmp_path / NAME, "old")
@@ -120,7 +129,7 @@ def test_a_move_that_breaks_off(tmp_path, monkeypatch, number):
 def test_how_often_a_move_can_break_off(tmp_path, monkeypatch):
     """As often as the test above lets it, and no more; between its renames the name is gone."""
     states = []
-    for number in range(14):
+    for number in range(20):
         folder = tmp_path / str(number)
         final = checkpoint(folder / NAME, "old")
         written = checkpoint(staging_folder(folder) / NAME)
@@ -230,34 +239,136 @@ def test_removed_beside_what_is_written(tmp_path):
 
 @pytest.fixture
 def noted(monkeypatch):
-    """Return a list that gets what is put on the disk, and what is renamed, in order."""
+    """Return a list that gets each sync and rename, in order."""
     happened = []
-    sync, rename = os.fsync, os.rename
+    sync = os.fsync
 
     def noted_sync(opened) -> None:
-        happened.append(("on disk", Path(f"/proc/self/fd/{opened}").readlink()))
+        happened.append(("synced", Path(f"/proc/self/fd/{opened}").readlink()))
         sync(opened)
 
-    def noted_rename(source, target) -> None:
-        happened.append(("renamed", Path(target)))
-        rename(source, target)
+    def note_target(rename):
+        def noted_rename(source, target) -> None:
+            happened.append(("renamed", Path(target)))
+            rename(source, target)
+
+        return noted_rename
 
     monkeypatch.setattr(os, "fsync", noted_sync)
-    monkeypatch.setattr(os, "rename", noted_rename)
+    monkeypatch.setattr(os, "rename", note_target(os.rename))
+    monkeypatch.setattr(os, "replace", note_target(os.replace))
     return happened
 
 
-def test_on_the_disk(tmp_path, noted):
-    """All files, and the names in all folders."""
-    folder = checkpoint(tmp_path / NAME)
+def test_a_folder_is_synced_before_and_after_its_rename(tmp_path, noted):
+    """A folder's files and names are synced before it gets its name, and the name after."""
+    written = checkpoint(staging_folder(tmp_path) / NAME)
+    all_of_it = {written, *written.rglob("*")}
 
-    sync_folder(folder)
+    move_into_place(written, tmp_path / NAME)
 
-    assert sorted(path for _, path in noted) == sorted([folder, *folder.rglob("*")])
+    assert {path for _, path in noted[:-2]} == all_of_it
+    assert noted[-2:] == [("renamed", tmp_path / NAME), ("synced", tmp_path)]
 
 
-def test_a_name_on_the_disk(tmp_path, noted):
-    """When a checkpoint has its name, so has the disk."""
-    move_into_place(checkpoint(staging_folder(tmp_path) / NAME), tmp_path / NAME)
+def test_a_file_is_synced_before_and_after_its_rename(tmp_path, noted):
+    """A file is synced before it gets its name, and the name after."""
+    path = tmp_path / "state.json"
 
-    assert noted == [("renamed", tmp_path / NAME), ("on disk", tmp_path)]
+    with whole_file(path) as partial:
+        partial.write_text("new")
+
+    assert noted == [("synced", partial), ("renamed", path), ("synced", tmp_path)]
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["state.json"]
+
+
+def test_a_file_in_a_new_folder(tmp_path):
+    """Missing folders are created."""
+    with whole_file(tmp_path / "run" / "state.json") as partial:
+        partial.write_text("new")
+
+    assert contents(tmp_path) == {"run/state.json": "new"}
+
+
+@pytest.mark.parametrize("write", [whole_file, whole_folder])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_exception_while_writing(tmp_path, write, is_there):
+    """The temporary file or folder is deleted, and an older one stays."""
+    path = tmp_path / NAME
+    if is_there:
+        checkpoint(path, "old") if write is whole_folder else path.write_text("old")
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail() -> None:
+        with write(path) as partial:
+            if write is whole_file:
+                partial.write_text("half")
+            else:
+                (partial / "half.txt").write_text("half")
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        fail()
+
+    assert sorted(tmp_path.rglob("*")) == before
+    assert set(contents(tmp_path).values()) <= {"old"}
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
+    """The older or the new file is whole, and the next call leaves nothing else behind."""
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    with monkeypatch.context() as patch:
+        interrupted = interrupt(patch, number)
+        try:
+            with whole_file(path) as partial:
+                partial.write_text("new")
+        except Interrupted:
+            assert interrupted
+
+    # Create the folder, sync, rename, sync: the fifth change does not come.
+    assert bool(interrupted) == (number < 4)
+    assert path.read_text() == ("old" if number < 3 else "new")
+    with whole_file(path) as partial:
+        partial.write_text("newer")
+    assert contents(tmp_path) == {"state.json": "newer"}
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_a_folder_whose_writing_is_killed(tmp_path, monkeypatch, number):
+    """The older or the new folder is whole, at the latest when the next one is begun."""
+    final = checkpoint(tmp_path / NAME, "old")
+    with monkeypatch.context() as patch:
+        interrupted = interrupt(patch, number)
+        try:
+            with whole_folder(final) as written:
+                fill(written)
+        except Interrupted:
+            assert interrupted
+
+    with whole_folder(final) as written:
+        assert contents(final) in WHOLE.values()
+        (written / "newer.txt").write_text("newer")
+
+    assert names(tmp_path) == [NAME]
+    assert contents(final) == {"newer.txt": "newer"}
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, is_folder):
+    """An invalid sync of a folder is ignored, and one of a file is not."""
+    sync = os.fsync
+
+    def refuse(opened) -> None:
+        if Path(f"/proc/self/fd/{opened}").is_dir() == is_folder:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(opened)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    expected = contextlib.nullcontext() if is_folder else pytest.raises(OSError, match="Invalid")
+    with expected, whole_file(tmp_path / "state.json") as partial:
+        partial.write_text("new")
+
+    assert contents(tmp_path) == ({"state.json": "new"} if is_folder else {})

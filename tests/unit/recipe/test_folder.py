@@ -1,9 +1,11 @@
 """A run's folder has one run in it: another one's checkpoints are refused, its records go."""
 
 import json
+import os
 
 import pytest
 
+from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
 from mfwrap.recipe import RecipeError, parse_recipe
 from mfwrap.recipe.run import run_recipe
 from support.recipe_texts import recipe_text
@@ -62,7 +64,13 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
     """A run that diverged leaves none of its steps, anomalies and pictures to the next."""
     run(tmp_path, rate=1e30)
     assert (tmp_path / "anomalies.jsonl").exists()
-    for name in ("run.png", "run.html", "error_rank_1.txt", "metrics_rank1.jsonl"):
+    for name in (
+        "run.png",
+        "run.html",
+        "error_rank_1.txt",
+        "metrics_rank1.jsonl",
+        "run.png.partial",
+    ):
         (tmp_path / name).touch()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.1").touch()
@@ -81,6 +89,7 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {*kept, "tensorboard", "model", "recipe.yaml"}
     assert not left & {"run.png", "run.html", "error_rank_1.txt", "metrics_rank1.jsonl"}
+    assert not list(tmp_path.glob("*.partial"))
     assert not list((tmp_path / "tensorboard").iterdir())
 
 
@@ -118,3 +127,27 @@ def test_a_run_that_cannot_begin_removes_nothing(tmp_path):
     with pytest.raises(RecipeError, match="must have the columns"):
         run_recipe(parse_recipe(text, "r.yaml"), overwrite=True)
     assert contents(tmp_path / "run") == before
+
+
+def test_overwrite_removes_what_a_killed_rotation_left(tmp_path, monkeypatch):
+    """`--overwrite` also removes checkpoints that a `CheckpointMonitor` was deleting."""
+    for step in (3, 6):
+        (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", raise_killed)
+        with pytest.raises(Killed):
+            rotate_checkpoints(tmp_path, 1, None)
+
+    run(tmp_path, overwrite=True)
+
+    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert left == ["model"]
+
+
+class Killed(Exception):  # noqa: N818  (stands for a signal, not for an error)
+    """Raised where a test ends the process."""
+
+
+def raise_killed(*_, **__) -> None:
+    """End the process."""
+    raise Killed

@@ -136,8 +136,8 @@ def test_a_step_that_is_saved_again(tmp_path, kind):
     stopped.train()
     folder = tmp_path / "checkpoint-2"
     stale = load_file(folder / "ema" / "model.safetensors")
-    for name in ("ema", "ema.partial"):
-        (folder / name).mkdir(exist_ok=True)
+    for name in ("ema", "checkpoint.partial/ema"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "stale.txt").write_text("stale")
 
     again, _ = run(tmp_path, kind, callbacks=[StopAfter(4)])
