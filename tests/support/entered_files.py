@@ -1,0 +1,171 @@
+"""Count the files of mfwrap that one training step enters."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+    Model,
+    StepConfig,
+)
+from mfwrap.accelerate import attach
+from mfwrap.callbacks import Callback, LossMonitor, MFLossMonitor, TrainingStateMonitor
+from mfwrap.trainer import MFTrainer
+from support.paths import ROOT
+from support.small_networks import Classifier, labelled_batches
+from support.trainer_runs import Counting, padded, tiny_llama
+
+__all__ = ["LOOPS"]
+
+FOLDERS = tuple(str(ROOT / name) for name in ("mfwrap", "callbacks", "recipes"))
+
+
+@contextmanager
+def entered(files: set[str]) -> Iterator[None]:
+    """Collect the files in which any function is entered, packages' __init__ left out."""
+
+    def profile(frame: FrameType, event: str, _argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(FOLDERS) and not name.endswith("__init__.py"):
+            files.add(str(Path(name).relative_to(ROOT)))
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _cell(*, everything: bool) -> set[str]:
+    network = Classifier()
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-3, fused=True)
+    more: dict[str, Any] = {}
+    if everything:
+        more = {
+            "scale_sense": DynamicLossScaleUpdateCell(1024.0, 2, 100),
+            "local_norm": True,
+            "gradient_accumulation_steps": 2,
+            "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+            "ema": ExponentialMovingAverage(network, 0.9),
+            "use_skip_data_by_global_norm": True,
+            "global_norm_spike_threshold": 100.0,
+        }
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, **more)
+    batches = labelled_batches(3, size=8)
+    files: set[str] = set()
+    for number, batch in enumerate(batches):
+        if number == 2:
+            with entered(files):
+                cell(*batch)
+        else:
+            cell(*batch)
+    return files
+
+
+def _attached() -> set[str]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
+    attach(accelerator, StepConfig(local_norm=True))
+    network = Classifier()
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
+    files: set[str] = set()
+
+    def step(batch: Any) -> None:
+        with accelerator.accumulate(network):
+            accelerator.backward(network(*batch))
+            accelerator.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    first, second, third = labelled_batches(3, size=8)
+    step(first)
+    step(second)
+    with entered(files):
+        step(third)
+    return files
+
+
+class _TraceThirdStep:
+    """Trace from the begin of the third step to the begin of the fourth."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self._tracing: Any = None
+
+    def at_step(self, number: int) -> None:
+        """Take note of the begin of a step, counted from 0."""
+        if number == 2:
+            self._tracing = entered(self.files)
+            self._tracing.__enter__()
+        elif self._tracing is not None:
+            self._tracing.__exit__(None, None, None)
+            self._tracing = None
+
+
+def _model() -> set[str]:
+    trace = _TraceThirdStep()
+
+    class Tracer(Callback):
+        def on_train_step_begin(self, run_context: Any) -> None:
+            trace.at_step(run_context.original_args().cur_step_num - 1)
+
+    network = Classifier()
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-3, fused=True)
+    scale = DynamicLossScaleUpdateCell(1024.0, 2, 100)
+    model = Model(MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=scale))
+    data = DataLoader([pair for batch in labelled_batches(5) for pair in zip(*batch, strict=True)])
+    model.train(1, data, callbacks=[Tracer(), LossMonitor()])
+    return trace.files
+
+
+def _trainer(*monitors: TrainerCallback) -> set[str]:
+    trace = _TraceThirdStep()
+
+    class Tracer(TrainerCallback):
+        def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+            trace.at_step(state.global_step)
+
+    trainer = MFTrainer(
+        tiny_llama(),
+        TrainingArguments(
+            "unused",
+            max_steps=5,
+            per_device_train_batch_size=2,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy="no",
+            logging_steps=1,
+        ),
+        train_dataset=Counting(20),
+        data_collator=padded,
+        callbacks=[Tracer(), *monitors],
+        step=StepConfig(local_norm=True),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trace.files
+
+
+LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
+    "cell, clipping": (lambda: _cell(everything=False), 14),
+    "cell, everything": (lambda: _cell(everything=True), 17),
+    "attached step": (_attached, 14),
+    "Model, LossMonitor": (_model, 22),
+    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 26),
+    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 31),
+}
+"""Ways to train, each with the largest number of files that its step may enter."""
