@@ -12,8 +12,7 @@ from mfwrap.recipe import Recipe, parse_recipe
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
 
-DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("**/*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
     r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?^```(?P<language>bash|yaml)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -45,7 +44,7 @@ def is_long(words: list[str]) -> bool:
 
 def named(pages: list[Path]) -> list:
     """Return pages as parameters with their names."""
-    return [pytest.param(page, id=str(page.relative_to(DOCS))) for page in pages]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +29,16 @@ from support.trainer_runs import Counting, padded, tiny_llama
 
 __all__ = ["LOOPS"]
 
-FOLDERS = tuple(str(ROOT / name) for name in ("mfwrap", "callbacks", "recipes"))
+
+@cache
+def source_file(name: str) -> str | None:
+    """Return a file's path in the repository; None for other files and for a package's __init__."""
+    # An editable install holds links to the files of the repository.
+    path = Path(name).resolve()
+    if path.name == "__init__.py" or not path.is_relative_to(ROOT):
+        return None
+    relative = path.relative_to(ROOT)
+    return str(relative) if relative.parts[0] in {"mfwrap", "callbacks", "recipes"} else None
 
 
 @contextmanager
@@ -36,9 +46,8 @@ def entered(files: set[str]) -> Iterator[None]:
     """Collect the files in which any function is entered, packages' __init__ left out."""
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(FOLDERS) and not name.endswith("__init__.py"):
-            files.add(str(Path(name).relative_to(ROOT)))
+        if event == "call" and (path := source_file(frame.f_code.co_filename)) is not None:
+            files.add(path)
 
     sys.setprofile(profile)
     try:
