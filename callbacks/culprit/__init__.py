@@ -1,1 +1,1 @@
-"""What went wrong first: which module, rank, micro-batch and sample."""
+"""Find what went wrong first in a bad step: module, rank, micro-batch and samples."""

@@ -1,8 +1,8 @@
-"""The record of what went wrong in a step: a line in a file, a line in the log."""
+"""The record of a step that went wrong: one line in ``anomalies.jsonl``, one line in the log."""
 
 import dataclasses
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -10,118 +10,175 @@ from typing import Any, final
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.records.json_lines import JsonLines
 
-__all__ = ["Anomaly", "AnomalyLog", "GroupNorm", "WeightNorm", "layer_of", "rank_file"]
+__all__ = ["Anomaly", "AnomalyLog", "GroupNorm", "WeightNorm", "rank_file"]
+
+_KINDS = {
+    "loss_not_finite": "non-finite loss",
+    "gradient_not_finite": "non-finite gradient",
+    "spike": "gradient norm spike",
+    "replicas_differ": "replicas differ",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupNorm:
-    """The local norm of a group of gradients in the step."""
+    """The local norm of one group of gradients in the step."""
 
     name: str
+    """Name of the group."""
+
     rank: int
     norm: float
     usual_norm: float
-    """Mean over the updates before; nan if there is none."""
+    """Running mean before the step; NaN before the first applied update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightNorm:
-    """The norm of a weight that is not what it was."""
+    """The norm of a weight that is non-finite or has risen."""
 
     name: str
     norm: float
     norm_before: float
-    """When it was last looked at: at the begin, a save, an evaluation or the end of an epoch."""
+    """Norm at the last look: start of training, save, evaluation, or end of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """What is known of a step that went wrong. ``None`` is unknown."""
+    """What is known about a step that went wrong. ``None`` and ``()`` mean unknown."""
 
     step: int
     kind: str
     """``"loss_not_finite"``, ``"gradient_not_finite"``, ``"spike"`` or ``"replicas_differ"``."""
 
     ranks: tuple[int, ...]
-    """Where it arose."""
+    """Ranks on which the fault arose."""
 
     layer: str | None
-    """Where in the network."""
+    """Layer in which the fault arose."""
 
     where: str | None = None
     """``"input"``, ``"weight"``, ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str | None = None
-    """Of what is the first that is not finite: the module by whose output, or by the gradient of
-    whose output, it shows; the weight; or the network's input."""
+    """Name of the first tensor at fault: an input of the network, a weight, or the module whose
+    output, or the gradient of whose output, is non-finite."""
 
     micro_batch: int | None = None
-    """Counted from 0 on the rank where it arose."""
+    """Micro-batch of the fault, counted from 0 on its rank."""
 
     rows: tuple[int, ...] | None = None
-    """Of an input that is not finite, those that are not."""
+    """Non-finite rows, if the fault is in an input."""
 
     indices: tuple[int, ...] | None = None
-    """Of the micro-batch in the data set, if the batch holds them."""
+    """Data set indices of the samples of the micro-batch, if the batch holds them."""
 
     is_replay_exact: bool | None = None
-    """Whether weights and random numbers were those of the step; ``None`` without a replay."""
+    """Whether the replay had the weights of the step; ``None`` without a replay."""
 
     gradients: tuple[GroupNorm, ...] = ()
-    """The groups that tell most, the worst one first."""
+    """The groups of gradients most at fault, the worst one first."""
 
     num_groups: int = 0
-    """How many groups are not finite; of a spike, how many rose above the factor."""
+    """Number of groups that are non-finite. In a spike: whose norm rose above the spike factor.
+    For replicas: number of tensors that differ."""
 
     weights: tuple[WeightNorm, ...] = ()
+    """Weights that are non-finite or have risen, the worst one first."""
+
     losses: tuple[float, ...] = ()
-    """Of each rank."""
+    """Loss of each rank."""
 
     global_norm: float | None = None
     usual_global_norm: float | None = None
     loss_scale: float | None = None
-    """Of the step."""
+    """Loss scale that the step used."""
 
     skipped: bool | None = None
+    """Whether the update was skipped."""
+
     consecutive_skips: int | None = None
+    """Skipped updates in a row, this one included."""
 
     def as_record(self) -> dict[str, Any]:
-        """Return what is known, as JSON can hold it."""
-        empty: tuple[object, ...] = (None, ())
-        return {name: v for name, v in dataclasses.asdict(self).items() if v not in empty}
+        """Return the known fields, ready for JSON."""
+        unknown: tuple[object, ...] = (None, ())
+        return {name: v for name, v in dataclasses.asdict(self).items() if v not in unknown}
 
     def __str__(self) -> str:
-        """Return it in one line."""
-        what = self.kind.replace("_", " ")
-        place = f" in {self.layer}" if self.layer else ""
+        """Describe the anomaly in one line."""
+        place = f" in layer {self.layer}" if self.layer else ""
+        if self.ranks:
+            place += f" on rank{'s' if self.ranks[1:] else ''} {_listed(self.ranks)}"
+        if self.micro_batch is not None:
+            place += f", micro-batch {self.micro_batch}"
+        findings = self._findings()
+        detail = f": {', '.join(findings)}" if findings else ""
+        if self.skipped is not None:
+            detail += "; update skipped" if self.skipped else "; update applied"
+        return f"step {self.step}: {_KINDS[self.kind]}{place}{detail}"
+
+    def _findings(self) -> list[str]:
+        """Return what was found about the fault."""
+        findings = []
+        if self.kind == "spike" and self.global_norm is not None:
+            findings.append(f"global norm is {_compared(self.global_norm, self.usual_global_norm)}")
         if self.where is not None:
-            place += f", first in the {self.where} of {self.name or 'the network'}"
+            findings.append(self._cause())
         elif self.gradients:
             worst = self.gradients[0]
-            place += f", {worst.name} has norm {worst.norm:.4g}"
-            if not math.isnan(worst.usual_norm):
-                place += f" where {worst.usual_norm:.4g} is usual"
-        if self.where is None and self.is_replay_exact is not None:
-            place += ", not again in a replay"
+            norm = _compared(worst.norm, worst.usual_norm)
+            findings.append(f"gradient norm of {worst.name} is {norm}")
+        if self.is_replay_exact is not None and self.where is None:
+            replay = "a replay" if self.is_replay_exact else "a replay with later weights"
+            findings.append(f"{replay} did not reproduce it")
+        elif self.is_replay_exact is False:
+            findings.append("found by a replay with later weights")
         norm_is_finite = self.global_norm is not None and math.isfinite(self.global_norm)
         if self.kind == "loss_not_finite" and norm_is_finite:
-            # Their update was applied, so that a replay would not have the weights of the step.
-            place += ", all gradients finite, so not replayed"
-        ranks = ", ".join(map(str, self.ranks))
-        place += f", rank {ranks}" if ranks else ""
-        place += "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        if self.skipped is not None:
-            place += ", update skipped" if self.skipped else ", update applied"
-        return f"step {self.step}: {what}{place}"
+            # Finite gradients are applied, so the weights that the step started from are gone.
+            findings.append("all gradients are finite, a replay is not possible after the update")
+        return findings
+
+    def _cause(self) -> str:
+        """Name the first tensor at fault."""
+        if self.kind == "replicas_differ":
+            tensor = self.name if self.where == "weight" else f"the gradient of {self.name}"
+            if self.num_groups < 2:
+                return f"{tensor} differs"
+            return f"{tensor} is the first of {self.num_groups} tensors that differ"
+        norms = next((weight for weight in self.weights if weight.name == self.name), None)
+        if self.where == "weight" and norms is not None and math.isfinite(norms.norm):
+            return f"norm of {self.name} rose from {norms.norm_before:.4g} to {norms.norm:.4g}"
+        if self.where == "weight":
+            return f"{self.name} has non-finite elements"
+        if self.where == "input":
+            rows = f" in row{'s' if self.rows[1:] else ''} {_listed(self.rows)}" if self.rows else ""
+            return f"input `{self.name}` is non-finite{rows}"
+        if self.where == "loss":
+            return "the outputs of all modules are finite, the loss is not"
+        what = "output" if self.where == "activation" else "gradient"
+        return f"the first non-finite {what} is that of {self.name or 'the network'}"
+
+
+def _compared(norm: float, usual_norm: float | None) -> str:
+    """Write a norm, with the usual norm if that is known."""
+    if usual_norm is None or math.isnan(usual_norm):
+        return f"{norm:.4g}"
+    return f"{norm:.4g} (usually {usual_norm:.4g})"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 @final
 class AnomalyLog:
-    """Write anomalies to ``anomalies.jsonl`` of the run folder and to the log.
+    """Write anomalies to ``anomalies.jsonl`` in the run folder and to the log.
 
     Args:
-        folder: Of the run; ``None`` writes to the log alone.
-        rank: Of this process; those but 0 have a file of their own.
+        folder: Run folder; ``None`` writes to the log only.
+        rank: Rank of this process. Ranks above 0 write ``anomalies_rank<rank>.jsonl``.
     """
 
     def __init__(self, folder: Path | None, rank: int = 0) -> None:
@@ -131,26 +188,10 @@ class AnomalyLog:
         """Write one record and one line."""
         if self._lines is not None:
             self._lines.append(anomaly.as_record())
-        place = "" if self._lines is None else f"; see {self._lines.path}"
-        run_logger(__package__).warning("%s%s", anomaly, place)
+        file = "" if self._lines is None else f"; see {self._lines.path}"
+        run_logger(__package__).warning("%s%s", anomaly, file)
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:
-    """Return the file of JSON lines of a rank."""
+    """Return the JSON Lines file of a rank: ``<name>.jsonl``, or ``<name>_rank<rank>.jsonl``."""
     return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")
-
-
-def layer_of(name: str) -> str:
-    """Return the layer that a parameter, a group of them or a module belongs to.
-
-    That is the name up to its first number; without a number, the module that owns the parameter.
-
-    Example:
-        >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("lm_head.weight")
-        ('model.layers.3', 'lm_head')
-    """
-    numbered = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
-    if numbered:
-        return numbered[0]
-    owner, _, last = name.rpartition(".")
-    return owner if owner and last in {"weight", "bias"} else name

@@ -1,4 +1,4 @@
-"""What each rank knows of a step that went wrong, and what all of it says together."""
+"""What each rank knows about a step that went wrong, and whether its loss scale explains it."""
 
 import math
 from collections.abc import Sequence
@@ -9,31 +9,34 @@ from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
 __all__ = ["RankEvidence", "is_explained_by_scale"]
 
 _HEADROOM = 64.0
-"""Gradients within a group, and of activations, may exceed the group's usual norm by as much."""
+"""Largest plausible ratio of an element of a gradient, or of a gradient inside the backward, to
+the usual norm of its group."""
 
 _SPREAD = 1e4
-"""Norms of groups of one step may differ by as much."""
+"""Largest plausible ratio of the norms of two groups in one step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
-    """What one rank knows of a step."""
+    """What one rank knows about a step."""
 
     rank: int
     loss: float
     names: tuple[str, ...]
-    """Of the groups of local norms; empty if they are not known."""
+    """Names of the groups of local norms; empty if the step has no local norms."""
 
     norms: tuple[float, ...]
+    """Local norm of each group."""
+
     usual_norms: tuple[float, ...]
-    """Before the step; nan where none is known."""
+    """Running mean of each group before the step; NaN before its first applied update."""
 
     weights: tuple[WeightNorm, ...]
-    """Those that are not what they were."""
+    """Weights that are non-finite or have risen, the worst one first."""
 
     @property
     def bad_groups(self) -> list[int]:
-        """Numbers of the groups whose norm is not finite."""
+        """Numbers of the groups whose norm is non-finite."""
         return [number for number, norm in enumerate(self.norms) if not math.isfinite(norm)]
 
     def group(self, number: int) -> GroupNorm:
@@ -46,13 +49,13 @@ class RankEvidence:
         )
 
     def rise(self, number: int) -> float:
-        """Return how many times its usual norm a group has; 0 if that is not known."""
+        """Return the norm of a group over its usual norm; 0 if the usual norm is unknown."""
         usual = self.usual_norms[number]
         return self.norms[number] / usual if usual > 0 else 0.0
 
     @property
     def has_fault(self) -> bool:
-        """Whether something here is not finite, or nothing is known of gradients."""
+        """Whether this rank may be at fault: it has a non-finite value, or no local norms."""
         return not math.isfinite(self.loss) or bool(self.bad_groups) or not self.norms
 
 
@@ -62,37 +65,41 @@ def is_explained_by_scale(
     usual_global_norm: float | None,
     limit: float,
 ) -> bool:
-    """Tell whether it is for the loss scale alone that gradients are not finite.
+    """Tell whether gradients are non-finite only because the loss scale is too high.
 
-    So it is if losses and weights are finite, and gradients of the usual size come near what their
-    type can hold when they are multiplied by the scale.
+    That is the case if losses and weights are in order, and a gradient of plausible size times the
+    scale exceeds the range of its type.
 
     Args:
-        evidence: Of all ranks.
-        loss_scale: Of the step; ``None`` for 1.
-        usual_global_norm: ``None`` if it is not known.
-        limit: The largest gradient that is finite.
+        evidence: Evidence of all ranks.
+        loss_scale: Loss scale of the step; ``None`` counts as 1.
+        usual_global_norm: ``None`` before the first applied update.
+        limit: Largest finite gradient.
     """
     if loss_scale is None or loss_scale <= 1:
         return False
     if any(not math.isfinite(each.loss) or each.weights for each in evidence):
         return False
     expected = [
-        _expected(each, number, usual_global_norm)
+        _largest_plausible(each, number, usual_global_norm)
         for each in evidence
         for number in each.bad_groups
     ]
     if not expected:
-        expected = [math.inf if usual_global_norm is None else usual_global_norm * _HEADROOM]
+        expected = [_with_headroom(usual_global_norm)]
     return max(expected) * loss_scale >= limit
 
 
-def _expected(evidence: RankEvidence, number: int, usual_global_norm: float | None) -> float:
+def _largest_plausible(
+    evidence: RankEvidence, number: int, usual_global_norm: float | None
+) -> float:
     """Return how large a gradient of a group may be in an ordinary step."""
     usual = evidence.usual_norms[number]
     if not math.isnan(usual):
-        return usual * _HEADROOM
+        return _with_headroom(usual)
     finite = [norm for norm in evidence.norms if math.isfinite(norm) and norm > 0]
-    if finite:
-        return max(finite) * _SPREAD
-    return math.inf if usual_global_norm is None else usual_global_norm * _HEADROOM
+    return max(finite) * _SPREAD if finite else _with_headroom(usual_global_norm)
+
+
+def _with_headroom(usual_norm: float | None) -> float:
+    return math.inf if usual_norm is None else usual_norm * _HEADROOM

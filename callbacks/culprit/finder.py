@@ -1,4 +1,4 @@
-"""Who is to blame for a step that went wrong: layer, rank, micro-batch."""
+"""Find the layer, rank and micro-batch at fault when a step goes wrong."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,53 +6,48 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, GroupNorm, WeightNorm, layer_of
-from mfwrap.callbacks.culprit.evidence import (
-    RankEvidence,
-    is_explained_by_scale,
-)
-from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms
-from mfwrap.callbacks.culprit.recorder import StepRecorder
-from mfwrap.callbacks.culprit.replay import Origin, replay_step
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, WeightNorm
+from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
+from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms, WeightWatch
+from mfwrap.callbacks.culprit.replay import Origin, StepRecorder, replay_step
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
-from mfwrap.tensors.wrappers import tensor_norms, trainable
+from mfwrap.tensors.norm_groups import layer_of, layer_of_module
+from mfwrap.tensors.wrappers import plain_name
 
-__all__ = [
-    "CulpritFinder",
-    "StepEvidence",
-    "WeightWatch",
-]
-
+__all__ = ["CulpritFinder", "StepEvidence"]
 
 _MOST_GROUPS = 8
+"""Largest number of groups, and of weights, in a record."""
 
 
 class StepEvidence(NamedTuple):
-    """What is kept of a step until it is known whether it went well: tensors on the device."""
+    """Tensors of a step, kept on the device until the step has been judged."""
 
     names: tuple[str, ...]
+    """Names of the ``G`` groups; empty without local norms."""
+
     local_norm: Tensor | None
-    """Shape ``(G,)``, float32; ``None`` if it is not known."""
+    """Local norms, shape ``(G,)``, float32; ``None`` if the step has none."""
 
     usual_norm: Tensor | None
-    """Shape ``(G,)``, float32: before the step; nan where none is known."""
+    """Running means before the step, shape ``(G,)``, float32; NaN where nothing is known yet."""
 
 
 @final
 class CulpritFinder:
-    """Judge steps, and of one that went wrong find out where it did.
+    """Judge each step, and find out where a bad step went wrong.
 
-    While all is well it costs a few operations on ``(G,)`` tensors a step. Of a step that went
-    wrong the local norms are read, and weights are looked at. On several ranks they exchange what
-    they found if an overflow or a spike, on which all agree, was the reason.
+    A good step costs a few operations on ``(G,)`` tensors. After a bad step, local norms and
+    weights are read, and the step is replayed if there is a recorder. Overflow and global norm are
+    the same on all ranks, so for an overflow or a spike all ranks exchange what they found.
 
     Args:
-        network: Whose weights are watched; ``None`` if it is not known.
-        spike_factor: As in `GlobalNormHistory`.
-        limit: The largest gradient that is finite.
-        recorder: Holds the inputs of steps, for their replay; ``None`` for none.
+        network: Network whose weights are watched; ``None`` if the loop does not pass it.
+        spike_factor: See `GlobalNormHistory`.
+        limit: Largest finite gradient.
+        recorder: Records the inputs of steps for a replay; ``None`` turns the replay off.
     """
 
     def __init__(
@@ -66,21 +61,22 @@ class CulpritFinder:
         self.weights = None if network is None else WeightWatch(network)
         self.recorder = recorder
         self.num_scale_overflows = 0
-        """Overflows so far by which a loss scale found its level."""
+        """Overflows so far that only mean that the loss scale was too high."""
+        self._network = network
         self._spike_factor = spike_factor
         self._limit = limit
         self._history = GlobalNormHistory(spike_factor)
         self._running: RunningNorms | None = None
         self._saved_running: Mapping[str, Any] | None = None
-        self._last_replayed: int | None = None
+        self._last_overflow: int | None = None
 
     def end_step(self, output: Any, names: Sequence[str], applied: Tensor | None) -> StepEvidence:
-        """Keep what may be asked for of a step, and learn its norms. Does not wait.
+        """Learn the norms of a step and return what `judge` needs, without synchronization.
 
         Args:
-            output: Of the step, a named tuple or a loss.
-            names: Of the groups of its local norms.
-            applied: Shape ``()``, bool: whether the update was; ``None`` if it is not known.
+            output: Output of the step: a named tuple or a loss.
+            names: Names of the groups of its local norms.
+            applied: Whether the update was applied, shape ``()``, bool; ``None`` if unknown.
         """
         norms = getattr(output, "local_norm", None)
         if norms is None or applied is None:
@@ -98,20 +94,21 @@ class CulpritFinder:
     def judge(
         self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
     ) -> Anomaly | None:
-        """Say what went wrong in a step; ``None`` if nothing did. Waits if something did.
+        """Return what went wrong in a step, or ``None`` if it was good.
 
-        Called once for each step, in their order.
+        Call it once for each step, in their order. Synchronizes with the device after a bad step.
 
         Args:
-            numbers: Of the step.
-            evidence: Of the step.
-            weights_have_moved: A later update has been done already.
+            numbers: Numbers of the step.
+            evidence: What `end_step` returned for the step.
+            weights_have_moved: Whether a later update has changed the weights since.
         """
         if numbers.overflow:
             return self._overflow(numbers, evidence, weights_have_moved=weights_have_moved)
         norm, usual = numbers.global_norm, self._history.usual
         is_spike = norm is not None and self._history.is_spike(norm)
-        # Whatever this rank's own loss is: all ranks have to know the same of norms.
+        # The norm is learned whatever the loss of this rank is: the loss differs between ranks,
+        # and all ranks must call the same norms a spike.
         if norm is not None and not numbers.skipped:
             self._history.add(norm)
         if is_spike:
@@ -129,14 +126,16 @@ class CulpritFinder:
             return None
         origins: list[Origin | None] = [None] * len(ranks)
         is_exact = None
-        # One of a row of steps is enough: a run that has diverged would only repeat itself.
-        if self.recorder is not None and self._last_replayed != numbers.step - 1:
+        # Only the first of several overflows in a row: a diverged run would replay every step.
+        if self.recorder is not None and self._last_overflow != numbers.step - 1:
             is_exact = not weights_have_moved
-            origins = gather_objects(self._replayed(numbers) if own.has_fault else None)
-        if self.recorder is not None:
-            self._last_replayed = numbers.step
+            origins = gather_objects(
+                self._replayed(self.recorder, numbers) if own.has_fault else None
+            )
+        self._last_overflow = numbers.step
         found = [rank for rank, origin in enumerate(origins) if origin is not None]
         bad_losses = [each.rank for each in ranks if not math.isfinite(each.loss)]
+        # The most specific evidence decides which ranks are to blame.
         blamed = (
             found
             or bad_losses
@@ -146,13 +145,13 @@ class CulpritFinder:
         first = ranks[blamed[0]] if blamed else own
         origin = origins[first.rank] if found else None
         bad = [first.group(number) for number in reversed(first.bad_groups)]
-        where, name = (origin.where, origin.name) if origin is not None else (None, None)
+        where, name = (None, None) if origin is None else (origin.where, origin.name)
         if origin is None and first.weights:
             where, name = "weight", first.weights[0].name
         return Anomaly(
             kind="loss_not_finite" if bad_losses else "gradient_not_finite",
             ranks=tuple(blamed),
-            layer=_layer(first, origin, loss_is_finite=not bad_losses),
+            layer=self._layer(first, origin, loss_is_finite=not bad_losses),
             where=where,
             name=name,
             micro_batch=None if origin is None else origin.micro_batch,
@@ -165,10 +164,10 @@ class CulpritFinder:
         )
 
     def _lone_loss(self, numbers: StepNumbers, evidence: StepEvidence) -> Anomaly:
-        """Return the record of a loss that is not finite though all gradients are.
+        """Return the record of a non-finite loss whose gradients are all finite.
 
-        The loss is this rank's own, and the others may know nothing of it: none is asked. Nor is
-        the step replayed: its update was applied, and the weights that it had are gone.
+        Only this rank knows about its loss, so it must not start a collective. The step is not
+        replayed: its update was applied, so the weights that it started from are gone.
         """
         own = self._own_evidence(numbers, evidence)
         return Anomaly(
@@ -191,49 +190,68 @@ class CulpritFinder:
             key=lambda entry: -entry[0],
         )
         highest = rises[0][0] if rises else 0.0
-        risen = [entry for entry in rises if entry[0] >= self._spike_factor]
         weights = next((each.weights for each in ranks if each.weights), ())
         blamed = [each.rank for each in ranks if each.weights] or sorted(
             {each.rank for rise, each, _ in rises if rise >= highest / 2}
         )
-        groups: list[GroupNorm] = [each.group(number) for _, each, number in rises[:_MOST_GROUPS]]
-        layer = layer_of(weights[0].name) if weights else None
+        groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
+        blamed_name = weights[0].name if weights else groups[0].name if groups else None
         return Anomaly(
             kind="spike",
             ranks=tuple(blamed),
-            layer=layer or (layer_of(groups[0].name) if groups else None),
+            layer=None if blamed_name is None else self._layer_of(blamed_name),
             where="weight" if weights else None,
             name=weights[0].name if weights else None,
-            gradients=tuple(groups),
-            num_groups=len(risen),
+            gradients=groups,
+            num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
             **_common(numbers, ranks, usual, weights),
         )
 
     def _own_evidence(self, numbers: StepNumbers, evidence: StepEvidence) -> RankEvidence:
         norms, usual = evidence.local_norm, evidence.usual_norm
-        known = norms is not None and usual is not None
         return RankEvidence(
             rank=this_rank(),
             loss=numbers.loss,
-            names=evidence.names if known else (),
-            norms=tuple(norms.tolist()) if norms is not None and known else (),
-            usual_norms=tuple(usual.tolist()) if usual is not None and known else (),
+            names=evidence.names,
+            norms=() if norms is None else tuple(norms.tolist()),
+            usual_norms=() if usual is None else tuple(usual.tolist()),
             weights=() if self.weights is None else tuple(self.weights.changed()[:_MOST_GROUPS]),
         )
 
-    def _replayed(self, numbers: StepNumbers) -> Origin | None:
-        if self.recorder is None:
-            return None
+    def _replayed(self, recorder: StepRecorder, numbers: StepNumbers) -> Origin | None:
         scale = 1.0 if numbers.loss_scale is None else numbers.loss_scale
         try:
-            return replay_step(self.recorder, scale)
+            return replay_step(recorder, scale)
         except RuntimeError as error:
-            # Out of memory, for example: no reason to end a training that goes on.
-            run_logger(__package__).warning("step %d cannot be replayed: %s", numbers.step, error)
+            # Running out of memory here must not end a training that would otherwise continue.
+            run_logger(__package__).warning("cannot replay step %d: %s", numbers.step, error)
             return None
 
+    def _layer(
+        self, evidence: RankEvidence, origin: Origin | None, *, loss_is_finite: bool
+    ) -> str | None:
+        if origin is not None:
+            return self._layer_of(origin.name) if origin.name and origin.where != "input" else None
+        if evidence.weights:
+            return self._layer_of(evidence.weights[0].name)
+        bad = evidence.bad_groups
+        if not bad or (len(bad) == len(evidence.norms) and not loss_is_finite):
+            # A non-finite loss makes all gradients non-finite, wherever the forward went wrong.
+            return None
+        # Backward reaches the last group first; the groups before it inherit its fault.
+        return self._layer_of(evidence.names[bad[-1]])
+
+    def _layer_of(self, name: str) -> str:
+        """Return the layer of a parameter, a module or a group of gradients."""
+        if self._network is None:
+            # The loop does not pass its network; by default each group is one parameter.
+            return layer_of(name)
+        named = self._network.named_parameters(remove_duplicate=False)
+        is_parameter = any(name == plain_name(parameter) for parameter, _ in named)
+        return layer_of(name) if is_parameter else layer_of_module(name)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of usual norms, as JSON can hold it; waits for the device."""
+        """Return the usual norms and the counter, ready for JSON; synchronizes with the device."""
         running = self._saved_running if self._running is None else self._running.state_dict()
         return {
             "global_norm": self._history.state_dict(),
@@ -242,24 +260,11 @@ class CulpritFinder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._history.load_state_dict(state["global_norm"])
         self._saved_running = state["local_norms"]
         self._running = None
         self.num_scale_overflows = state["num_scale_overflows"]
-
-
-def _layer(evidence: RankEvidence, origin: Origin | None, *, loss_is_finite: bool) -> str | None:
-    if origin is not None:
-        return layer_of(origin.name) if origin.name and origin.where != "input" else None
-    if evidence.weights:
-        return layer_of(evidence.weights[0].name)
-    bad = evidence.bad_groups
-    if not bad or (len(bad) == len(evidence.norms) and not loss_is_finite):
-        # From a loss that is not finite all gradients are, wherever the forward went wrong.
-        return None
-    # The nearest to the loss: backward came there first.
-    return layer_of(evidence.names[bad[-1]])
 
 
 def _common(
@@ -268,6 +273,7 @@ def _common(
     usual: float | None,
     weights: tuple[WeightNorm, ...],
 ) -> dict[str, Any]:
+    """Return the fields that anomalies of every kind have."""
     return {
         "step": numbers.step,
         "weights": weights,
@@ -278,59 +284,3 @@ def _common(
         "skipped": numbers.skipped,
         "consecutive_skips": numbers.consecutive_skips,
     }
-
-
-_MOST_RISE = 4.0
-"""A norm that has risen by more since it was last looked at is named."""
-
-
-@final
-class WeightWatch:
-    """Remember the norms of a network's trainable weights, and find those that have risen.
-
-    Args:
-        network: Whose; its norms are taken at once. Sharded weights are not watched.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
-        self._before: dict[str, tuple[Tensor, int]] = {}
-        self.look()
-
-    def look(self) -> None:
-        """Take the norms of all weights, with one read of them; does not wait for the device."""
-        weights = trainable(self._network)
-        self._before = {}
-        # The norm of a whole weight would take a message, and not all ranks may come here.
-        if weights and not any(hasattr(w, "full_tensor") for w in weights.values()):
-            norms = tensor_norms(list(weights.values())).unbind()
-            sizes = [weight.numel() for weight in weights.values()]
-            self._before = dict(zip(weights, zip(norms, sizes, strict=True), strict=True))
-
-    def changed(self) -> list[WeightNorm]:
-        """Return weights that are not finite or whose norm has risen, the worst first.
-
-        Reads the weights and waits for the device. A weight that was smaller than the root mean
-        square of all, such as one that began at zero, counts as if it had been of that size. If it
-        is most of them, as after an update that was not finite, none is returned.
-        """
-        weights = trainable(self._network)
-        known = {name: self._before[name] for name in weights if name in self._before}
-        if not known:
-            return []
-        now = tensor_norms([weights[name] for name in known]).tolist()
-        sizes = [size for _, size in known.values()]
-        before = [norm.item() for norm, _ in known.values()]
-        typical = math.sqrt(sum(norm**2 for norm in before) / sum(sizes))
-        if not math.isfinite(typical):
-            typical = 0.0
-        risen = []
-        for name, size, norm, norm_before in zip(known, sizes, now, before, strict=True):
-            rise = norm / max(norm_before, typical * math.sqrt(size), 1e-30)
-            if not rise <= _MOST_RISE:
-                rank = rise if math.isfinite(rise) else math.inf
-                risen.append((rank, WeightNorm(name=name, norm=norm, norm_before=norm_before)))
-        if len(risen) > max(1, len(known) // 2):
-            # What all weights have suffered is a consequence, no cause.
-            return []
-        return [weight for _, weight in sorted(risen, key=lambda pair: -pair[0])]

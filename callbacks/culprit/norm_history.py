@@ -1,17 +1,21 @@
-"""What norms are usual in a run: of the whole gradient on the host, by group on the device."""
+"""Usual norms of a run, and norms that rise above them: global, of gradient groups, of weights."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["GlobalNormHistory", "RunningNorms"]
+from mfwrap.callbacks.culprit.anomaly_log import WeightNorm
+from mfwrap.tensors.wrappers import tensor_norms, trainable
+
+__all__ = ["GlobalNormHistory", "RunningNorms", "WeightWatch"]
 
 _DECAY = 0.98
 _MOST_RISE = 4.0
-"""A norm counts as at most this many times the usual one, so that one spike does not become it."""
+"""A larger norm enters a mean as this many times the usual norm, so that one spike does not become
+usual. A weight whose norm rises by more is reported."""
 
 _FEWEST_STEPS = 20
 _DEVIATIONS = 6.0
@@ -19,14 +23,14 @@ _DEVIATIONS = 6.0
 
 @final
 class GlobalNormHistory:
-    """Tell a spike of the global norm from its ordinary course.
+    """Learn the usual global norm and detect spikes.
 
-    A spike is a norm above `factor` times the usual one that is also six standard deviations away
-    from it, both by logarithm, for norms fall and scatter by factors. Nothing is one in the first
-    twenty steps.
+    A spike is a norm above `factor` times the usual norm and more than six standard deviations
+    above it. Both are measured on logarithms, because norms fall and scatter by factors. The first
+    twenty steps have no spikes.
 
     Args:
-        factor: > 1.
+        factor: Ratio to the usual norm, > 1.
     """
 
     def __init__(self, factor: float) -> None:
@@ -37,7 +41,7 @@ class GlobalNormHistory:
 
     @property
     def usual(self) -> float | None:
-        """The usual norm, a geometric mean; ``None`` before the first."""
+        """The usual norm, a geometric mean; ``None`` before the first norm."""
         return math.exp(self._mean) if self._num_steps else None
 
     def is_spike(self, norm: float) -> bool:
@@ -48,7 +52,7 @@ class GlobalNormHistory:
         return rise > max(self._log_factor, _DEVIATIONS * math.sqrt(self._variance))
 
     def add(self, norm: float) -> None:
-        """Learn the norm of an update; zero and what is not finite teach nothing."""
+        """Learn the norm of an update; a zero or non-finite norm is ignored."""
         if not math.isfinite(norm) or norm <= 0:
             return
         value = math.log(norm)
@@ -62,7 +66,7 @@ class GlobalNormHistory:
         self._variance = (1 - weight) * (self._variance + weight * difference**2)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what is known, as JSON can hold it."""
+        """Return the state, ready for JSON."""
         return {
             "num_steps": self._num_steps,
             "mean_log": self._mean,
@@ -70,7 +74,7 @@ class GlobalNormHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._num_steps = int(state["num_steps"])
         self._mean = float(state["mean_log"])
         self._variance = float(state["variance_log"])
@@ -78,24 +82,24 @@ class GlobalNormHistory:
 
 @final
 class RunningNorms:
-    """Exponential means of local norms, on the device, over applied updates.
+    """Keep exponential means of local norms on the device, over applied updates.
 
-    A handful of operations on ``(G,)`` tensors a step; nothing is read on the host.
+    A step costs a handful of operations on ``(G,)`` tensors and no host-device synchronization.
 
     Args:
-        names: Of the ``G`` groups.
-        device: Where the norms are.
+        names: Names of the ``G`` groups.
+        device: Device of the norms.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
-        # Replaced at every step, so that those of a step stay what they were.
+        # Replaced, never changed in place: `usual` of an earlier step is read later.
         self._mean = torch.zeros(len(self.names), device=device)
         self._weight = torch.zeros(len(self.names), device=device)
 
     @property
     def usual(self) -> Tensor:
-        """Shape ``(G,)``, float32: the usual norm of each group; nan where none is known."""
+        """Usual norm of each group, shape ``(G,)``, float32; NaN before its first norm."""
         return self._mean / self._weight
 
     @torch.no_grad()
@@ -103,14 +107,14 @@ class RunningNorms:
         """Learn the norms of a step.
 
         Args:
-            norms: Shape ``(G,)``, float32.
-            applied: Shape ``()``, bool: whether the update was.
+            norms: Local norms, shape ``(G,)``, float32.
+            applied: Whether the update was applied, shape ``()``, bool.
         """
         counts = norms.isfinite() & applied
         known = self._weight > 0
         highest = torch.where(known, _MOST_RISE * self.usual, float("inf"))
-        # Zero is no measure of what a group may rise to: a layer that begins at zero, or an expert
-        # that had no token.
+        # A norm of zero sets no limit for later norms: a layer may begin at zero, and an expert
+        # may have received no token.
         counts = counts & (norms > 0)
         highest = torch.where(highest > 0, highest, float("inf"))
         limited = torch.minimum(norms, highest)
@@ -118,7 +122,7 @@ class RunningNorms:
         self._weight = torch.where(counts, _DECAY * self._weight + (1 - _DECAY), self._weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names, means and weights, as JSON can hold them; waits for the device."""
+        """Return names, means and weights, ready for JSON; synchronizes with the device."""
         return {
             "names": list(self.names),
             "means": self._mean.tolist(),
@@ -126,7 +130,7 @@ class RunningNorms:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, in the groups that both have."""
+        """Restore what `state_dict` returned; groups of other names start empty."""
         saved = dict(
             zip(state["names"], zip(state["means"], state["weights"], strict=True), strict=True)
         )
@@ -134,3 +138,56 @@ class RunningNorms:
         pairs = [saved.get(name, (0.0, 0.0)) for name in self.names]
         self._mean = torch.tensor([mean for mean, _ in pairs]).to(device)
         self._weight = torch.tensor([weight for _, weight in pairs]).to(device)
+
+
+@final
+class WeightWatch:
+    """Remember the norms of a network's trainable weights and find weights that have risen.
+
+    Args:
+        network: Network to watch; its norms are taken at once. Sharded weights are not watched.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Take the norms of all weights, reading each once. No host-device synchronization."""
+        weights = trainable(self._network)
+        self._before = {}
+        # The norm of a sharded weight is a collective, and not every rank may call this.
+        if weights and not any(hasattr(w, "full_tensor") for w in weights.values()):
+            norms = tensor_norms(list(weights.values())).unbind()
+            sizes = [weight.numel() for weight in weights.values()]
+            self._before = dict(zip(weights, zip(norms, sizes, strict=True), strict=True))
+
+    def changed(self) -> list[WeightNorm]:
+        """Return weights that are non-finite or whose norm has risen fourfold, worst first.
+
+        A small weight, such as a bias that began at zero, is measured against the root mean square
+        of all weights. If more than half of the weights have changed, as after a non-finite update,
+        the list is empty. Reads the weights and synchronizes with the device.
+        """
+        weights = trainable(self._network)
+        known = {name: self._before[name] for name in weights if name in self._before}
+        if not known:
+            return []
+        now = tensor_norms([weights[name] for name in known]).tolist()
+        sizes = [size for _, size in known.values()]
+        before = [norm.item() for norm, _ in known.values()]
+        typical = math.sqrt(sum(norm**2 for norm in before) / sum(sizes))
+        if not math.isfinite(typical):
+            typical = 0.0
+        risen = []
+        for name, size, norm, norm_before in zip(known, sizes, now, before, strict=True):
+            rise = norm / max(norm_before, typical * math.sqrt(size), 1e-30)
+            # Written so that NaN counts as risen.
+            if not rise <= _MOST_RISE:
+                rank = rise if math.isfinite(rise) else math.inf
+                risen.append((rank, WeightNorm(name=name, norm=norm, norm_before=norm_before)))
+        if len(risen) > max(1, len(known) // 2):
+            # A change of most weights is a consequence of the fault, not its cause.
+            return []
+        return [weight for _, weight in sorted(risen, key=lambda pair: -pair[0])]

@@ -1,45 +1,136 @@
-"""A step done again, to see where something that is not finite arises first."""
+"""Record a step and run it again, to find the first module that computes something non-finite."""
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.recorder import NetworkInputs, RandomState, StepRecorder
+from mfwrap.tensors.wrappers import plain_network
 
-__all__ = ["Origin", "replay_step"]
+__all__ = ["NetworkInputs", "Origin", "RandomState", "StepRecorder", "inner_network", "replay_step"]
 
 _INDICES = ("indices", "index", "idx")
-"""Under these names a batch may hold the indices of its samples in the data set."""
+"""Names under which a batch may hold the indices of its samples in the data set."""
 
 
 class Origin(NamedTuple):
-    """Where in a step something that is not finite arises first."""
+    """Where in a step the first non-finite value arises."""
 
     where: str
     """``"input"``, ``"weight"``, ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str
-    """Of the module, of the parameter, or of the network's input; empty for the network."""
+    """Name of the module, parameter or input; empty for the network itself."""
 
     micro_batch: int
     rows: tuple[int, ...] = ()
+    """Non-finite rows of an input."""
+
     indices: tuple[int, ...] = ()
+    """Data set indices of the samples of the micro-batch, if the batch holds them."""
+
+
+class RandomState(NamedTuple):
+    """States of torch's random number generators."""
+
+    host: Tensor
+    device: Tensor | None
+    """State of the generator on the network's device; ``None`` if that is the CPU."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """Return the current states, without synchronizing with the device."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
+
+class NetworkInputs(NamedTuple):
+    """One call of the network in training. Holds references to the tensors, not copies."""
+
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    random: RandomState
+    """Random states at the start of the call."""
+
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Makes an autocast context with the settings of the call."""
+
+
+@final
+class StepRecorder:
+    """Keep the inputs of each call of a network in the current step and in the step before.
+
+    Args:
+        network: The network without wrappers; see `inner_network`.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
+        self._this_step: list[NetworkInputs] = []
+        self.last_step: list[NetworkInputs] = []
+        """Calls of the last completed step, in their order."""
+        self.is_on = True
+        """Whether calls are recorded."""
+        self._handle = network.register_forward_pre_hook(self._record, with_kwargs=True)
+
+    def end_step(self) -> None:
+        """Complete the current step and release the inputs of the step before."""
+        self.last_step, self._this_step = self._this_step, []
+
+    def close(self) -> None:
+        """Stop recording and release all inputs."""
+        self._handle.remove()
+        self.last_step, self._this_step = [], []
+
+    def _record(
+        self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        if self.is_on and network.training and torch.is_grad_enabled():
+            state = RandomState.now(self.device)
+            autocast = _current_autocast(self.device.type)
+            self._this_step.append(NetworkInputs(positional, keywords, state, autocast))
+
+
+def _current_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def inner_network(model: nn.Module) -> nn.Module | None:
+    """Return the network to record: the one inside DistributedDataParallel, or `model` itself.
+
+    Returns:
+        ``None`` if the network cannot be recorded: its weights are sharded, so one rank alone
+        cannot repeat a call; or it is compiled, and hooks would force a recompilation.
+    """
+    network = plain_network(model)
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in network.parameters())
+    compiled = any(hasattr(module, "_orig_mod") for module in network.modules())
+    return None if sharded or compiled else network
 
 
 def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
-    """Do the forward and backward of the last step again and watch every module.
+    """Run the forward and backward of the last step again and find the first non-finite value.
 
-    The random numbers are those of the step. Gradients, buffers and generators are afterwards what
-    they were. The loss is the network's own: where the loop computes it outside of the network,
-    only the forward is watched. Waits for the device.
+    The replay draws the same random numbers as the step. It restores generators and buffers and
+    leaves gradients alone. Only a loss that the network itself returns is replayed backward; if
+    the loop computes the loss, only the forward is checked. Synchronizes with the device.
 
     Args:
-        recorder: Holds the inputs.
-        loss_scale: What the loss is multiplied by.
+        recorder: Recorder that holds the inputs.
+        loss_scale: Factor for the loss.
 
     Returns:
         ``None`` if everything is finite this time.
@@ -66,6 +157,7 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
 def _replay_micro_batch(
     network: nn.Module, inputs: NetworkInputs, loss_scale: float
 ) -> Origin | None:
+    """Check inputs, then the forward, then the backward; the micro-batch number is set later."""
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
@@ -83,7 +175,8 @@ def _replay_micro_batch(
         )
         if watch.origin is not None:
             return watch.origin
-    # Behind the last module that it reached, backward meets weights in the reverse order.
+    # The gradients of all module outputs are finite, so the fault is in the gradient of a weight.
+    # Backward reaches weights in the reverse of their order in the network.
     for name, gradient in reversed(list(zip(weights, gradients, strict=True))):
         if gradient is not None and not gradient.isfinite().all():
             return Origin("gradient", name, 0)
@@ -92,7 +185,7 @@ def _replay_micro_batch(
 
 @final
 class _Watch:
-    """Note the first module whose output, or the gradient of whose output, is not finite."""
+    """Note the first module whose output, or the gradient of whose output, is non-finite."""
 
     def __init__(self, network: nn.Module) -> None:
         self.origin: Origin | None = None
@@ -101,7 +194,8 @@ class _Watch:
 
     def __enter__(self) -> "_Watch":
         for name, module in self._network.named_modules():
-            # Before hooks of others none, behind them ours: they may be what is at fault.
+            # Registered last, our hook sees what the hooks of others made of the output: they
+            # may be at fault.
             handle = module.register_forward_hook(self._watch_output(name))
             self._handles.callback(handle.remove)
         return self
@@ -126,6 +220,7 @@ class _Watch:
 
 
 def _origin_in(module: nn.Module, name: str) -> Origin:
+    """Blame a weight of the module if one is non-finite, else the module's output."""
     for weight_name, weight in module.named_parameters(recurse=False):
         if not weight.isfinite().all():
             return Origin("weight", f"{name}.{weight_name}" if name else weight_name, 0)
@@ -136,17 +231,18 @@ def _is_bad(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return False
     detached = tensor.detach()
-    # What no gradient passes may be a mask, in which -inf is no fault.
+    # A tensor without a gradient may be an attention mask, in which -inf is legitimate.
     bad = ~detached.isfinite() if tensor.requires_grad else _nan_or_inf(detached)
     return bool(bad.any())
 
 
 def _nan_or_inf(tensor: Tensor) -> Tensor:
+    """Return which elements are NaN or positive infinity; -inf counts as finite."""
     return ~(tensor < float("inf"))
 
 
 def _by_name(network: nn.Module, inputs: NetworkInputs) -> dict[str, Any]:
-    """Return the arguments of a call by the names that the network's forward has for them."""
+    """Return the arguments of a call by their names in the signature of the network's forward."""
     names = list(inspect.signature(network.forward).parameters)
     names += [str(number) for number in range(len(names), len(inputs.positional))]
     positional = zip(names, inputs.positional, strict=False)
@@ -173,7 +269,7 @@ def _indices(network: nn.Module, inputs: NetworkInputs) -> tuple[int, ...]:
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested sequences and mappings, with their keys."""
+    """Yield the tensors in nested sequences and mappings, with their dotted keys."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -185,7 +281,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a network returns; ``None`` if it returns something else."""
+    """Return the loss in the output of a network; ``None`` if it has none."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, (tuple, list)) and output:

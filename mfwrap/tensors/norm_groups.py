@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-__all__ = ["LocalNormGroups", "NormGroups", "group_parameters", "layer_of"]
+__all__ = ["LocalNormGroups", "NormGroups", "group_parameters", "layer_of", "layer_of_module"]
 
 LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
 """How parameters are grouped for local norms; see `StepConfig.local_norm_groups`."""
@@ -107,13 +107,37 @@ def _group_of(name: str, groups: LocalNormGroups | None) -> str | None:
     return next((pattern for pattern in groups if re.search(pattern, name)), None)
 
 
-def layer_of(name: str) -> str:
-    """Return the name up to its first number, or else the module that owns the parameter."""
+def layer_of(parameter: str) -> str:
+    """Return the layer of a parameter: its name up to the first number, or else its module.
+
+    Args:
+        parameter: Full name of a parameter. The name of a module goes to `layer_of_module`.
+
+    Example:
+        >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("vit.embeddings.cls_token")
+        ('model.layers.3', 'vit.embeddings')
+    """
+    return _numbered_part(parameter) or parameter.rpartition(".")[0] or parameter
+
+
+def layer_of_module(module: str) -> str:
+    """Return the layer of a module: its name up to the first number, or else the module itself.
+
+    Args:
+        module: Full name of a module, or of a group of parameters.
+
+    Example:
+        >>> layer_of_module("model.layers.3.mlp"), layer_of_module("model.embed_tokens")
+        ('model.layers.3', 'model.embed_tokens')
+    """
+    return _numbered_part(module) or module
+
+
+def _numbered_part(name: str) -> str:
+    """Return a name up to its first part that is a number; empty without a number."""
     parts = name.split(".")
-    for end, part in enumerate(parts, start=1):
-        if part.isdigit():
-            return ".".join(parts[:end])
-    return ".".join(parts[:-1]) or name
+    numbered = next((end for end, part in enumerate(parts, start=1) if part.isdigit()), 0)
+    return ".".join(parts[:numbered])
 
 
 def _int64(values: Sequence[object], device: torch.device) -> Tensor:

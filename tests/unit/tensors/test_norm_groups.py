@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mfwrap.tensors.norm_groups import (
     group_parameters,
+    layer_of_module,
 )
 
 CPU = torch.device("cpu")
@@ -55,11 +56,28 @@ def test_by_default_each_parameter_is_a_group():
         ("lm_head.weight", "lm_head"),
         ("conv1.bias", "conv1"),
         ("weight", "weight"),
+        ("vit.embeddings.cls_token", "vit.embeddings"),
     ],
 )
 def test_layer_is_the_name_up_to_its_first_number(name, layer):
     """Outside of numbered layers it is the module that owns the parameter."""
     assert group_parameters({name: 1}, "layer", CPU).names == (layer,)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.10.self_attn.q_proj", "model.layers.10"),
+        ("model.layers.3", "model.layers.3"),
+        ("encoder.block.1.layer.0", "encoder.block.1"),
+        ("0", "0"),
+        ("model.embed_tokens", "model.embed_tokens"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_the_layer_of_a_module(name, layer):
+    """A module outside of numbered layers is its own layer."""
+    assert layer_of_module(name) == layer
 
 
 def test_layers_gather_their_parameters_in_order():

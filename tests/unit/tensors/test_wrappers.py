@@ -10,7 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
+from mfwrap.tensors.wrappers import (
+    tensor_norms,
+    trainable,
+    unwrapped_network,
+    unwrapped_optimizer,
+)
 
 # Nothing is compiled before a first call.
 compiled = functools.partial(torch.compile, backend="eager")
@@ -68,3 +73,28 @@ def test_what_is_no_optimizer_is_refused(optimizer):
     """The class itself and a module are no optimizer."""
     with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got"):
         unwrapped_optimizer(optimizer)
+
+
+def test_norms_of_tensors_of_many_kinds():
+    """Each norm is torch's own in float64, in the order of the tensors, as float32."""
+    tensors = [
+        torch.randn(3, 4),
+        torch.randn(5).bfloat16(),
+        torch.randn(()),
+        torch.randn(2, 2).double(),
+        torch.randn(7).bfloat16(),
+    ]
+    expected = [tensor.double().norm().item() for tensor in tensors]
+
+    assert tensor_norms(tensors).tolist() == pytest.approx(expected, rel=1e-6)
+    assert tensor_norms(tensors).dtype == torch.float32
+
+
+def test_names_of_trainable_parameters():
+    """Frozen parameters are left out, and the names are those of the uncompiled network."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[1].requires_grad_(requires_grad=False)
+    expected = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+    assert list(trainable(model)) == expected
+    assert list(trainable(compiled(model))) == expected

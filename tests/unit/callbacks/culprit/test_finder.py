@@ -1,8 +1,18 @@
 """Planted faults are found where they were planted, and nothing is found where none was."""
 
+import types
+
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
@@ -17,6 +27,7 @@ from mfwrap.callbacks.culprit.finder import (
 from mfwrap.callbacks.shared.step_values import (
     StepNumbers,
 )
+from mfwrap.tensors.norm_groups import group_parameters
 from support.planted_faults import KINDS, check_record, random_faults
 from support.spoilt.blocks import Fault, records_of, train_blocks
 
@@ -200,7 +211,7 @@ def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
 
     assert (record["step"], record["kind"], record["skipped"]) == (1, "loss_not_finite", False)
     assert not record.keys() & {"where", "name", "layer", "is_replay_exact"}
-    assert "loss not finite, all gradients finite, so not replayed, rank 0" in caplog.text
+    assert "non-finite loss on rank 0: all gradients are finite, a replay" in caplog.text
     assert not torch.equal(network.linear.weight, before)
 
 
@@ -214,3 +225,66 @@ def test_monitoring_changes_nothing(tmp_path):
     assert len(records_of(tmp_path)) == 2
     for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def small_networks() -> dict[str, torch.nn.Module]:
+    """Return networks whose parameters have names of every shape, by model type."""
+    vocabulary = {"vocab_size": 8, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vit = ViTConfig(image_size=4, patch_size=2, intermediate_size=8, **sizes)
+    gpt2 = GPT2Config(**vocabulary, n_positions=4, n_embd=8, n_layer=2, n_head=2)
+    llama = LlamaConfig(
+        **vocabulary, intermediate_size=8, num_key_value_heads=2, tie_word_embeddings=False, **sizes
+    )
+    return {
+        "vit": ViTForImageClassification(vit),
+        "gpt2": GPT2LMHeadModel(gpt2),
+        "llama": LlamaForCausalLM(llama),
+    }
+
+
+def layer_blamed_for(network, names, bad) -> str | None:
+    """Return the layer that a finder names when the gradient norm of one group is NaN."""
+    finder = CulpritFinder(network, spike_factor=10.0, limit=1e19)
+    norms = torch.ones(len(names))
+    norms[bad] = float("nan")
+    output = types.SimpleNamespace(local_norm=norms)
+    evidence = finder.end_step(output, names, torch.tensor(data=False))
+    numbers = StepNumbers(
+        step=1,
+        loss=1.0,
+        overflow=True,
+        global_norm=float("nan"),
+        loss_scale=None,
+        skipped=True,
+        consecutive_skips=1,
+    )
+    return finder.judge(numbers, evidence, weights_have_moved=False).layer
+
+
+@pytest.mark.parametrize("kind", ["vit", "gpt2", "llama"])
+def test_the_layer_is_the_one_that_the_step_groups_by(kind):
+    """For every parameter, the finder and ``local_norm_groups="layer"`` name the same layer."""
+    network = small_networks()[kind]
+    sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
+    groups = group_parameters(sizes, "layer", torch.device("cpu"))
+    expected = {
+        list(sizes)[index]: layer
+        for layer, row in zip(groups.names, groups.members.tolist(), strict=True)
+        for index in row
+        if index < len(sizes)
+    }
+    found = {name: layer_blamed_for(network, tuple(sizes), i) for i, name in enumerate(sizes)}
+
+    assert found == expected
+    assert kind != "vit" or found["vit.embeddings.cls_token"] == "vit.embeddings"
+
+
+@pytest.mark.parametrize("kind", ["vit", "gpt2", "llama"])
+def test_a_group_that_is_a_layer_is_its_own_layer(kind):
+    """With ``local_norm_groups="layer"``, the name of the group is the layer."""
+    network = small_networks()[kind]
+    sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
+    names = group_parameters(sizes, "layer", torch.device("cpu")).names
+
+    assert [layer_blamed_for(network, names, i) for i in range(len(names))] == list(names)

@@ -1,4 +1,4 @@
-"""What norms are usual: on the host and on the device, against arithmetic in float64."""
+"""Usual norms and rises above them, compared with arithmetic in float64."""
 
 import json
 import math
@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms
+from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms, WeightWatch
 
 NAN, INF = math.nan, math.inf
 norms = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([NAN, INF, 0.0]))
@@ -17,7 +18,7 @@ norms = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([NAN, INF, 0.0]))
 
 @given(steps=st.lists(st.tuples(norms, norms, st.booleans()), max_size=40))
 def test_running_norms(steps):
-    """A bias-corrected mean over applied, finite steps that counts a rise above four as four."""
+    """The mean is bias-corrected, over applied finite steps, with each rise limited to four."""
     running = RunningNorms(["a", "b"], torch.device("cpu"))
     expected: list[list[float]] = [[0.0, 0.0], [0.0, 0.0]]
     for *values, applied in steps:
@@ -32,8 +33,8 @@ def test_running_norms(steps):
     assert running.usual.tolist() == pytest.approx(usual, rel=1e-4, nan_ok=True)
 
 
-def test_running_norms_of_a_step_stay():
-    """What was usual before a step is not changed by it."""
+def test_usual_norms_of_a_step_do_not_change_later():
+    """The tensor returned before a step keeps its values when the step is added."""
     running = RunningNorms(["a"], torch.device("cpu"))
     running.add(torch.tensor([2.0]), torch.tensor(data=True))
     before = running.usual
@@ -43,8 +44,8 @@ def test_running_norms_of_a_step_stay():
     assert running.usual.item() > 2.0
 
 
-def test_running_norms_go_on_by_name():
-    """Saved means are those of the groups of the same name; a new group begins anew."""
+def test_running_norms_are_restored_by_name():
+    """A group takes the saved mean of the group of the same name; a new group starts empty."""
     running = RunningNorms(["a", "b"], torch.device("cpu"))
     running.add(torch.tensor([2.0, 3.0]), torch.tensor(data=True))
     saved = json.loads(json.dumps(running.state_dict()))
@@ -55,7 +56,7 @@ def test_running_norms_go_on_by_name():
 
 
 def test_the_usual_global_norm_is_a_geometric_mean():
-    """The first twenty norms count alike."""
+    """The first norms have equal weights."""
     history = GlobalNormHistory(10.0)
     values = [2.0, 8.0, 4.0, 1.0]
     for value in values:
@@ -64,8 +65,8 @@ def test_the_usual_global_norm_is_a_geometric_mean():
     assert history.usual == pytest.approx(np.exp(np.mean(np.log(values))))
 
 
-def test_nothing_is_a_spike_at_the_begin():
-    """There has to be a history of twenty steps."""
+def test_the_first_twenty_steps_have_no_spike():
+    """A spike is reported only after twenty norms have been learned."""
     history = GlobalNormHistory(10.0)
     for _ in range(19):
         history.add(1.0)
@@ -76,7 +77,7 @@ def test_nothing_is_a_spike_at_the_begin():
 
 
 @pytest.mark.parametrize(("norm", "is_spike"), [(9.9, False), (10.1, True), (0.0, False)])
-def test_a_spike_is_a_factor_above(norm, is_spike):
+def test_a_spike_is_a_factor_above_the_usual_norm(norm, is_spike):
     """Where norms hardly scatter, the factor decides."""
     history = GlobalNormHistory(10.0)
     for number in range(50):
@@ -85,21 +86,21 @@ def test_a_spike_is_a_factor_above(norm, is_spike):
     assert history.is_spike(norm * history.usual) is is_spike
 
 
-def test_where_norms_scatter_a_spike_is_six_deviations_away():
-    """Norms that rise and fall by factors of ten all the time are no spikes."""
+def test_where_norms_scatter_a_spike_is_six_deviations_above():
+    """Norms that change by factors of ten all the time are no spikes."""
     history = GlobalNormHistory(10.0)
     for number in range(400):
         history.add(10.0 ** (number % 3 - 1))
     deviation = math.sqrt(2 / 3) * math.log(10)
 
-    # The exponential mean follows the last of the values a little.
+    # Not exactly six: the exponential mean follows the last values a little.
     assert not history.is_spike(history.usual * math.exp(5.7 * deviation))
     assert history.is_spike(history.usual * math.exp(6.3 * deviation))
 
 
 @given(values=st.lists(norms, max_size=30))
-def test_a_history_goes_on(values):
-    """A saved history judges as the one that was not saved; what is not finite teaches nothing."""
+def test_a_restored_history_judges_alike(values):
+    """A restored history gives the same answers; zero and non-finite norms are ignored."""
     history, later = GlobalNormHistory(10.0), GlobalNormHistory(10.0)
     for value in values:
         history.add(value)
@@ -111,10 +112,80 @@ def test_a_history_goes_on(values):
 
 
 def test_a_spike_does_not_become_usual():
-    """One norm of a million moves the usual one by three hundredths."""
+    """One norm of a million raises the usual norm by less than 3 percent."""
     history = GlobalNormHistory(10.0)
     for _ in range(100):
         history.add(1.0)
     history.add(1e6)
 
     assert history.usual < 1.03
+
+
+def network() -> nn.Sequential:
+    """Return three layers whose biases are zero."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in layers:
+        nn.init.zeros_(layer.bias)
+    return layers
+
+
+@pytest.mark.parametrize("factor", [NAN, INF, 100.0, -5.0])
+def test_a_weight_that_blows_up_is_named(factor):
+    """The weight is named with both norms; a weight that has risen threefold is not."""
+    model = network()
+    watch = WeightWatch(model)
+    before = model[1].weight.norm().item()
+    with torch.no_grad():
+        model[1].weight.mul_(factor)
+        model[2].weight.mul_(3.0)
+    (found,) = watch.changed()
+
+    assert (found.name, found.norm_before) == ("1.weight", pytest.approx(before, rel=1e-6))
+    assert found.norm == pytest.approx(abs(factor) * before, rel=1e-6, nan_ok=True)
+
+
+def test_the_worst_weight_comes_first():
+    """Weights are sorted by their rise; NaN counts as the largest."""
+    model = network()
+    watch = WeightWatch(model)
+    with torch.no_grad():
+        model[0].weight.mul_(10.0)
+        model[2].weight.mul_(20.0)
+        model[1].weight.fill_(NAN)
+
+    assert [found.name for found in watch.changed()] == ["1.weight", "2.weight", "0.weight"]
+
+
+def test_a_weight_that_began_at_zero():
+    """A bias may grow to the size of the weights, and is named when it grows beyond."""
+    model = network()
+    watch = WeightWatch(model)
+    with torch.no_grad():
+        model[0].bias.fill_(0.2)
+    assert watch.changed() == []
+    with torch.no_grad():
+        model[0].bias.fill_(20.0)
+    assert [found.name for found in watch.changed()] == ["0.bias"]
+
+
+def test_a_change_of_all_weights_names_none():
+    """After a non-finite update of all weights, no weight is the cause."""
+    model = network()
+    watch = WeightWatch(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(NAN)
+
+    assert watch.changed() == []
+
+
+def test_a_new_look_forgets_earlier_rises():
+    """A rise from before the last look is not reported."""
+    model = network()
+    watch = WeightWatch(model)
+    with torch.no_grad():
+        model[0].weight.mul_(10.0)
+    watch.look()
+
+    assert watch.changed() == []

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
-from mfwrap.callbacks.culprit.replay import Origin, replay_step
+from mfwrap.callbacks.culprit.replay import Origin, StepRecorder, inner_network, replay_step
 
 NAN, INF = math.nan, math.inf
 

@@ -1,0 +1,94 @@
+"""When a loss scale explains non-finite gradients."""
+
+import math
+
+import pytest
+
+from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
+from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
+
+INF, NAN = math.inf, math.nan
+FLOAT16 = 65504.0
+
+
+def evidence(**fields) -> RankEvidence:
+    """Return the evidence of a rank whose second group has overflowed."""
+    defaults = {
+        "rank": 0,
+        "loss": 1.0,
+        "names": ("a", "b"),
+        "norms": (2.0, INF),
+        "usual_norms": (2.0, 3.0),
+        "weights": (),
+    }
+    return RankEvidence(**{**defaults, **fields})
+
+
+def test_groups_of_a_rank():
+    """Non-finite groups are found by number; a rise is the ratio to the usual norm."""
+    rank = evidence(norms=(8.0, NAN), usual_norms=(2.0, NAN), rank=3)
+
+    assert rank.bad_groups == [1]
+    assert rank.group(0) == GroupNorm(name="a", rank=3, norm=8.0, usual_norm=2.0)
+    assert (rank.rise(0), rank.rise(1)) == (4.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_fault"),
+    [
+        ({"norms": (2.0, 3.0)}, False),
+        ({}, True),
+        ({"norms": (2.0, 3.0), "loss": NAN}, True),
+        ({"names": (), "norms": (), "usual_norms": ()}, True),
+    ],
+    ids=["all finite", "gradient", "loss", "no local norms"],
+)
+def test_a_rank_with_a_fault(fields, has_fault):
+    """A rank may be at fault if a value is non-finite, or if its gradients are unknown."""
+    assert evidence(**fields).has_fault is has_fault
+
+
+@pytest.mark.parametrize(
+    ("scale", "explained"),
+    [(None, False), (1.0, False), (FLOAT16 / 64 / 3.0 * 0.99, False), (FLOAT16 / 64 / 3.0, True)],
+)
+def test_a_scale_that_is_too_high(scale, explained):
+    """64 times the usual norm, times the scale, must reach the limit."""
+    assert is_explained_by_scale([evidence()], scale, None, FLOAT16) is explained
+
+
+@pytest.mark.parametrize(
+    ("fields", "usual_global_norm", "threshold"),
+    [
+        ({"usual_norms": (NAN, NAN)}, None, FLOAT16 / 2e4),
+        ({"usual_norms": (NAN, NAN), "norms": (INF, INF)}, 5.0, FLOAT16 / 64 / 5.0),
+        ({"names": (), "norms": (), "usual_norms": ()}, 5.0, FLOAT16 / 64 / 5.0),
+    ],
+    ids=["another group", "the global norm", "no local norms"],
+)
+def test_a_group_without_a_usual_norm(fields, usual_global_norm, threshold):
+    """1e4 times the largest finite group decides, or else 64 times the usual global norm."""
+    for factor, explained in ((0.99, False), (1.01, True)):
+        scale = factor * threshold
+        assert is_explained_by_scale([evidence(**fields)], scale, usual_global_norm, FLOAT16) is (
+            explained
+        )
+
+
+def test_without_any_usual_norm_every_scale_explains_an_overflow():
+    """In the first steps, an overflow with a loss scale above 1 is taken for the scale's."""
+    unknown = evidence(names=(), norms=(), usual_norms=())
+
+    assert is_explained_by_scale([unknown], 2.0, None, FLOAT16)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"loss": INF}, {"weights": (WeightNorm(name="a", norm=9.0, norm_before=1.0),)}],
+    ids=["loss", "weight"],
+)
+def test_a_fault_that_no_scale_explains(fields):
+    """A non-finite loss, or a weight that has risen, on any rank is a fault."""
+    ranks = [evidence(), evidence(rank=1, **fields)]
+
+    assert not is_explained_by_scale(ranks, 2.0**40, None, FLOAT16)
