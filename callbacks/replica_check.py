@@ -15,8 +15,9 @@ from mfwrap.arguments import (
     check_int,
     directory_name,
 )
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, layer_of
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.collectives import gather_on_all, num_ranks, this_rank
+from mfwrap.tensors.norm_groups import layer_of
 from mfwrap.tensors.wrappers import trainable
 
 __all__ = [
@@ -184,7 +185,10 @@ class ReplicaCheck(TrainerCallback):
         if self._log is not None:
             self._log.write(anomaly)
         if self._stops:
-            msg = f"replicas must be bitwise the same, got {anomaly}"
+            msg = (
+                f"{anomaly}. All ranks must have bitwise identical weights and gradients; resume "
+                "from a checkpoint of an earlier step"
+            )
             raise RuntimeError(msg)
 
 

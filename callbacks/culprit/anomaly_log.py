@@ -109,7 +109,7 @@ class Anomaly:
         """Describe the anomaly in one line."""
         place = f" in layer {self.layer}" if self.layer else ""
         if self.ranks:
-            place += f" on rank{'s' if self.ranks[1:] else ''} {_listed(self.ranks)}"
+            place += f" on {_counted('rank', self.ranks)}"
         if self.micro_batch is not None:
             place += f", micro-batch {self.micro_batch}"
         findings = self._findings()
@@ -147,18 +147,20 @@ class Anomaly:
             if self.num_groups < 2:
                 return f"{tensor} differs"
             return f"{tensor} is the first of {self.num_groups} tensors that differ"
-        norms = next((weight for weight in self.weights if weight.name == self.name), None)
-        if self.where == "weight" and norms is not None and math.isfinite(norms.norm):
-            return f"norm of {self.name} rose from {norms.norm_before:.4g} to {norms.norm:.4g}"
         if self.where == "weight":
-            return f"{self.name} has non-finite elements"
-        if self.where == "input":
-            rows = f" in row{'s' if self.rows[1:] else ''} {_listed(self.rows)}" if self.rows else ""
-            return f"input `{self.name}` is non-finite{rows}"
+            norms = next((weight for weight in self.weights if weight.name == self.name), None)
+            if norms is None or not math.isfinite(norms.norm):
+                return f"{self.name} has non-finite elements"
+            return f"norm of {self.name} rose from {norms.norm_before:.4g} to {norms.norm:.4g}"
         if self.where == "loss":
             return "the outputs of all modules are finite, the loss is not"
-        what = "output" if self.where == "activation" else "gradient"
-        return f"the first non-finite {what} is that of {self.name or 'the network'}"
+        if self.where == "input":
+            rows = f" in {_counted('row', self.rows)}" if self.rows else ""
+            cause = f"input `{self.name}` is non-finite{rows}"
+        else:
+            what = "output" if self.where == "activation" else "gradient"
+            cause = f"the first non-finite {what} is that of {self.name}"
+        return cause
 
 
 def _compared(norm: float, usual_norm: float | None) -> str:
@@ -168,8 +170,8 @@ def _compared(norm: float, usual_norm: float | None) -> str:
     return f"{norm:.4g} (usually {usual_norm:.4g})"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _counted(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"
 
 
 @final

@@ -17,7 +17,7 @@ from mfwrap.callbacks.culprit.finder import (
     CulpritFinder,
     StepEvidence,
 )
-from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.replay import StepRecorder, inner_network
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.run_size import (
     RunLength,

@@ -130,8 +130,8 @@ def test_stop(ranks):
 
     assert [result["stop"] for result in results] == [
         (
-            "replicas must be bitwise the same, got step 4: replicas differ in 1, first in the "
-            "weight of 1.weight, rank 0"
+            "step 4: replicas differ in layer 1 on rank 0: 1.weight differs. All ranks must have "
+            "bitwise identical weights and gradients; resume from a checkpoint of an earlier step"
         )
     ] * NUM_RANKS
 

