@@ -2,21 +2,22 @@
 
 import inspect
 import math
+import numbers
 import os
 import sys
+from typing import cast
 
 __all__ = [
     "callers_stacklevel",
     "check_bool",
     "check_int",
+    "check_number",
     "check_positive_number",
+    "check_real",
     "described",
     "directory_name",
     "needed_arguments",
 ]
-
-
-_LIBRARIES = frozenset({"mfwrap", "accelerate", "transformers", "torch", "contextlib"})
 
 
 def described(value: object) -> str:
@@ -43,33 +44,71 @@ def check_int(name: str, value: object, *, minimum: int = 1) -> int:
     return value
 
 
+def check_real(name: str, value: object) -> float:
+    """Return `value`, or raise ``TypeError`` unless it is a real number other than a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        msg = f"`{name}` must be a number, got {described(value)}"
+        raise TypeError(msg)
+    return cast("float", value)  # mypy: `numbers.Real` has no comparison with floats
+
+
+def check_number(name: str, value: object, *, minimum: float = 0) -> float:
+    """Return `value` as a float.
+
+    Raises:
+        TypeError: If `value` is not a number.
+        ValueError: If it is nan, infinite or below `minimum`.
+    """
+    number = check_real(name, value)
+    if not minimum <= number <= sys.float_info.max:
+        msg = f"`{name}` must be >= {minimum} and finite, got {value}"
+        raise ValueError(msg)
+    return float(number)
+
+
 def check_positive_number(name: str, value: object, *, finite: bool = False) -> float:
     """Return `value` as a float.
 
     Raises:
-        TypeError: If `value` is not an int or float.
-        ValueError: If it is nan or <= 0, or infinite where that is not allowed.
+        TypeError: If `value` is not a number.
+        ValueError: If it is nan or <= 0, or if it is infinite and `finite` is True.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"`{name}` must be a number, got {described(value)}"
-        raise TypeError(msg)
-    # Not `float(value)` first: an int may be too large for any float.
-    if not value > 0 or (finite and value > sys.float_info.max):
+    number = check_real(name, value)
+    # Compare before converting: `float` raises OverflowError for an int that no float can hold.
+    if not number > 0 or (finite and number > sys.float_info.max):
         msg = f"`{name}` must be > 0{' and finite' if finite else ''}, got {value}"
         raise ValueError(msg)
-    return math.inf if value > sys.float_info.max else float(value)
+    return math.inf if number > sys.float_info.max else float(number)
+
+
+def directory_name(name: str, value: object) -> str | None:
+    """Return a path as a string, and ``None`` as it is.
+
+    Raises:
+        TypeError: If `value` is neither a path nor ``None``.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, os.PathLike):
+        msg = f"`{name}` must be a path or None, got {described(value)}"
+        raise TypeError(msg)
+    return str(value)
 
 
 def needed_arguments(owner: object, method: str) -> list[str]:
-    """Return the names of the arguments without which a method cannot be called.
+    """Return the names of the arguments that a method cannot be called without.
 
-    As the class has it: what others put around it may hide or add some.
+    The signature is that of the class. An instance attribute of the same name, such as a wrapper
+    that another library has put around the method, may have a different one.
     """
     of_class = getattr(type(owner), method, None)
     signature = inspect.signature(of_class or getattr(owner, method))
     parameters = list(signature.parameters.values())[0 if of_class is None else 1 :]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+_LIBRARIES = frozenset({"mfwrap", "accelerate", "transformers", "torch", "contextlib"})
 
 
 def callers_stacklevel() -> int:
@@ -85,17 +124,3 @@ def callers_stacklevel() -> int:
 
 def _top_package(module_globals: dict[str, object]) -> str:
     return str(module_globals.get("__name__", "")).partition(".")[0]
-
-
-def directory_name(name: str, value: object) -> str | None:
-    """Return a path as a string, ``None`` as it is.
-
-    Raises:
-        TypeError: If `value` is neither.
-    """
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, os.PathLike):
-        msg = f"`{name}` must be a path or None, got {value!r} of type {type(value).__name__}"
-        raise TypeError(msg)
-    return str(value)

@@ -1,9 +1,5 @@
 """An exponential moving average of the weights."""
 
-from mfwrap.average.ema import (
-    ExponentialMovingAverage,
-)
+from mfwrap.average.ema import ExponentialMovingAverage
 
-__all__ = [
-    "ExponentialMovingAverage",
-]
+__all__ = ["ExponentialMovingAverage"]

@@ -1,14 +1,13 @@
-"""The exponential moving average of weights, kept without waiting for the device."""
+"""The exponential moving average of weights, updated without host-device synchronization."""
 
 import contextlib
-import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from mfwrap.arguments import check_bool, check_int, described
+from mfwrap.arguments import check_bool, check_int, check_real, described
 from mfwrap.average.tensors import (
     average_dtype,
     buffer_places,
@@ -30,39 +29,41 @@ __all__ = [
 
 @final
 class ExponentialMovingAverage:
-    """Keep an exponential moving average of weights that follows applied updates only.
+    """Keep an exponential moving average of weights, updated only by applied updates.
 
-    The average starts as a copy of the weights. An update is
-    ``average += (1 - decay) * (weight - average)``, one ``torch._foreach_lerp_`` for each dtype and
-    device; bitwise ``torch.optim.swa_utils.get_ema_multi_avg_fn``, unless `warmup` or `dtype` ask
-    for something else. (On CUDA that call runs one kernel for each weight, because its factors stay
-    on the device.)
+    The average starts as a copy of the weights. Each update computes
+    ``average += (1 - decay) * (weight - average)`` with one ``torch._foreach_lerp_`` per dtype and
+    device. Without `warmup` and `dtype` the result is bitwise that of
+    ``torch.optim.swa_utils.get_ema_multi_avg_fn``. (On CUDA the call runs one kernel per weight,
+    because its factors stay on the device.)
 
-    Of a module, the parameters that require a gradient at construction are averaged, tied ones
-    once, under the names of ``named_parameters()``; frozen ones are the same in both. Persistent
-    buffers (running statistics) are copied at each averaging call, not averaged. Of an iterable,
-    every tensor is averaged, under the names ``"0"``, ``"1"``, ...
+    For a module, the parameters that require a gradient at construction are averaged under the
+    names of ``named_parameters()``; tied parameters are averaged once, frozen parameters are left
+    out. Persistent buffers such as running statistics are copied at each averaging call, not
+    averaged. For an iterable, every tensor is averaged, under the names ``"0"``, ``"1"``, ...
 
-    The parameters are remembered themselves, so what changes them in place is followed; move,
-    convert or shard a module before. After ``fully_shard`` the averages are distributed tensors as
-    the weights are, and no shard is ever gathered: every rank averages, swaps and saves its own.
+    The average keeps references to the parameter tensors. Move, convert or shard a module before
+    you build its average. After ``fully_shard`` the averages are distributed tensors like the
+    weights, and no shard is gathered: each rank averages, swaps and saves its own shards.
 
     Args:
-        parameters: What to average: a module, or floating-point tensors.
-        decay: Share of the old average in the new one, in [0, 1).
-        warmup: Decay by ``min(decay, (1 + n) / (10 + n))``, with ``n`` the updates applied before
-            this one, so that the start of training is soon forgotten.
-        update_every: Average at every so many calls of `update`, those for skipped updates
-            counted. The decay is not adapted to it.
-        device: Where the averages live; by default, where each weight does. With averages that
-            are kept on the CPU for weights that are not, an averaging call waits for the device.
-        dtype: Floating-point dtype of the averages. By default float32 for weights of fewer bits
-            (an average in bfloat16 stalls: its increments round to nothing), else the weight's
-            own. Weights of another dtype are converted one tensor at a time.
+        parameters: Weights to average: a module, or floating-point tensors.
+        decay: Weight of the old average in the new one, in [0, 1).
+        warmup: Use the decay ``min(decay, (1 + n) / (10 + n))``, where ``n`` is the number of
+            updates applied before this one. The first steps of training then lose their influence
+            quickly.
+        update_every: Number of calls of `update` between two averaging steps. Calls for skipped
+            updates count. The decay is not adapted.
+        device: Device of the averages; by default that of each weight. If the averages are on the
+            CPU and the weights are not, each averaging step synchronizes with the device.
+        dtype: Floating-point dtype of the averages. The default is float32 for weights of fewer
+            bits, because an average in bfloat16 stops moving when its increments round to zero;
+            otherwise it is the weight's dtype. Weights of a different dtype are converted one
+            tensor at a time.
 
     Raises:
         TypeError: If an argument has the wrong type, or a tensor is not floating-point.
-        ValueError: If an argument is out of range, or there is nothing to average.
+        ValueError: If an argument is out of range, or there are no weights to average.
 
     Example:
         >>> import torch
@@ -72,7 +73,7 @@ class ExponentialMovingAverage:
         >>> ema = ExponentialMovingAverage(model, decay=0.75)
         >>> _ = torch.nn.init.ones_(model.weight)  # an optimizer's update
         >>> ema.update()
-        >>> ema.update(applied=torch.tensor(False))  # a skipped one changes nothing
+        >>> ema.update(applied=torch.tensor(False))  # a skipped update changes nothing
         >>> with ema.swap():
         ...     model.weight.item()
         0.25
@@ -87,7 +88,7 @@ class ExponentialMovingAverage:
         self,
         parameters: nn.Module | Iterable[Tensor],
         decay: float = 0.999,
-        warmup: bool = False,  # noqa: FBT001, FBT002 - by position after `decay`, as is usual
+        warmup: bool = False,  # noqa: FBT001, FBT002  (positional after `decay`, as is usual)
         update_every: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -116,18 +117,18 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, applied: Tensor | None = None) -> None:
-        """Follow one optimizer update; call it after every one, applied or skipped.
+        """Update the average after an optimizer update; call it after every step.
 
-        Does not wait for the device. A skipped update changes nothing under ``torch.equal``, as
-        long as the weights are finite.
+        No synchronization with the device. As long as the weights are finite, a skipped update
+        leaves the average unchanged under ``torch.equal``.
 
         Args:
             applied: Whether the optimizer's update was applied: shape ``()``, bool, on the
-                training device, not read on the host. ``None`` says that it was.
+                training device, not read on the host. ``None`` means that it was.
 
         Raises:
             TypeError: If `applied` is not a bool tensor.
-            ValueError: If `applied` has another shape.
+            ValueError: If `applied` has a different shape.
             RuntimeError: If called inside `swap`.
         """
         check_applied(applied)
@@ -145,11 +146,11 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
-        """Hold the averages in the parameters and buffers inside the block, for evaluation.
+        """Put the averages into the parameters and buffers inside the block, for evaluation.
 
-        The raw values come back bitwise after the block, also when it raises; what is written into
-        parameters and buffers inside it is lost. Takes memory for a copy of the weights, about
-        what released gradients have just freed.
+        After the block the original values are restored bitwise, also if the block raises. Anything
+        written into parameters and buffers inside the block is lost. Needs memory for a copy of the
+        weights, about as much as the released gradients have freed.
 
         Raises:
             RuntimeError: If called inside `swap`.
@@ -170,20 +171,21 @@ class ExponentialMovingAverage:
             self._swapped = False
 
     def copy_to(self, parameters: nn.Module | Iterable[Tensor] | None = None) -> None:
-        """Write the averages into parameters in place; nothing is written if one does not fit.
+        """Write the averages into parameters in place, or write nothing if one does not fit.
 
-        From module to module they go by name, and buffers with them; otherwise by position. Sharded
-        averages are gathered, by all ranks, only for what is distributed in another way.
+        From a module into a module, averages and buffers are matched by name; otherwise averages
+        are matched by position. Sharded averages are gathered, collectively on all ranks, only for
+        targets that are distributed differently.
 
         Args:
-            parameters: Where to write, of any floating-point dtype, on any device; by default
-                the parameters that are averaged here, and their module's buffers.
+            parameters: Module or tensors to write into, of any floating-point dtype on any device;
+                by default the averaged parameters themselves and the buffers of their module.
 
         Raises:
-            KeyError: If the module lacks a name that is averaged here.
-            TypeError: If anything else than floating-point tensors is given.
+            KeyError: If the module lacks an averaged name.
+            TypeError: If `parameters` holds anything but floating-point tensors.
             ValueError: If the number of tensors, a shape or a dtype does not fit.
-            RuntimeError: If called inside `swap` by default, because leaving it would undo this.
+            RuntimeError: If called without `parameters` inside `swap`, whose end would undo it.
         """
         if parameters is None:
             self.refuse_inside_swap("copy_to")
@@ -212,18 +214,18 @@ class ExponentialMovingAverage:
             self._fill(fitting_tensors("parameters", by_name, self._averages))
 
     def follows(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether any of these tensors is one that is averaged here."""
+        """Return whether any of `parameters` is averaged here."""
         followed = {id(weight) for weight in self._weights.values()}
         return any(id(parameter) in followed for parameter in parameters)
 
     def check_placement(self) -> None:
-        """Raise ``RuntimeError`` if weights were moved or converted after construction."""
+        """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
         for group in self._groups:
             group.check_placement()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew, from the weights and buffers as they are.
+        """Start again from the current weights and buffers.
 
         Raises:
             RuntimeError: If called inside `swap`.
@@ -235,15 +237,15 @@ class ExponentialMovingAverage:
         self._num_calls = 0
 
     def named_averages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each averaged weight with its average: the live tensor, no copy."""
+        """Yield the name and the average of each weight: the live tensor, not a copy."""
         yield from self._averages.items()
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages, copied buffers and counters, as tensors by name.
 
-        The averages and buffers are the live tensors, as in ``nn.Module.state_dict``: clone what
-        must stay as it is while training goes on. Settings are no part of it. Does not wait for
-        the device.
+        Averages and buffers are the live tensors, as in ``nn.Module.state_dict``: clone them if
+        they must not change while training continues. Settings such as `decay` are not included.
+        No synchronization with the device.
         """
         return {
             "averages": dict(self._averages),
@@ -255,15 +257,15 @@ class ExponentialMovingAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+        """Restore the result of `state_dict`, or change nothing if it does not fit.
 
         Args:
-            state: Of an average of the same names and shapes; values are converted to the dtypes
-                and devices of this one.
+            state: State of an average with the same names and shapes. Values are converted to the
+                dtypes and devices of this average.
 
         Raises:
             KeyError: If a name is missing or unknown.
-            TypeError: If a part is not a mapping or holds anything else than tensors.
+            TypeError: If an entry is not a mapping, or holds anything but tensors.
             ValueError: If a shape or a dtype does not fit, or a counter is negative.
             RuntimeError: If called inside `swap`.
         """
@@ -276,10 +278,10 @@ class ExponentialMovingAverage:
         self._num_calls = int(num_calls)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-        """Raise what `load_state_dict` would raise of `state`, and change nothing.
+        """Raise the errors of `load_state_dict` without changing anything.
 
         Returns:
-            The tensors of each part, in this average's order.
+            The tensors of each entry of `state`, in this average's order.
         """
         expected = self.state_dict()
         check_names("state", state, expected)
@@ -294,7 +296,8 @@ class ExponentialMovingAverage:
         return fitting
 
     def _reshard(self) -> None:
-        # Whole parameters that a forward has left behind would hide what is written into shards.
+        # A forward without a backward leaves gathered parameters behind, which would hide values
+        # that are written into the shards.
         for part in self._sharded_parts:
             part.reshard()
 
@@ -302,16 +305,16 @@ class ExponentialMovingAverage:
         return [place.tensor() for place in self._buffer_places.values()]
 
     def _fill(self, weights: Collection[Tensor], buffers: Collection[Tensor] = ()) -> None:
-        """Write the averages into weights, and the copies into buffers if there are any."""
+        """Write the averages into `weights`, and the copied buffers into `buffers`."""
         write(weights, self._averages.values())
         if buffers:
             write(buffers, self._buffers.values())
 
     def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are in the parameters.
+        """Raise ``RuntimeError`` inside the block of `swap`.
 
         Args:
-            method: Name of what must not be called then.
+            method: Name of the called method, for the message.
         """
         if self._swapped:
             msg = f"`{method}` must not be called inside `swap`; leave its block first"
@@ -319,10 +322,8 @@ class ExponentialMovingAverage:
 
 
 def checked_decay(decay: float) -> float:
-    """Return `decay` as a float, or raise unless it is a number in [0, 1)."""
-    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
-        msg = f"`decay` must be a number, got {described(decay)}"
-        raise TypeError(msg)
+    """Return `decay` as a float; raise an error unless it is a number in [0, 1)."""
+    check_real("decay", decay)
     if not 0 <= decay < 1:
         msg = f"`decay` must be in [0, 1), got {decay}"
         raise ValueError(msg)
@@ -330,9 +331,9 @@ def checked_decay(decay: float) -> float:
 
 
 def check_placement(device: object, dtype: object) -> None:
-    """Raise unless averages can be kept on `device` and in `dtype`; ``None`` leaves it open."""
+    """Raise an error unless averages can have this device and dtype; ``None`` is a default."""
     if not (device is None or isinstance(device, (str, torch.device))):
-        msg = f"`device` must be a device, its name or None, got {described(device)}"
+        msg = f"`device` must be a torch.device, a string or None, got {described(device)}"
         raise TypeError(msg)
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         msg = f"`dtype` must be a torch.dtype or None, got {described(dtype)}"
@@ -343,7 +344,7 @@ def check_placement(device: object, dtype: object) -> None:
 
 
 def check_applied(applied: object) -> None:
-    """Raise unless `applied` is ``None`` or a bool tensor of shape ``()``, which is not read."""
+    """Raise an error unless `applied` is ``None`` or a bool tensor of shape ``()``."""
     if applied is None:
         return
     if not isinstance(applied, Tensor) or applied.dtype != torch.bool:

@@ -1,4 +1,4 @@
-"""How averages move towards the weights that they follow, without waiting for the device."""
+"""Tensor operations of an average, none of which synchronizes with the device."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -25,46 +25,48 @@ __all__ = [
 
 
 class AveragedGroup(NamedTuple):
-    """Averages of one dtype on one device, and the weights they follow."""
+    """Averages of one dtype on one device, and the weights that they average."""
 
     weights: list[Tensor]
     averages: list[Tensor]
     converted: bool
-    """Whether the weights are of another dtype or on another device than their averages."""
+    """Whether weights and averages differ in dtype or device."""
 
     smoothing_factor: Tensor
-    """``1 - decay``, shape ``()``, of the averages' dtype and on their device."""
+    """``1 - decay``: shape ``()``, dtype and device of the averages."""
 
     zero: Tensor
     nine: Tensor
+    """Constants of the same shape, dtype and device; making them at each call would cost time."""
 
     def share(self, num_updates: Tensor | None, applied: Tensor | None) -> Tensor:
-        """Return the share of the weights in the new averages: 0 if the update was skipped.
+        """Return the weight of the current values in the new averages: 0 for a skipped update.
 
         Args:
-            num_updates: Applied before this one, for a warm-up; ``None`` without one.
-            applied: Whether this one was; ``None`` says that it was.
+            num_updates: Number of updates applied before this one, for the warm-up; ``None`` if
+                there is no warm-up.
+            applied: Whether this update was applied; ``None`` means that it was.
         """
         factor = self.smoothing_factor
         if num_updates is not None:
-            # 1 - (1 + n) / (10 + n), written so that nothing cancels.
+            # This is 1 - (1 + n) / (10 + n), written without the loss of digits of a difference.
             factor = torch.maximum(self.nine / (on_device(num_updates, factor.device) + 10), factor)
         if applied is None:
             return factor
         return torch.where(on_device(applied, factor.device), factor, self.zero)
 
     def follow(self, share: Tensor) -> None:
-        """Move the averages towards the weights; the share is not read on the host."""
+        """Move the averages towards the weights by `share`, which is not read on the host."""
         averages, weights = local_tensors(self.averages), local_tensors(self.weights)
         if not self.converted:
-            # One factor for each tensor: a single one would be taken for a number, and read.
+            # A list of factors: torch would read a single tensor on the host, as a number.
             torch._foreach_lerp_(averages, weights, [share] * len(averages))
             return
         for average, weight in zip(averages, weights, strict=True):
             average.lerp_(torch.empty_like(average).copy_(weight), share)
 
     def check_placement(self) -> None:
-        """Raise ``RuntimeError`` if weights were moved or converted since they were grouped."""
+        """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
         for weight, average in zip(self.weights, self.averages, strict=True):
             differ = (weight.device, weight.dtype) != (average.device, average.dtype)
             if differ != self.converted:
@@ -79,7 +81,7 @@ class AveragedGroup(NamedTuple):
 def grouped(
     weights: Mapping[str, Tensor], averages: Mapping[str, Tensor], decay: float
 ) -> list[AveragedGroup]:
-    """Group by device and dtype, once, so that no call has to."""
+    """Group weights and averages by device and dtype."""
     members: dict[object, list[str]] = {}
     for name, weight in weights.items():
         average = averages[name]
@@ -93,7 +95,7 @@ def grouped(
                 weights=[weights[name] for name in names],
                 averages=[averages[name] for name in names],
                 converted=(weight.device, weight.dtype) != (average.device, average.dtype),
-                # Subtracted in Python: in float32, 1 - 0.9999 is 1.00017e-4.
+                # Subtracted in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
                 smoothing_factor=_number(1 - decay, average),
                 zero=_number(0.0, average),
                 nine=_number(9.0, average),
@@ -103,14 +105,14 @@ def grouped(
 
 
 def _number(value: float, average: Tensor) -> Tensor:
-    # Not `new_full`, which would distribute the number as the average is.
+    # `new_full` of a distributed average would make a distributed tensor.
     return torch.full((), value, dtype=average.dtype, device=average.device)
 
 
 def follow_buffers(
     copies: Iterable[Tensor], buffers: Iterable[Tensor], applied: Tensor | None
 ) -> None:
-    """Copy buffers, without reading on the host whether the update was applied."""
+    """Copy buffers if the update was applied, without reading `applied` on the host."""
     if applied is None:
         write(copies, buffers)
         return
@@ -120,20 +122,20 @@ def follow_buffers(
 
 
 def average_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which an average of this weight does not stall."""
+    """Return the default dtype of a weight's average: at least float32."""
     return torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype
 
 
 def copied(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """Return a detached copy; ``None`` keeps the tensor's device or dtype."""
+    """Return a detached copy; ``None`` keeps the device or dtype of `tensor`."""
     return tensor.detach().to(device=device, dtype=dtype, copy=True)
 
 
 @torch.no_grad()
 def write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Write values into tensors in place, whatever their dtypes and devices.
+    """Copy values into tensors in place, converting dtypes and devices.
 
-    Collective where a value is distributed over ranks in another way than what it is written into.
+    Collective on all ranks if a value is distributed differently from its target.
     """
     written = list(targets)
     if written:
@@ -142,7 +144,10 @@ def write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 
 class BufferPlace(NamedTuple):
-    """Where a buffer is found: ``module.to()`` replaces the tensor, so the tensor is not kept."""
+    """Module and attribute of a buffer.
+
+    A reference to the tensor itself would become stale, because ``module.to()`` replaces buffers.
+    """
 
     module: nn.Module
     attribute: str
@@ -152,7 +157,7 @@ class BufferPlace(NamedTuple):
 
 
 def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return what is averaged by name, each tensor once."""
+    """Return the weights to average by name, each tensor once."""
     weights: dict[str, Any]
     if isinstance(parameters, nn.Module):
         reshard(parameters)
@@ -171,13 +176,13 @@ def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]
             msg = f"`parameters` must be floating-point tensors, got {_kind(weight)} at {name!r}"
             raise TypeError(msg)
     if not weights:
-        msg = "`parameters` must hold a tensor that can be trained, got none"
+        msg = "`parameters` must hold at least one trainable tensor, got none"
         raise ValueError(msg)
     return weights
 
 
 def buffer_places(parameters: object) -> dict[str, BufferPlace]:
-    """Return where the persistent buffers of a module are, by name."""
+    """Return the persistent buffers of a module by name; nothing for other parameters."""
     if not isinstance(parameters, nn.Module):
         return {}
     network = unwrapped_network(parameters)
@@ -191,24 +196,26 @@ def buffer_places(parameters: object) -> dict[str, BufferPlace]:
 
 
 def check_names(label: str, given: object, expected: Mapping[str, object]) -> None:
-    """Check that there is all that is expected, and no more."""
+    """Raise an error unless `given` is a mapping with exactly the expected names."""
     if not isinstance(given, Mapping):
         msg = f"`{label}` must be a mapping, got {described(given)}"
         raise TypeError(msg)
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     if missing or unknown:
-        msg = f"`{label}` must have this average's names, missing are {missing}, unknown {unknown}"
+        msg = (
+            f"`{label}` must have the names of this average; missing: {missing}, unknown: {unknown}"
+        )
         raise KeyError(msg)
 
 
 def fitting_tensors(
     label: str, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """Return the tensors under the expected names, of fitting shapes and dtypes."""
+    """Return the tensors of the expected names; raise an error if a shape or dtype does not fit."""
     for name, tensor in expected.items():
         if name not in given:
-            msg = f"`{label}` must have the names that are averaged here, got no {name!r}"
+            msg = f"`{label}` must have the averaged names; missing: {name!r}"
             raise KeyError(msg)
         value = given[name]
         if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""MindFormers' adaptive loss scale: the window adapts, too."""
+"""MindFormers' adaptive loss scale, whose window of steps changes with the overflows."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_int
+from mfwrap.arguments import check_int, check_number
 from mfwrap.loss_scale.cells import (
     LossScaleUpdateCell,
     as_flag,
     change_scale,
-    check_factor,
     restart_window,
     window_is_full,
 )
@@ -23,24 +22,26 @@ __all__ = ["AdaptiveLossScaleUpdateCell"]
 
 @final
 class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
-    """Adapt the window, too: from growth to growth it gets longer, overflows reset it.
+    """Change the loss scale like `DynamicLossScaleUpdateCell`, with a window that adapts.
 
-    The scale follows `DynamicLossScaleUpdateCell`. Three growths move the window to the next of a
-    list between `min_scale_window` and `max_scale_window`; three overflows without a growth in
-    between make it 1, from where the next three growths lead to the head of the list.
+    The windows are a list of lengths between `min_scale_window` and `max_scale_window`. After the
+    scale has grown three times, the next longer window is used. After three overflows without
+    growth in between, the window is 1 step, and the next three growths lead to the shortest window
+    of the list.
 
     Source: MindFormers, ``wrapper.AdaptiveLossScaleUpdateCell``.
 
     Args:
         loss_scale_value: Initial loss scale, > 0 and finite.
-        scale_factor: Factor of growth, >= 1; the scale falls by its reciprocal, down to 1.
-        scale_window: First window, in steps. One that is not in the list is replaced by the
-            list's first, with a warning.
+        scale_factor: Factor by which the scale grows, >= 1. On overflow the scale is multiplied by
+            the reciprocal, but does not fall below 1.
+        scale_window: First window, in steps. If it is not in the list, the list's shortest window
+            is used, with a warning.
         max_scale_window: Longest window, in steps, > `min_scale_window`.
         min_scale_window: Shortest window, in steps, > 0.
 
     Raises:
-        TypeError: If a number, or an int for the windows, is none.
+        TypeError: If an argument is not a number (a window: not an integer).
         ValueError: If a value is out of range.
     """
 
@@ -67,13 +68,13 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
             window_up_count=0,
             window_down_count=0,
         )
-        self.scale_factor = check_factor(scale_factor)
+        self.scale_factor = check_number("scale_factor", scale_factor, minimum=1)
         self._decrease_ratio = 1 / self.scale_factor
         self._windows = torch.tensor(self.window_list, dtype=torch.int64, device="cpu")
 
     @property
     def scale_window(self) -> Tensor:
-        """Shape ``()``, int64: the window of the next call, in steps."""
+        """Window of the next call, in steps: shape ``()``, int64."""
         return self._counters["scale_window"]
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
@@ -98,9 +99,9 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         index, last = int(state_dict["list_index"]), len(self.window_list) - 1
         if not -1 <= index <= last:
             msg = (
-                "`state_dict['list_index']` must be from -1 to the last of the "
-                f"{last + 1} windows {self.window_list}, {last}, got {index}; build the cell with "
-                "the windows that the state comes from"
+                f"`state_dict['list_index']` must be in [-1, {last}] for the {last + 1} windows "
+                f"{self.window_list}, got {index}; build the cell with the window settings that "
+                "the state was saved with"
             )
             raise ValueError(msg)
 
@@ -112,7 +113,7 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         longer = (up == 3) & (index != len(self.window_list) - 1)
         index.add_(longer)
         up.masked_fill_(longer, 0)
-        # `take` with a tensor stays on the device, where `windows[index]` would be read.
+        # `take` keeps the index on the device; `windows[index]` would read it on the host.
         window.copy_(torch.where(longer, self._windows.take(index.clamp(min=0)), window))
         down.add_(overflow).remainder_(4)
         collapses = overflow & (down == 3) & (index > 0)
@@ -127,11 +128,11 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
 
 
 def _check_windows(largest: int, smallest: int) -> None:
-    # MindFormers compares first, so a float in the wrong order is a ValueError.
+    # MindFormers compares before it checks the types: floats in the wrong order are a ValueError.
     if largest <= 0 or smallest <= 0 or largest <= smallest:
         msg = (
-            "`max_scale_window` and `min_scale_window` must be > 0 and `max_scale_window` "
-            f"the larger one, got {largest} and {smallest}"
+            "`max_scale_window` must be > `min_scale_window` and both must be > 0, "
+            f"got {largest} and {smallest}"
         )
         raise ValueError(msg)
     check_int("max_scale_window", largest)
@@ -143,14 +144,14 @@ def _first_index(window_list: Sequence[int], scale_window: int) -> int:
         return window_list.index(scale_window)
     warnings.warn(
         f"`scale_window` {scale_window} is not one of {list(window_list)}; "
-        f"training starts with {window_list[0]}",
+        f"{window_list[0]} is used instead",
         stacklevel=3,
     )
     return 0
 
 
 def _window_list(largest: int, smallest: int) -> list[int]:
-    """Return MindFormers' list of windows, ascending."""
+    """Return MindFormers' list of windows, shortest first."""
     windows, window = [largest], float(largest)
     while window > smallest:
         if window > 100:

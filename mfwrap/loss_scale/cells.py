@@ -1,7 +1,7 @@
-"""Loss-scale update cells: state machines whose state lives on the training device.
+"""Loss-scale update cells: rules that change the loss scale after each step.
 
-A cell is called with the loss scale and the overflow flag of a step and changes the loss scale in
-place. Nothing here reads a tensor on the host.
+A cell is called with the loss scale and the overflow flag of a step, and changes the loss scale in
+place. The cell's counters live on the training device and no tensor is read on the host.
 """
 
 import abc
@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_int, check_positive_number
+from mfwrap.arguments import check_int, check_number, check_positive_number
 from mfwrap.tensors.shards import on_device
 
 __all__ = [
@@ -22,15 +22,15 @@ __all__ = [
 
 
 class LossScaleUpdateCell(abc.ABC):
-    """Base of the cells that change a loss scale: a rule over counters on the device.
+    """Base of the cells that change a loss scale after each step.
 
     Source: MindSpore, the ``Cell`` that ``TrainOneStepWithLossScaleCell`` takes as
     ``scale_sense``.
 
     Args:
         loss_scale_value: Initial loss scale, > 0 and finite.
-        counters: Names and first values of the counters that the rule keeps: tensors of shape
-            ``()``, int64, changed in place.
+        counters: Initial value of each counter that the rule needs. Counters are int64 tensors of
+            shape ``()``, changed in place on the training device.
 
     Raises:
         TypeError: If `loss_scale_value` is not a number.
@@ -52,11 +52,11 @@ class LossScaleUpdateCell(abc.ABC):
 
         Args:
             loss_scale: Shape ``()`` or ``(1,)``, float32.
-            overflow: One element, bool or number, on the device of `loss_scale`: whether the
-                gradients of the step were not finite.
+            overflow: Whether the gradients of the step were non-finite: a tensor of one element,
+                bool or number, on the device of `loss_scale`.
 
         Returns:
-            `overflow`, unchanged. Does not wait for the device.
+            `overflow`, unchanged. No synchronization with the device.
         """
 
     def get_loss_scale(self) -> float:
@@ -69,29 +69,29 @@ class LossScaleUpdateCell(abc.ABC):
             self._counters[name] = on_device(counter, device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the counters; the loss scale itself belongs to the caller."""
+        """Return copies of the counters. The loss scale itself belongs to the caller."""
         return {name: counter.clone() for name, counter in self._counters.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counters; nothing is changed if anything does not fit.
+        """Restore the counters, or change nothing if `state_dict` does not fit.
 
         Raises:
             KeyError: If a counter is missing or unknown.
             TypeError: If a counter is not a tensor.
-            ValueError: If a counter is not one integer.
+            ValueError: If a counter does not have shape ``()`` and dtype int64.
         """
         self.check_state_dict(state_dict)
         for name, counter in self._counters.items():
             counter.copy_(state_dict[name])
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict` would raise, and change nothing."""
+        """Raise the errors of `load_state_dict` without changing anything."""
         _check_counters(state_dict, self._counters)
 
 
 @final
 class FixedLossScaleUpdateCell(LossScaleUpdateCell):
-    """Keep the loss scale; an overflowing update is still skipped.
+    """Keep the loss scale fixed. Updates with non-finite gradients are still skipped.
 
     Source: MindSpore, ``nn.FixedLossScaleUpdateCell``.
 
@@ -121,23 +121,26 @@ class FixedLossScaleUpdateCell(LossScaleUpdateCell):
 
 @final
 class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
-    """Lower the loss scale on overflow, raise it after a row of finite steps.
+    """Lower the loss scale on overflow, and raise it after a row of steps without overflow.
 
-    Overflow: ``scale = max(scale / scale_factor, min_loss_scale)``. `scale_window` steps in a row
-    without overflow: ``scale = scale * scale_factor``, unless that is not finite.
+    - On overflow: ``scale = max(scale / scale_factor, min_loss_scale)``.
+    - After `scale_window` consecutive steps without overflow: ``scale = scale * scale_factor``,
+      unless the product is infinite.
 
     Source: MindSpore, ``nn.DynamicLossScaleUpdateCell``; `hysteresis` as in Megatron-LM.
 
     Args:
         loss_scale_value: Initial loss scale, > 0 and finite.
-        scale_factor: Factor of growth, >= 1; the scale falls by its reciprocal.
-        scale_window: Steps in a row without overflow after which the scale grows, >= 1.
-        hysteresis: The scale falls at this many overflows since it last changed, >= 1. A
-            tolerated overflow still skips its update and restarts the window.
-        min_loss_scale: The scale never falls below it, > 0.
+        scale_factor: Factor by which the scale grows, >= 1. On overflow the scale is multiplied by
+            the reciprocal.
+        scale_window: Number of consecutive steps without overflow before the scale grows, >= 1.
+        hysteresis: Number of overflows since the last change of the scale that lower it, >= 1. With
+            1 every overflow does. An overflow that leaves the scale unchanged still skips the
+            update and restarts the window.
+        min_loss_scale: Lower bound of the scale, > 0.
 
     Raises:
-        TypeError: If a number, or an int for `scale_window` and `hysteresis`, is none.
+        TypeError: If an argument is not a number (`scale_window` and `hysteresis`: not an integer).
         ValueError: If a value is out of range.
 
     Example:
@@ -161,7 +164,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         min_loss_scale: float = 1.0,
     ) -> None:
         super().__init__(loss_scale_value, cur_iter=1, last_overflow_iter=0, overflow_count=0)
-        self.scale_factor = check_factor(scale_factor)
+        self.scale_factor = check_number("scale_factor", scale_factor, minimum=1)
         self.scale_window = check_int("scale_window", scale_window)
         self.hysteresis = check_int("hysteresis", hysteresis)
         self.min_loss_scale = check_positive_number("min_loss_scale", min_loss_scale, finite=True)
@@ -169,13 +172,12 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
 
     @classmethod
     def from_grad_scaler(cls, grad_scaler: torch.amp.GradScaler) -> Self:
-        """Take over scale, factors and interval of a torch gradient scaler.
+        """Build a cell with the scale, factors and interval of a torch gradient scaler.
 
-        Reads the scaler's scale on the host, once. The floor of 1.0 stays, which torch does not
-        have.
+        The cell keeps its lower bound of 1.0, which torch's scaler does not have.
 
         Args:
-            grad_scaler: Its scale is read as it stands.
+            grad_scaler: Scaler to copy. Its current scale is read on the host, once.
         """
         cell = cls(
             grad_scaler.get_scale(),
@@ -187,12 +189,12 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
 
     @property
     def cur_iter(self) -> Tensor:
-        """Shape ``()``, int64: number of the next call, from 1."""
+        """Number of the next call, counted from 1: shape ``()``, int64."""
         return self._counters["cur_iter"]
 
     @property
     def last_overflow_iter(self) -> Tensor:
-        """Shape ``()``, int64: last call that overflowed or completed a window."""
+        """Last call with an overflow or at the end of a window: shape ``()``, int64."""
         return self._counters["last_overflow_iter"]
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
@@ -216,14 +218,17 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
 
 
 def as_flag(overflow: Tensor) -> Tensor:
+    """Return the overflow flag as a bool tensor of shape ``()``."""
     return overflow.reshape(()) if overflow.dtype == torch.bool else overflow.reshape(()) != 0
 
 
 def window_is_full(counters: Mapping[str, Tensor], scale_window: int | Tensor) -> Tensor:
+    """Return whether `scale_window` steps have passed since the window was last restarted."""
     return counters["cur_iter"] - counters["last_overflow_iter"] >= scale_window
 
 
 def restart_window(counters: Mapping[str, Tensor], restart: Tensor) -> None:
+    """Restart the window at this call if `restart` is true, and count the call."""
     last = counters["last_overflow_iter"]
     last.copy_(torch.where(restart, counters["cur_iter"], last))
     counters["cur_iter"].add_(1)
@@ -232,10 +237,19 @@ def restart_window(counters: Mapping[str, Tensor], restart: Tensor) -> None:
 def change_scale(
     loss_scale: Tensor, *, falls: Tensor, grows: Tensor, factor: float, ratio: float, floor: float
 ) -> Tensor:
-    """Change `loss_scale` in place; return whether it fell or grew, shape ``()``, bool."""
+    """Change `loss_scale` in place and return whether it fell or grew: shape ``()``, bool.
+
+    Args:
+        loss_scale: Shape ``()`` or ``(1,)``, float32.
+        falls: Whether to multiply by `ratio`, but not below `floor`.
+        grows: Whether to multiply by `factor`, unless the product is infinite.
+        factor: Factor of growth.
+        ratio: Factor of the fall, usually the reciprocal of `factor`.
+        floor: Lower bound of the scale after a fall.
+    """
     grown = loss_scale * factor
     grows = (grows & torch.isfinite(grown)).reshape(())
-    # The product with the float32 reciprocal, not a quotient: MindSpore's exact number.
+    # MindSpore multiplies by the float32 reciprocal; dividing would give a different last bit.
     fallen = (loss_scale * ratio).clamp(min=floor)
     loss_scale.copy_(torch.where(falls, fallen, torch.where(grows, grown, loss_scale)))
     return falls | grows
@@ -258,11 +272,3 @@ def _check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor
                 f"got {tuple(value.shape)} and {value.dtype}"
             )
             raise ValueError(msg)
-
-
-def check_factor(value: object) -> float:
-    number = check_positive_number("scale_factor", value, finite=True)
-    if number < 1:
-        msg = f"`scale_factor` must be >= 1, got {value}"
-        raise ValueError(msg)
-    return number

@@ -1,4 +1,4 @@
-"""The loss scale of a run: a tensor on the device, and the cell that changes it, if any."""
+"""The current loss scale of a run: a tensor on the device, and the cell that changes it."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -17,14 +17,14 @@ ScaleSense = float | Tensor | LossScaleUpdateCell | None
 
 @final
 class LossScale:
-    """The live loss scale.
+    """Hold the current loss scale of a run on its device.
 
     Source: MindSpore, ``TrainOneStepWithLossScaleCell.scale_sense``.
 
     Args:
-        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell; ``None``,
-            for managers that have no update cell, is a loss scale of 1.
-        device: Where the scale is.
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell. ``None`` is
+            a loss scale of 1; managers without an update cell return ``None``.
+        device: Device of the scale.
 
     Raises:
         TypeError: If `scale_sense` is anything else.
@@ -35,23 +35,24 @@ class LossScale:
         self.update_cell = scale_sense if isinstance(scale_sense, LossScaleUpdateCell) else None
         number = _initial_number(scale_sense)
         self.value = torch.full((), number, dtype=torch.float32, device=device)
-        """Shape ``()``, float32, changed in place."""
+        """Current loss scale: shape ``()``, float32, changed in place."""
         self.is_one = number == 1 and self.update_cell is None
-        """Whether the scale is known to be 1 without asking the device."""
+        """Whether the scale is known on the host to be 1, so that multiplying can be left out."""
         if self.update_cell is not None:
             self.update_cell.to(device)
 
     def set(self, sens: Tensor) -> None:
-        """Replace the scale, in place.
+        """Replace the scale in place.
 
-        Does not read `sens` on the host, so a scale that is not > 0 and finite shows as overflow.
+        `sens` is not read on the host. A value that is not positive and finite therefore shows up
+        as an overflow of the next step, not as an error.
 
         Args:
-            sens: Shape ``()`` or ``(1,)``, any real dtype.
+            sens: New loss scale, shape ``()`` or ``(1,)``, any real dtype.
 
         Raises:
             TypeError: If `sens` is not a tensor.
-            ValueError: If it has another shape.
+            ValueError: If `sens` has a different shape.
         """
         if not isinstance(sens, Tensor):
             msg = f"`sens` must be a tensor, got {described(sens)}"
@@ -61,18 +62,18 @@ class LossScale:
         self.is_one = False
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Let the update cell see the overflow flag; return the flag."""
+        """Let the update cell change the scale after a step, and return `overflow`."""
         if self.update_cell is None:
             return overflow
         return self.update_cell(self.value, overflow)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of scale and counters."""
+        """Return copies of the scale and of the update cell's counters."""
         counters = {} if self.update_cell is None else self.update_cell.state_dict()
         return {"value": self.value.clone(), "update_cell": counters}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore scale and counters; nothing is changed if anything does not fit.
+        """Restore the scale and the counters, or change nothing if `state_dict` does not fit.
 
         Raises:
             KeyError: If a key is missing or unknown.
@@ -86,7 +87,7 @@ class LossScale:
         self.is_one = number == 1 and self.update_cell is None
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> float:
-        """Raise what `load_state_dict` would raise, and change nothing; return the scale."""
+        """Return the scale in `state_dict`, and raise the errors of `load_state_dict`."""
         _check_mapping("loss_scale", state_dict)
         if set(state_dict) != {"value", "update_cell"}:
             msg = (
@@ -106,8 +107,9 @@ class LossScale:
             self.update_cell.check_state_dict(counters)
         elif counters:
             msg = (
-                "`state_dict` must come from a fixed loss scale, got the counters "
-                f"{sorted(counters)} of an update cell"
+                "`state_dict` of a fixed loss scale must not have counters of an update cell, "
+                f"got {sorted(counters)}; build the step with the update cell that the state was "
+                "saved with"
             )
             raise KeyError(msg)
         return number
@@ -144,7 +146,7 @@ def _check_shape(name: str, tensor: Tensor) -> None:
 
 def _checked_number(number: float) -> float:
     in_range = 0 < number <= torch.finfo(torch.float32).max
-    # A positive number may still round to zero.
+    # A positive number can still round to zero in float32.
     if not in_range or torch.tensor(number, dtype=torch.float32, device="cpu") == 0:
         msg = f"`scale_sense` must be > 0 and finite in float32, got {number}"
         raise ValueError(msg)

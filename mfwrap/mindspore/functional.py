@@ -1,17 +1,22 @@
-"""MindSpore's functions that return gradient functions, over torch's autograd."""
+"""MindSpore's `grad`, `value_and_grad` and `GradOperation`, computed by torch's autograd."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from mfwrap.arguments import check_bool, described
-from mfwrap.mindspore.gradient_call import GradientRequest, checked_weights, gradients_of
+from mfwrap.arguments import check_bool
+from mfwrap.mindspore.gradient_call import (
+    GradientRequest,
+    check_function,
+    checked_weights,
+    gradients_of,
+)
 
 __all__ = ["GradOperation", "grad", "value_and_grad"]
 
 Weights = Tensor | Iterable[Tensor]
-"""One parameter, or several: a list, or what ``module.parameters()`` returns."""
+"""One parameter or several: a list, or the result of ``module.parameters()``."""
 
 
 def grad(
@@ -33,37 +38,40 @@ def grad(
     | ``(0, 1)`` | a list | ((of the first input, of the second), (of each weight, ...)) |
     | ``None`` | ``None`` | ``ValueError`` |
 
-    A tuple of one position is as the position itself. Outputs of any shape count as the sum of
-    their elements. Tensors that `fn` does not depend on have gradients of zeros. ``parameter.grad``
-    is neither read nor written, so `DistributedDataParallel` does not reduce these gradients.
+    A tuple of one position means the same as that position. Outputs that are not scalars are
+    summed. Tensors that `fn` does not depend on have gradients of zeros. ``parameter.grad`` is
+    neither read nor written, so `DistributedDataParallel` does not reduce these gradients.
 
-    Gradients can be differentiated again inside another function of this kind, if an argument
-    requires gradients, or if, without `weights`, `fn` depends on anything else that does: a
-    network's parameters. Otherwise, and under ``torch.no_grad()``, nothing is recorded.
+    Gradients can be differentiated again in three cases: inside another gradient function, if an
+    argument requires gradients, or if `weights` is ``None`` and `fn` depends on other tensors that
+    require gradients, such as a network's parameters. Otherwise, and under ``torch.no_grad()``, no
+    graph is recorded.
 
     Source: MindSpore, ``mindspore.grad``.
 
     Args:
-        fn: A function or module of floating-point tensors that returns a tensor, or tensors
-            nested in tuples and lists.
-        grad_position: Which positional inputs, >= 0 and each once; ``None`` for none.
-        weights: Which parameters; ``None`` for none. They must require gradients.
-        has_aux: Differentiate the first output alone, and return the others beside the gradients.
-            If False, gradients are those of the sum of all outputs.
-        return_ids: Return ``(position, gradient)`` and ``(name, gradient)`` in the place of each
-            gradient.
+        fn: Function or module of floating-point tensors that returns a tensor, or tensors nested
+            in tuples and lists.
+        grad_position: Positions of the inputs to differentiate by, >= 0, without repetition;
+            ``None`` for no input.
+        weights: Parameters to differentiate by, which must require gradients; ``None`` for no
+            parameter.
+        has_aux: Differentiate only the first output, and return the other outputs with the
+            gradients. If False, the sum of all outputs is differentiated.
+        return_ids: Replace each gradient by a pair: ``(position, gradient)`` for inputs,
+            ``(name, gradient)`` for weights.
 
     Returns:
-        A function of the arguments of `fn`: gradients as above, or with `has_aux`
-        ``(gradients, (second output, ...))``.
+        A function that takes the arguments of `fn` and returns gradients as in the table, or with
+        `has_aux` ``(gradients, (second output, ...))``.
 
     Raises:
-        TypeError: If an argument has the wrong type; of the returned function: if an input at
-            `grad_position` is no floating-point tensor, or `fn` returns anything but tensors.
+        TypeError: If an argument has the wrong type. The returned function raises it if an input
+            at `grad_position` is not a floating-point tensor, or `fn` returns anything but tensors.
         ValueError: If both `grad_position` and `weights` are ``None``, a position is negative or
-            given twice, `weights` is empty, or `return_ids` asks for names of weights that `fn`
-            does not have; of the returned function: if there are fewer inputs than positions,
-            `has_aux` finds one output only, or a weight does not require gradients.
+            repeated, `weights` is empty, or `return_ids` is set and a weight is not a parameter of
+            `fn`. The returned function raises it if there are fewer inputs than positions,
+            `has_aux` is set and `fn` has only one output, or a weight does not require gradients.
 
     Example:
         >>> import torch
@@ -93,15 +101,15 @@ def value_and_grad(
     Source: MindSpore, ``mindspore.value_and_grad``.
 
     Args:
-        fn: As for `grad`, like everything that is not described here.
+        fn: As for `grad`.
         grad_position: As for `grad`.
         weights: As for `grad`.
-        has_aux: Differentiate the first output alone.
+        has_aux: Differentiate only the first output.
         return_ids: As for `grad`.
 
     Returns:
-        A function of the arguments of `fn` that returns ``(outputs, gradients)``: all outputs,
-        with `has_aux`, too, as `fn` returns them; detached unless the gradients can be
+        A function that takes the arguments of `fn` and returns ``(outputs, gradients)``. `outputs`
+        are all outputs of `fn`, also with `has_aux`, detached unless the gradients can be
         differentiated again.
 
     Raises:
@@ -127,7 +135,7 @@ def value_and_grad(
 
 @final
 class GradOperation:
-    """Make gradient functions of one kind; MindSpore's older form of `grad`.
+    """Build gradient functions, with MindSpore's older form of `grad`.
 
     | get_all | get_by_list | gradients |
     | --- | --- | --- |
@@ -136,16 +144,15 @@ class GradOperation:
     | False | True | (of each weight, ...) |
     | True | True | ((of each input, ...), (of each weight, ...)) |
 
-    Inputs are the positional ones that are tensors; gradients of integers are zeros.
+    Inputs are the positional arguments that are tensors. Gradients of integers are zeros.
 
     Source: MindSpore, ``ops.GradOperation``.
 
     Args:
-        get_all: Gradients of all inputs.
-        get_by_list: Gradients of weights.
-        sens_param: The gradient function takes one more positional argument, the last one: what
-            the gradients of the outputs are, a number or tensors shaped like the outputs. If
-            False, they are ones.
+        get_all: Differentiate by all inputs.
+        get_by_list: Differentiate by weights.
+        sens_param: The gradient function takes the gradients of the outputs as its last positional
+            argument: a number, or tensors of the outputs' shapes. If False, they are ones.
 
     Raises:
         TypeError: If an argument is not a bool.
@@ -175,16 +182,17 @@ class GradOperation:
 
         Args:
             fn: As for `grad`.
-            weights: With `get_by_list`, which parameters; ``None`` for all of a module `fn` that
-                require gradients. An error without `get_by_list`.
+            weights: Parameters to differentiate by, only with `get_by_list`. ``None`` means all
+                parameters of a module `fn` that require gradients.
 
         Returns:
-            A function of the arguments of `fn`.
+            A function that takes the arguments of `fn` and returns gradients as in the table.
 
         Raises:
             TypeError: As `grad`.
-            ValueError: If `weights` is missing or not asked for; of the returned function: if
-                `sens_param` finds no argument, or one that is shaped otherwise than the outputs.
+            ValueError: If `weights` is given without `get_by_list`, or missing for a `fn` that is
+                not a module. The returned function raises it if `sens_param` is set and there is no
+                argument, or its shape differs from the output's.
         """
         listed = self._weights(fn, weights)
 
@@ -204,9 +212,7 @@ class GradOperation:
         return gradient_function
 
     def _weights(self, fn: Callable[..., Any], weights: Weights | None) -> Any:
-        if not callable(fn):
-            msg = f"`fn` must be a function or module, got {described(fn)}"
-            raise TypeError(msg)
+        check_function(fn)
         if not self.get_by_list:
             if weights is not None:
                 msg = "`weights` must be None without `get_by_list=True`, got weights"

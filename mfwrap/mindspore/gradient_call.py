@@ -1,4 +1,4 @@
-"""One call of a function together with the gradients of its outputs."""
+"""Call a function once and return its outputs together with their gradients."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,37 +20,42 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GradientRequest:
-    """Which gradients are wanted of a function, and how they are nested.
+    """Which gradients of a function to compute, and the structure to return them in.
 
-    Gradients of inputs and those of weights are each bare or a tuple, and a pair if both are
-    wanted.
+    The gradients of the inputs are one tensor or a tuple, and so are those of the weights. If both
+    are asked for, they are returned as a pair.
     """
 
     fn: Callable[..., Any]
+    """Function or module to differentiate."""
+
     positions: int | Sequence[int] | None
-    """Of positional inputs; an int for a bare gradient."""
+    """Positions of the inputs to differentiate by. An int gives a tensor instead of a tuple."""
+
     weights: Tensor | Sequence[Tensor] | None
-    """A tensor for a bare gradient."""
+    """Parameters to differentiate by. A single one gives a tensor instead of a tuple."""
+
     has_aux: bool = False
-    """Only the first output is differentiated."""
+    """Whether only the first output is differentiated."""
+
     names: Sequence[str] | None = None
-    """Of the weights; ``None`` to return gradients without names and positions."""
+    """Names of the weights, returned with the gradients. ``None`` returns gradients only."""
+
     integers_have_zeros: bool = False
-    """Inputs that are no floating-point tensors have gradients of zeros; else they are an error."""
+    """Whether inputs that are not floating-point tensors have gradients of zeros. If False, such an
+    input is an error."""
 
     @classmethod
     def checked(
         cls, fn: Any, grad_position: Any, weights: Any, has_aux: object, return_ids: object
     ) -> Self:
-        """Return a request in MindSpore's terms.
+        """Build a request from the arguments of `mfwrap.grad`.
 
         Raises:
             TypeError: If an argument has the wrong type.
-            ValueError: If an argument is out of range, or nothing is asked for.
+            ValueError: If an argument is out of range, or no gradient is asked for.
         """
-        if not callable(fn):
-            msg = f"`fn` must be a function or module, got {described(fn)}"
-            raise TypeError(msg)
+        check_function(fn)
         if grad_position is None and weights is None:
             msg = "`grad_position` and `weights` must not both be None"
             raise ValueError(msg)
@@ -65,7 +70,7 @@ class GradientRequest:
         )
 
     def nested(self, of_inputs: Sequence[Tensor], of_weights: Sequence[Tensor]) -> Any:
-        """Return gradients in their structure, with ids if wanted."""
+        """Return gradients in the structure of this request."""
         parts = []
         if self.positions is not None:
             ids = None if self.names is None else as_list(self.positions)
@@ -75,71 +80,9 @@ class GradientRequest:
         return parts[0] if len(parts) == 1 else tuple(parts)
 
 
-def as_list(given: Any) -> list[Any]:
-    """Return what is given one by one or bare: nothing for ``None``."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _checked_positions(grad_position: Any) -> int | tuple[int, ...] | None:
-    if grad_position is None:
-        return None
-    positions = grad_position if isinstance(grad_position, tuple) else (grad_position,)
-    for position in positions:
-        if isinstance(position, bool) or not isinstance(position, int):
-            msg = f"`grad_position` must be an int, a tuple of ints or None, got {grad_position!r}"
-            raise TypeError(msg)
-    if not positions or min(positions) < 0 or len(set(positions)) < len(positions):
-        msg = f"`grad_position` must hold positions >= 0, each once, got {grad_position}"
-        raise ValueError(msg)
-    return positions[0] if len(positions) == 1 else positions
-
-
-def checked_weights(weights: Any) -> Tensor | list[Tensor]:
-    """Return one weight, or all of them as a list.
-
-    Raises:
-        TypeError: If anything but tensors is among them.
-        ValueError: If there are none.
-    """
-    if isinstance(weights, Tensor):
-        return weights
-    if not isinstance(weights, Iterable):
-        msg = f"`weights` must be a parameter or a list of parameters, got {described(weights)}"
-        raise TypeError(msg)
-    listed = list(weights)
-    for weight in listed:
-        if not isinstance(weight, Tensor):
-            msg = f"`weights` must hold parameters alone, got {described(weight)}"
-            raise TypeError(msg)
-    if not listed:
-        msg = "`weights` must hold at least one parameter, got none"
-        raise ValueError(msg)
-    return listed
-
-
-def _part(gradients: Sequence[Tensor], ids: Sequence[Any] | None, *, bare: bool) -> Any:
-    part = tuple(gradients) if ids is None else tuple(zip(ids, gradients, strict=True))
-    return part[0] if bare else part
-
-
-def _names(fn: Any, weights: Sequence[Tensor]) -> list[str]:
-    parameters = fn.named_parameters(remove_duplicate=False) if isinstance(fn, nn.Module) else ()
-    names: dict[int, str] = {}
-    for name, parameter in parameters:
-        names.setdefault(id(parameter), name)
-    if any(id(weight) not in names for weight in weights):
-        msg = (
-            "`return_ids=True` needs weights that are parameters of the module `fn`, which knows "
-            f"their names, got {described(fn) if not names else 'weights of another module'}"
-        )
-        raise ValueError(msg)
-    return [names[id(weight)] for weight in weights]
-
-
 _inside: ContextVar[bool] = ContextVar("inside a gradient function", default=False)
-"""Whether what runs now is going to be differentiated by a gradient function around it."""
+"""Whether the current code runs inside the function of an outer `gradients_of`, which will
+differentiate it."""
 
 
 def gradients_of(
@@ -152,18 +95,18 @@ def gradients_of(
     """Call a function once and differentiate it.
 
     Args:
-        request: What is wanted.
+        request: Function, and the gradients to compute.
         args: Positional arguments of the function.
         keywords: Keyword arguments of the function.
-        sens: Gradients of the outputs: a number, or tensors nested like the outputs; ``None`` for
-            ones.
+        sens: Gradients of the outputs: a number, or tensors nested like the outputs. ``None``
+            means ones.
 
     Returns:
-        Outputs of the function as it returns them, and gradients in the structure of `request`.
+        Outputs of the function, and gradients in the structure of `request`.
 
     Raises:
         TypeError: If an input or an output has the wrong type.
-        ValueError: If the request does not fit the call.
+        ValueError: If the request does not fit the arguments or the outputs.
     """
     recording, nested = torch.is_grad_enabled(), _inside.get()
     weights = as_list(request.weights)
@@ -184,10 +127,91 @@ def gradients_of(
     return value, request.nested(gradients[: len(inputs)], gradients[len(inputs) :])
 
 
+def check_function(fn: object) -> None:
+    """Raise ``TypeError`` unless `fn` can be called."""
+    if not callable(fn):
+        msg = f"`fn` must be a function or module, got {described(fn)}"
+        raise TypeError(msg)
+
+
+def checked_weights(weights: Any) -> Tensor | list[Tensor]:
+    """Return a single weight as it is, several as a list.
+
+    Raises:
+        TypeError: If `weights` holds anything but tensors.
+        ValueError: If `weights` is empty.
+    """
+    if isinstance(weights, Tensor):
+        return weights
+    if not isinstance(weights, Iterable):
+        msg = f"`weights` must be a parameter or a list of parameters, got {described(weights)}"
+        raise TypeError(msg)
+    listed = list(weights)
+    for weight in listed:
+        if not isinstance(weight, Tensor):
+            msg = f"`weights` must hold only parameters, got {described(weight)}"
+            raise TypeError(msg)
+    if not listed:
+        msg = "`weights` must hold at least one parameter, got none"
+        raise ValueError(msg)
+    return listed
+
+
+def as_list(given: Any) -> list[Any]:
+    """Return a list of the items, of the single item, or of nothing for ``None``."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _checked_positions(grad_position: Any) -> int | tuple[int, ...] | None:
+    if grad_position is None:
+        return None
+    positions = grad_position if isinstance(grad_position, tuple) else (grad_position,)
+    for position in positions:
+        if isinstance(position, bool) or not isinstance(position, int):
+            msg = f"`grad_position` must be an int, a tuple of ints or None, got {grad_position!r}"
+            raise TypeError(msg)
+    if not positions or min(positions) < 0 or len(set(positions)) < len(positions):
+        msg = f"`grad_position` must hold different positions >= 0, got {grad_position}"
+        raise ValueError(msg)
+    return positions[0] if len(positions) == 1 else positions
+
+
+def _names(fn: Any, weights: Sequence[Tensor]) -> list[str]:
+    parameters = fn.named_parameters(remove_duplicate=False) if isinstance(fn, nn.Module) else ()
+    names: dict[int, str] = {}
+    for name, parameter in parameters:
+        names.setdefault(id(parameter), name)
+    if any(id(weight) not in names for weight in weights):
+        msg = (
+            "`return_ids=True` needs weights that are parameters of the module `fn`, "
+            f"got {described(fn) if not names else 'weights of another module'}"
+        )
+        raise ValueError(msg)
+    return [names[id(weight)] for weight in weights]
+
+
+def _part(gradients: Sequence[Tensor], ids: Sequence[Any] | None, *, bare: bool) -> Any:
+    part = tuple(gradients) if ids is None else tuple(zip(ids, gradients, strict=True))
+    return part[0] if bare else part
+
+
+def _check_trainable(weights: Sequence[Tensor]) -> None:
+    frozen = [index for index, weight in enumerate(weights) if not weight.requires_grad]
+    if frozen:
+        msg = f"`weights` must require gradients, got frozen ones at the indices {frozen}"
+        raise ValueError(msg)
+
+
 def _with_leaves(
     request: GradientRequest, args: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Replace the inputs that are differentiated by tensors that nothing else depends on."""
+    """Replace the inputs to differentiate by with new tensors that nothing else depends on.
+
+    Returns:
+        All arguments with the replacements, and the replacements alone.
+    """
     replaced, inputs = list(args), []
     for position in as_list(request.positions):
         if position >= len(args):
@@ -200,7 +224,8 @@ def _with_leaves(
             msg = f"input {position} of `fn` must be a floating-point tensor, got {kind}"
             raise TypeError(msg)
         if differentiable:
-            # A view keeps the way to whatever the argument itself was computed from.
+            # A view stays connected to the tensors that the argument was computed from, so that
+            # gradients can be differentiated again with respect to those.
             argument = (
                 argument.view_as(argument)
                 if argument.requires_grad and torch.is_grad_enabled()
@@ -212,11 +237,11 @@ def _with_leaves(
 
 
 def _roots(request: GradientRequest, outputs: Any, sens: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that are differentiated, and the gradients of each."""
+    """Return the outputs to differentiate, and the gradient of each."""
     if request.has_aux:
         if not isinstance(outputs, (tuple, list)) or len(outputs) < 2:
-            kind = f"{len(outputs)}" if isinstance(outputs, (tuple, list)) else "a single one"
-            msg = f"`has_aux=True` needs a function of at least two outputs, got {kind}"
+            number = len(outputs) if isinstance(outputs, (tuple, list)) else 1
+            msg = f"`has_aux=True` needs a function with at least two outputs, got {number}"
             raise ValueError(msg)
         outputs = outputs[0]
     roots = pytree.tree_leaves(outputs)
@@ -254,7 +279,8 @@ def _cotangents(roots: Sequence[Tensor], sens: Any) -> list[Tensor]:
 def _differentiate(
     roots: list[Tensor], cotangents: list[Tensor], leaves: list[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    # torch refuses what requires no gradient: integers, or anything if no output depends on it.
+    # torch raises for a leaf that does not require a gradient (integers), and if no output depends
+    # on any leaf. MindSpore's gradients are zeros in both cases.
     wanted = [leaf for leaf in leaves if leaf.requires_grad] if roots else []
     if not wanted:
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -279,11 +305,14 @@ def _is_differentiated_again(
     nested: bool,
     with_weights: bool,
 ) -> bool:
-    """Tell whether the graph of the gradients has to be kept, as far as can be seen.
+    """Return whether the gradients may be differentiated again, so that their graph is needed.
 
-    A training step differentiates with respect to weights and is done: to record it would keep all
-    activations for nothing. Without weights nothing but the function's own graph says whether a
-    network's parameters are to be reached.
+    A training step differentiates with respect to weights and uses the gradients as they are;
+    recording a graph would keep all activations in memory for nothing. The graph is recorded
+
+    - inside another gradient function, and if an argument requires gradients;
+    - without weights, if the function depends on a leaf other than its inputs, such as a network's
+      parameter: the caller may differentiate the result with respect to it.
     """
     own = {id(tensor) for tensor in inputs if tensor.is_leaf}
     if nested or any(
@@ -302,7 +331,7 @@ def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Only the nodes of leaves have a variable.
+        # Only the nodes that accumulate gradients into leaves have a `variable`.
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in own:
             return True
@@ -311,7 +340,7 @@ def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
 
 
 def _value(request: GradientRequest, outputs: Any, *, detached: bool) -> Any:
-    """Return the outputs; what was not differentiated, or cannot be again, without its graph."""
+    """Return the outputs, detached unless they were differentiated and their graph is kept."""
     kept = set()
     if not detached:
         kept = {id(leaf) for leaf in pytree.tree_leaves(outputs[0] if request.has_aux else outputs)}
@@ -324,10 +353,3 @@ def _value(request: GradientRequest, outputs: Any, *, detached: bool) -> Any:
 
 def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _check_trainable(weights: Sequence[Tensor]) -> None:
-    frozen = [index for index, weight in enumerate(weights) if not weight.requires_grad]
-    if frozen:
-        msg = f"`weights` must require gradients, got weights that do not at the places {frozen}"
-        raise ValueError(msg)

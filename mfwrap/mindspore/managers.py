@@ -1,4 +1,4 @@
-"""MindSpore's loss-scale managers: rules whose state is Python numbers on the host."""
+"""MindSpore's loss-scale managers, which keep the loss scale as a Python number on the host."""
 
 import abc
 import sys
@@ -6,12 +6,11 @@ from typing import final
 
 from torch import Tensor
 
-from mfwrap.arguments import check_bool, check_int, described
+from mfwrap.arguments import check_bool, check_int, check_number
 from mfwrap.loss_scale.cells import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
-    check_factor,
 )
 
 __all__ = ["DynamicLossScaleManager", "FixedLossScaleManager", "LossScaleManager"]
@@ -20,48 +19,49 @@ _MAX_CONSECUTIVE_OVERFLOWS = 1000
 
 
 class LossScaleManager(abc.ABC):
-    """Base of the managers: a loss scale, its rule, and the update cell of the same rule.
+    """Base of the managers: a loss scale, and the rule that changes it.
 
-    A loop of one's own reads `get_loss_scale` and calls `update_loss_scale`; a training cell takes
-    `get_update_cell` as its ``scale_sense`` and goes on by itself.
+    In your own training loop, multiply the loss by `get_loss_scale` and call `update_loss_scale`
+    after each step. For a training cell, pass `get_update_cell` as ``scale_sense``: the cell then
+    applies the same rule on the device.
 
     Source: MindSpore, ``amp.LossScaleManager``.
     """
 
     @abc.abstractmethod
     def get_loss_scale(self) -> float:
-        """Return the loss scale, with which the next loss is multiplied."""
+        """Return the loss scale: the factor of the next loss."""
 
     @abc.abstractmethod
     def update_loss_scale(self, overflow: bool | Tensor) -> None:  # noqa: FBT001  (MindSpore's signature)
         """Change the loss scale after a step.
 
         Args:
-            overflow: Whether the gradients of the step were not finite. A tensor is read on the
-                host, which waits for its device.
+            overflow: Whether the gradients of the step were non-finite. A tensor is read on the
+                host, which synchronizes with its device.
         """
 
     @abc.abstractmethod
     def get_update_cell(self) -> LossScaleUpdateCell | None:
-        """Return a new cell that goes on from the loss scale as it is, on the device."""
+        """Return a new update cell that starts from the current loss scale."""
 
     def get_drop_overflow_update(self) -> bool:
-        """Return whether an update is dropped when its gradients overflow."""
+        """Return whether an update with non-finite gradients is skipped."""
         return True
 
 
 @final
 class FixedLossScaleManager(LossScaleManager):
-    """A loss scale that stays.
+    """Keep the loss scale fixed.
 
     Source: MindSpore, ``amp.FixedLossScaleManager``.
 
     Args:
-        loss_scale: >= 1 and finite.
-        drop_overflow_update: What `get_drop_overflow_update` returns. With False there is no
-            update cell: a step that applies overflowing updates, too, is
-            ``TrainOneStepCell(network, optimizer, sens=manager.get_loss_scale())``, whose
-            gradients stay multiplied.
+        loss_scale: The loss scale, >= 1 and finite.
+        drop_overflow_update: Whether updates with non-finite gradients are skipped. With False
+            there is no update cell; use
+            ``TrainOneStepCell(network, optimizer, sens=manager.get_loss_scale())``, which applies
+            every update and leaves the gradients multiplied by the loss scale.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -78,7 +78,8 @@ class FixedLossScaleManager(LossScaleManager):
         loss_scale: float = 128.0,
         drop_overflow_update: bool = True,  # noqa: FBT001, FBT002  (MindSpore's signature)
     ) -> None:
-        self._loss_scale = check_scale("loss_scale", loss_scale)
+        check_number("loss_scale", loss_scale, minimum=1)
+        self._loss_scale = loss_scale
         self._drop_overflow_update = check_bool("drop_overflow_update", drop_overflow_update)
 
     def get_loss_scale(self) -> float:
@@ -88,7 +89,7 @@ class FixedLossScaleManager(LossScaleManager):
         """Do nothing."""
 
     def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
-        """Return a cell of the loss scale; ``None`` with ``drop_overflow_update=False``."""
+        """Return a new cell of this loss scale; ``None`` with ``drop_overflow_update=False``."""
         return FixedLossScaleUpdateCell(self._loss_scale) if self._drop_overflow_update else None
 
     def get_drop_overflow_update(self) -> bool:
@@ -97,18 +98,20 @@ class FixedLossScaleManager(LossScaleManager):
 
 @final
 class DynamicLossScaleManager(LossScaleManager):
-    """Lower the loss scale on overflow, raise it after a row of finite steps.
+    """Lower the loss scale on overflow, and raise it after a row of steps without overflow.
 
-    Overflow: ``max(loss_scale / scale_factor, 1)``. Every `scale_window` steps in a row without
-    overflow: ``loss_scale * scale_factor``, unless that is not finite.
+    - On overflow: ``max(loss_scale / scale_factor, 1)``.
+    - After every `scale_window` consecutive steps without overflow: ``loss_scale * scale_factor``,
+      unless the product is infinite.
 
     Source: MindSpore, ``amp.DynamicLossScaleManager``.
 
     Args:
-        init_loss_scale: Initial loss scale, >= 1 and finite; an int stays one until it falls.
-        scale_factor: >= 1. (MindSpore takes any above 0; below 1 an overflow would raise the
-            scale.)
-        scale_window: Steps in a row without overflow after which the scale grows, >= 1.
+        init_loss_scale: Initial loss scale, >= 1 and finite. An int stays an int until the scale
+            falls.
+        scale_factor: Factor by which the scale grows and falls, >= 1. (MindSpore also accepts
+            factors between 0 and 1, with which an overflow would raise the scale.)
+        scale_window: Number of consecutive steps without overflow before the scale grows, >= 1.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -127,23 +130,24 @@ class DynamicLossScaleManager(LossScaleManager):
     def __init__(
         self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000
     ) -> None:
-        self.loss_scale = check_scale("init_loss_scale", init_loss_scale)
-        """The loss scale as it is."""
-        check_factor(scale_factor)
+        check_number("init_loss_scale", init_loss_scale, minimum=1)
+        check_number("scale_factor", scale_factor, minimum=1)
+        self.loss_scale = init_loss_scale
+        """Current loss scale."""
         self.scale_factor = scale_factor
         self.scale_window = check_int("scale_window", scale_window)
         self.increase_ratio = scale_factor
-        """What the loss scale is multiplied by when it grows."""
+        """Factor of the loss scale when it grows."""
         self.decrease_ratio = 1 / scale_factor
-        """What the loss scale is multiplied by when it falls."""
+        """Factor of the loss scale when it falls."""
         self.bad_step_max = _MAX_CONSECUTIVE_OVERFLOWS
-        """Overflows in a row that are borne."""
+        """Number of consecutive overflows that are tolerated."""
         self.cur_iter = 1
-        """Number of the next update, from 1."""
+        """Number of the next update, counted from 1."""
         self.last_overflow_iter = 0
-        """Last update that overflowed, 0 for none."""
+        """Last update that overflowed; 0 before the first overflow."""
         self.bad_step = 0
-        """Overflows in a row."""
+        """Number of consecutive overflows so far."""
 
     def get_loss_scale(self) -> float:
         return self.loss_scale
@@ -152,14 +156,15 @@ class DynamicLossScaleManager(LossScaleManager):
         """Change the loss scale after a step.
 
         Args:
-            overflow: Whether the gradients of the step were not finite. A tensor is read on the
-                host, which waits for its device.
+            overflow: Whether the gradients of the step were non-finite. A tensor is read on the
+                host, which synchronizes with its device.
 
         Raises:
-            RuntimeError: If more than 1000 updates in a row overflowed; the scale has fallen.
+            RuntimeError: If more than 1000 consecutive updates have overflowed. The scale has been
+                lowered for the last overflow, too.
         """
         if overflow:
-            # The product with the reciprocal, not a quotient: MindSpore's exact number.
+            # MindSpore multiplies by the reciprocal; dividing would give a different last bit.
             self.loss_scale = max(self.loss_scale * self.decrease_ratio, 1)
             self.last_overflow_iter = self.cur_iter
             self.bad_step += 1
@@ -176,25 +181,9 @@ class DynamicLossScaleManager(LossScaleManager):
             msg = (
                 f"{self.bad_step} updates in a row overflowed, more than "
                 f"{self.bad_step_max}, the last one at update {self.cur_iter} with loss "
-                f"scale {self.loss_scale:g} left; find what is not finite before going on"
+                f"scale {self.loss_scale:g} left; find out what is non-finite before you continue"
             )
             raise RuntimeError(msg)
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
         return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)
-
-
-def check_scale(name: str, value: float) -> float:
-    """Return `value` unchanged.
-
-    Raises:
-        TypeError: If it is not an int or float.
-        ValueError: If it is < 1 or not finite.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"`{name}` must be a number, got {described(value)}"
-        raise TypeError(msg)
-    if not 1 <= value <= sys.float_info.max:
-        msg = f"`{name}` must be >= 1 and finite, got {value}"
-        raise ValueError(msg)
-    return value

@@ -1,4 +1,4 @@
-"""MindSpore's loss scalers for a loop of one's own: scale a loss, unscale gradients, adjust."""
+"""MindSpore's loss scalers for your own loop: scale the loss, unscale gradients, adjust."""
 
 import abc
 from collections.abc import Callable
@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mfwrap.arguments import check_int, described
-from mfwrap.mindspore.managers import check_scale
-from mfwrap.step.clipping import has_non_finite
+from mfwrap.arguments import check_int, check_number, described
+from mfwrap.tensors.sharded_norms import has_non_finite
 from mfwrap.tensors.shards import on_device
 
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_finite"]
@@ -19,22 +18,23 @@ _Structure = TypeVar("_Structure")
 
 
 def all_finite(inputs: Any) -> Tensor:
-    """Tell whether no element of any tensor is inf or nan.
+    """Return whether every element of every tensor is finite.
 
-    Looks at this rank alone: gradients that are reduced over ranks are the same on all of them,
-    for others the answers have to be combined before anyone acts on them.
+    Only this rank's tensors are read. That is enough for gradients that are already reduced over
+    ranks, since they are the same on every rank. For any others, combine the answers of all ranks
+    before acting on them.
 
     Source: MindSpore, ``amp.all_finite``.
 
     Args:
-        inputs: A tensor, or tensors nested in tuples, lists and dicts; ``None`` among them is
-            passed over, and integers are finite.
+        inputs: A tensor, or tensors nested in tuples, lists and dicts. ``None`` entries are
+            ignored, and integers are finite.
 
     Returns:
-        Shape ``()``, bool, on the device of the first tensor. Does not wait for it.
+        Shape ``()``, bool, on the device of the first tensor. No synchronization with the device.
 
     Raises:
-        TypeError: If anything else is among `inputs`, or there is no tensor.
+        TypeError: If `inputs` holds anything but tensors and ``None``, or no tensor at all.
 
     Example:
         >>> all_finite((torch.ones(2), [torch.tensor(float("nan"))]))
@@ -49,7 +49,7 @@ def all_finite(inputs: Any) -> Tensor:
 
 
 class LossScaler(abc.ABC):
-    """Base of the scalers: a loss scale on the device, and how it is applied.
+    """Base of the scalers, which apply a loss scale that lives on the device.
 
     Source: MindSpore, ``amp.LossScaler``.
 
@@ -62,43 +62,44 @@ class LossScaler(abc.ABC):
     """
 
     def __init__(self, scale_value: float) -> None:
-        number = check_scale("scale_value", scale_value)
+        number = check_number("scale_value", scale_value, minimum=1)
         if number > torch.finfo(torch.float32).max:
             msg = f"`scale_value` must be finite in float32, got {scale_value}"
             raise ValueError(msg)
         self.scale_value = torch.full((), number, dtype=torch.float32)
-        """Shape ``()``, float32: the loss scale as it is. Another tensor takes its place when it
-        changes, and when it first meets a tensor on an accelerator, one on that."""
+        """Current loss scale: shape ``()``, float32. Each change replaces the tensor, and so does
+        the first input on an accelerator, to whose device the scale moves."""
 
     def scale(self, inputs: _Structure) -> _Structure:
-        """Multiply by the loss scale: the loss, before its gradient is taken.
+        """Multiply the loss by the loss scale, before the backward.
 
         Args:
-            inputs: A floating-point tensor, or such tensors nested in tuples, lists and dicts;
-                ``None`` among them stays.
+            inputs: A floating-point tensor, or such tensors nested in tuples, lists and dicts.
+                ``None`` entries stay.
 
         Returns:
-            New tensors of the same dtypes, on the same devices, in the same structure;
-            differentiable. The product is taken in each tensor's own dtype, so float16 overflows
-            above 65504. Does not wait for the device.
+            New differentiable tensors in the same structure, with the dtypes and devices of
+            `inputs`. Each product is computed in the tensor's own dtype, so float16 overflows above
+            65504. No synchronization with the device.
 
         Raises:
-            TypeError: If anything else is among `inputs`.
+            TypeError: If `inputs` holds anything but floating-point tensors and ``None``.
         """
         return self._multiplied(inputs, lambda scale: scale)
 
     def unscale(self, inputs: _Structure) -> _Structure:
-        """Multiply by the reciprocal of the loss scale: gradients, before they are used.
+        """Divide gradients by the loss scale, after the backward.
 
         Args:
             inputs: As for `scale`.
 
         Returns:
-            As `scale`. In float16 the reciprocal itself becomes zero for scales above 2**24, and
-            with it every gradient, as in MindSpore: keep gradients in float32.
+            As for `scale`. As in MindSpore, the reciprocal of the scale is rounded to the tensor's
+            dtype: in float16 it is zero for scales above 2**24, and so is every gradient. Keep
+            gradients in float32.
 
         Raises:
-            TypeError: If anything else is among `inputs`.
+            TypeError: As `scale`.
         """
         return self._multiplied(inputs, torch.reciprocal)
 
@@ -107,10 +108,11 @@ class LossScaler(abc.ABC):
         """Change the loss scale after a step.
 
         Args:
-            grads_finite: Shape ``()``, bool: what `all_finite` says of the gradients.
+            grads_finite: Whether the gradients of the step are finite, as `all_finite` returns it:
+                shape ``()``, bool.
 
         Returns:
-            Whether this scaler changes its scale at all. Does not wait for the device.
+            Whether this kind of scaler ever changes its scale. No synchronization with the device.
         """
 
     def _multiplied(self, inputs: _Structure, factor_of: Callable[[Tensor], Tensor]) -> _Structure:
@@ -121,21 +123,21 @@ class LossScaler(abc.ABC):
         factor = factor_of(self.scale_value)
 
         def multiplied(leaf: Tensor | None) -> Tensor | None:
-            # In the tensor's own precision, so that half precision rounds as in MindSpore.
+            # In the tensor's own dtype, so that float16 and bfloat16 round as in MindSpore.
             return leaf if leaf is None else leaf * on_device(factor, leaf.device).to(leaf.dtype)
 
         outputs: _Structure = pytree.tree_map(multiplied, inputs)
         return outputs
 
     def _follow(self, tensor: Tensor) -> None:
-        """Move to an accelerator once, instead of copying from the CPU at every call."""
+        """Move the scale to the tensor's accelerator, once, instead of copying it at every call."""
         if self.scale_value.device.type == "cpu":
             self.scale_value = on_device(self.scale_value, tensor.device)
 
 
 @final
 class StaticLossScaler(LossScaler):
-    """A loss scale that stays.
+    """Keep the loss scale fixed.
 
     Source: MindSpore, ``amp.StaticLossScaler``.
 
@@ -162,17 +164,18 @@ class StaticLossScaler(LossScaler):
 
 @final
 class DynamicLossScaler(LossScaler):
-    """Lower the loss scale on overflow, raise it after a row of finite steps.
+    """Lower the loss scale on overflow, and raise it after a row of steps without overflow.
 
-    Not finite: ``max(scale / scale_factor, 1)``. `scale_window` steps in a row that were finite:
-    ``scale * scale_factor``, unless that is not finite.
+    - On overflow: ``max(scale / scale_factor, 1)``.
+    - After `scale_window` consecutive steps with finite gradients: ``scale * scale_factor``, unless
+      the product is infinite.
 
     Source: MindSpore, ``amp.DynamicLossScaler``.
 
     Args:
         scale_value: Initial loss scale, >= 1 and finite.
-        scale_factor: An int, >= 1.
-        scale_window: Steps in a row after which the scale grows, >= 1.
+        scale_factor: Factor by which the scale grows and falls, an int >= 1.
+        scale_window: Number of consecutive finite steps before the scale grows, >= 1.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -189,16 +192,17 @@ class DynamicLossScaler(LossScaler):
         self.scale_factor = check_int("scale_factor", scale_factor)
         self.scale_window = check_int("scale_window", scale_window)
         self.counter = torch.zeros((), dtype=torch.int64)
-        """Shape ``()``, int64: steps in a row that were finite, from 0 again after a window."""
+        """Consecutive finite steps since the last change or window: shape ``()``, int64."""
 
     def adjust(self, grads_finite: bool | Tensor) -> bool:  # noqa: FBT001  (MindSpore's signature)
         """Change the loss scale after a step.
 
         Args:
-            grads_finite: Shape ``()`` or ``(1,)``, bool: what `all_finite` says of the gradients.
+            grads_finite: Whether the gradients of the step are finite, as `all_finite` returns it:
+                shape ``()`` or ``(1,)``, bool.
 
         Returns:
-            True. Does not wait for the device.
+            True. No synchronization with the device.
         """
         if isinstance(grads_finite, Tensor):
             self._follow(grads_finite)
@@ -218,7 +222,7 @@ class DynamicLossScaler(LossScaler):
 
 def _check_tensor(leaf: object) -> Tensor:
     if not isinstance(leaf, Tensor):
-        msg = f"`inputs` must hold tensors alone, got {described(leaf)}"
+        msg = f"`inputs` must hold only tensors, got {described(leaf)}"
         raise TypeError(msg)
     return leaf
 
@@ -226,5 +230,5 @@ def _check_tensor(leaf: object) -> Tensor:
 def _check_inexact(leaf: object) -> None:
     tensor = _check_tensor(leaf)
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        msg = f"`inputs` must hold floating-point tensors, got one of {tensor.dtype}"
+        msg = f"`inputs` must hold floating-point tensors, got a tensor of {tensor.dtype}"
         raise TypeError(msg)

@@ -1,4 +1,4 @@
-"""MindFormers' schedules that begin with a warm-up and go on along a cosine.
+"""MindFormers' schedules that follow a cosine, with and without a warm-up.
 
 In the formulas ``p = (step - warmup_steps) / (total_steps - warmup_steps)``.
 """
@@ -7,16 +7,13 @@ from typing import Any, Unpack, final
 
 from torch.optim import Optimizer
 
+from mfwrap.arguments import check_int, check_number
 from mfwrap.schedules.formula import (
     FormulaLR,
     WarmUp,
     WarmUpLR,
     between,
-    check_number,
-    check_steps,
-    end_of_cosine,
     half_wave,
-    progress,
     run_length,
     steps_of,
 )
@@ -31,48 +28,55 @@ __all__ = [
 
 
 class _WarmUpAndCosineLR(WarmUpLR):
-    """What the schedules have in common that reach `lr_end` at `decay_steps`."""
+    """Base of the two schedules that warm up and follow a cosine until `decay_steps`."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         total_steps: int,
+        *,
         num_cycles: float,
         lr_end: float,
-        decay_steps: int,
+        decay_steps: int | None,
+        decay_ratio: float | None,
         warm_up: WarmUp,
     ) -> None:
-        self._run_ends = run_length(total_steps)
+        length = run_length(total_steps)
+        end = steps_of("decay", decay_steps, decay_ratio, length)
         self.num_cycles = check_number("num_cycles", num_cycles)
         self.lr_end = check_number("lr_end", lr_end)
-        self.decay_steps = decay_steps
-        super().__init__(optimizer, total_steps, **warm_up)
+        # After the run the cosine would rise again.
+        self.decay_steps = length if end is None else min(end, length)
+        super().__init__(optimizer, length, **warm_up)
 
     def rate(self, learning_rate: Any, step: int) -> Any:
-        # MindFormers lets it cut off the warm-up, too.
+        # As in MindFormers, `decay_steps` can even cut off the warm-up.
         return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
 
-    def _cycles_at(self, step: int) -> Any:
-        return self.num_cycles * progress(step, self.warmup_steps, self._run_ends)
+    def _cycles_at(self, step: int) -> float:
+        return self.num_cycles * self.progress(step)
 
 
 @final
 class CosineWithWarmUpLR(_WarmUpAndCosineLR):
-    """Rise to the group's rate, and fall to `lr_end` along a cosine.
+    """Warm up to the group's rate, then fall to `lr_end` along a cosine.
 
+    The rate after the warm-up is
     ``lr_end + (learning_rate - lr_end) * (1 + cos(2 * pi * num_cycles * p)) / 2``.
 
     Source: MindFormers, ``CosineWithWarmUpLR``.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        num_cycles: Waves of the cosine over the run after the warm-up.
+        num_cycles: Number of waves of the cosine between the warm-up and the end of the run; 0.5
+            falls once.
         lr_end: Rate from `decay_steps` on.
-        decay_steps: The step from which on the rate is `lr_end`; by default, and at the latest,
+        decay_steps: Step from which the rate is `lr_end`; by default, and at the latest,
             `total_steps`.
-        decay_ratio: In [0, 1], instead of `decay_steps`: ``int(total_steps * decay_ratio)``.
-        warm_up: As `WarmUpLR`; `warmup_steps` is 0 by default.
+        decay_ratio: `decay_steps` as a share of the run, in [0, 1]:
+            ``int(total_steps * decay_ratio)``. `decay_steps` itself is then ignored.
+        warm_up: Settings of the warm-up; see `WarmUpLR`. `warmup_steps` is 0 by default.
 
     Raises:
         TypeError: As `WarmUpLR`.
@@ -98,8 +102,15 @@ class CosineWithWarmUpLR(_WarmUpAndCosineLR):
         **warm_up: Unpack[WarmUp],
     ) -> None:
         warm_up.setdefault("warmup_steps", 0)
-        last = end_of_cosine(decay_steps, decay_ratio, run_length(total_steps))
-        super().__init__(optimizer, total_steps, num_cycles, lr_end, last, warm_up)
+        super().__init__(
+            optimizer,
+            total_steps,
+            num_cycles=num_cycles,
+            lr_end=lr_end,
+            decay_steps=decay_steps,
+            decay_ratio=decay_ratio,
+            warm_up=warm_up,
+        )
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
         return between(self.lr_end, learning_rate, half_wave(2 * self._cycles_at(step)))
@@ -107,19 +118,21 @@ class CosineWithWarmUpLR(_WarmUpAndCosineLR):
 
 @final
 class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
-    """Rise to the group's rate, and fall to `lr_end` along a cosine, several times over.
+    """Warm up to the group's rate, then fall to `lr_end` along a cosine `num_cycles` times.
 
+    The rate after the warm-up is
     ``lr_end + (learning_rate - lr_end) * (1 + cos(pi * (num_cycles * p % 1))) / 2``.
 
     Source: MindFormers, ``CosineWithRestartsAndWarmUpLR``.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        num_cycles: Falls over the run after the warm-up.
+        num_cycles: Number of falls between the warm-up and the end of the run.
         lr_end: Rate from `decay_steps` on.
-        decay_steps: As `CosineWithWarmUpLR`.
-        warm_up: As `WarmUpLR`.
+        decay_steps: Step from which the rate is `lr_end`; by default, and at the latest,
+            `total_steps`.
+        warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
@@ -145,8 +158,15 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
         decay_steps: int | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        last = end_of_cosine(decay_steps, None, run_length(total_steps))
-        super().__init__(optimizer, total_steps, num_cycles, lr_end, last, warm_up)
+        super().__init__(
+            optimizer,
+            total_steps,
+            num_cycles=num_cycles,
+            lr_end=lr_end,
+            decay_steps=decay_steps,
+            decay_ratio=None,
+            warm_up=warm_up,
+        )
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
         return between(self.lr_end, learning_rate, half_wave(self._cycles_at(step) % 1))
@@ -154,29 +174,30 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
 
 @final
 class ConstantWithCoolDownLR(WarmUpLR):
-    """Rise to the group's rate, keep it, fall to `lr_end1` along a cosine, and end at `lr_end2`.
+    """Warm up to the group's rate, keep it, fall to `lr_end1` along a cosine, end at `lr_end2`.
 
-    With ``p = (step - warmup_steps - keep_steps) / decay_steps`` the fall is
+    With ``p = (step - warmup_steps - keep_steps) / decay_steps`` the rate of the fall is
     ``lr_end1 + (learning_rate - lr_end1) * (1 + cos(2 * pi * num_cycles * p)) / 2``.
 
     Source: MindFormers, ``ConstantWithCoolDownLR``; DeepSeek-V3 Technical Report, 2024, page 23.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         keep_steps: Number of updates at the group's rate after the warm-up, >= 0.
-        decay_steps: Number of updates of the fall, >= 1; by default all that are left of
-            `total_steps`.
-        decay_ratio: In [0, 1], instead of `decay_steps`: ``int(total_steps * decay_ratio)``.
-        total_steps: Number of updates of the run; needed for parts of it.
-        num_cycles: Waves of the cosine over the fall.
+        decay_steps: Number of updates of the fall, >= 1; by default the rest of `total_steps`.
+        decay_ratio: `decay_steps` as a share of the run, in [0, 1]:
+            ``int(total_steps * decay_ratio)``. `decay_steps` itself is then ignored.
+        total_steps: Number of updates of the run. Needed for `warmup_ratio`, `decay_ratio`, and
+            if the length of the fall is not set.
+        num_cycles: Number of waves of the cosine during the fall; 0.5 falls once.
         lr_end1: Rate after the fall.
         final_steps: Number of updates at `lr_end1`, >= 0.
-        lr_end2: Rate after them; ``None`` for `lr_end1`.
-        warm_up: As `WarmUpLR`.
+        lr_end2: Rate after those `final_steps`; ``None`` stays at `lr_end1`.
+        warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
-        ValueError: As `WarmUpLR`, and if neither `total_steps` nor a length of the fall is given.
+        ValueError: As `WarmUpLR`, and if both `total_steps` and the length of the fall are missing.
 
     Example:
         >>> import torch
@@ -203,8 +224,8 @@ class ConstantWithCoolDownLR(WarmUpLR):
         lr_end2: float | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        self.keep_steps = check_steps("keep_steps", keep_steps)
-        self.final_steps = check_steps("final_steps", final_steps)
+        self.keep_steps = check_int("keep_steps", keep_steps, minimum=0)
+        self.final_steps = check_int("final_steps", final_steps, minimum=0)
         self.num_cycles = check_number("num_cycles", num_cycles)
         self.lr_end1 = check_number("lr_end1", lr_end1)
         self.lr_end2 = self.lr_end1 if lr_end2 is None else check_number("lr_end2", lr_end2)
@@ -214,31 +235,31 @@ class ConstantWithCoolDownLR(WarmUpLR):
                 "warmup", warm_up.get("warmup_steps"), warm_up.get("warmup_ratio"), total_steps
             )
             falls = run_length(total_steps) - (warms or 0) - keep_steps - final_steps
-        self.decay_steps = check_steps("decay_steps", falls, at_least=1)
+        self.decay_steps = check_int("decay_steps", falls)
         super().__init__(optimizer, total_steps, **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        since_keeping = step - self.warmup_steps - self.keep_steps
-        if since_keeping >= self.decay_steps:
-            holds = since_keeping < self.decay_steps + self.final_steps
+        fallen = step - self.warmup_steps - self.keep_steps
+        if fallen >= self.decay_steps:
+            holds = fallen < self.decay_steps + self.final_steps
             return self.lr_end1 if holds else self.lr_end2
-        waves = self.num_cycles * max(0, since_keeping) / self.decay_steps
+        waves = self.num_cycles * max(0, fallen) / self.decay_steps
         return between(self.lr_end1, learning_rate, half_wave(2 * waves))
 
 
 @final
 class CosineAnnealingLR(FormulaLR):
-    """Go from the group's rate to `eta_min` and back along a cosine, over and over.
+    """Swing between the group's rate and `eta_min` along a cosine.
 
-    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * step / t_max)) / 2``.
+    The rate is ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * step / t_max)) / 2``.
 
     Source: MindFormers, ``CosineAnnealingLR``; Loshchilov and Hutter, SGDR, 2017.
 
     Args:
-        optimizer: Whose rates are set.
-        t_max: Number of updates from one end to the other, >= 1.
-        eta_min: The lower end.
-        last_epoch: Step to go on after; -1 to begin.
+        optimizer: Optimizer whose learning rates the schedule sets.
+        t_max: Number of updates of one fall or one rise, >= 1.
+        eta_min: Lowest rate, >= 0.
+        last_epoch: Last step of an earlier run to continue from; -1 starts at step 0.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -255,7 +276,7 @@ class CosineAnnealingLR(FormulaLR):
     def __init__(
         self, optimizer: Optimizer, *, t_max: int, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
-        self.t_max = check_steps("t_max", t_max, at_least=1)
+        self.t_max = check_int("t_max", t_max)
         self.eta_min = check_number("eta_min", eta_min)
         super().__init__(optimizer, last_epoch)
 
@@ -265,18 +286,19 @@ class CosineAnnealingLR(FormulaLR):
 
 @final
 class CosineAnnealingWarmRestarts(FormulaLR):
-    """Fall from the group's rate to `eta_min` along a cosine, over and over.
+    """Fall from the group's rate to `eta_min` along a cosine, then restart.
 
+    The rate is
     ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * since_restart / period)) / 2``.
 
     Source: MindFormers, ``CosineAnnealingWarmRestarts``; Loshchilov and Hutter, SGDR, 2017.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         t_0: Number of updates of the first period, >= 1.
-        t_mult: By how much each period is longer than the one before, >= 1.
-        eta_min: The lower end.
-        last_epoch: Step to go on after; -1 to begin.
+        t_mult: Factor by which each period is longer than the previous one, >= 1.
+        eta_min: Lowest rate, >= 0.
+        last_epoch: Last step of an earlier run to continue from; -1 starts at step 0.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -299,13 +321,13 @@ class CosineAnnealingWarmRestarts(FormulaLR):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        self.t_0 = check_steps("t_0", t_0, at_least=1)
-        self.t_mult = check_steps("t_mult", t_mult, at_least=1)
+        self.t_0 = check_int("t_0", t_0)
+        self.t_mult = check_int("t_mult", t_mult)
         self.eta_min = check_number("eta_min", eta_min)
         super().__init__(optimizer, last_epoch)
 
     def rate(self, learning_rate: Any, step: int) -> Any:
-        # Integers, because a logarithm in float32 misses some restarts by one period.
+        # In integers: a logarithm in float32 misses some restarts by one period.
         period, since_restart = self.t_0, step
         if self.t_mult == 1:
             since_restart = step % period

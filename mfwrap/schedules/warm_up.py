@@ -1,20 +1,11 @@
-"""MindFormers' schedules that begin with a warm-up and go on without a cosine."""
+"""MindFormers' schedules that warm up and then stay constant, or fall along a line or a power."""
 
 from typing import Any, Unpack, final
 
 from torch.optim import Optimizer
 
-from mfwrap.arguments import check_positive_number
-from mfwrap.schedules.formula import (
-    WarmUp,
-    WarmUpLR,
-    between,
-    check_number,
-    check_steps,
-    progress,
-    run_length,
-    steps_of,
-)
+from mfwrap.arguments import check_int, check_number, check_positive_number
+from mfwrap.schedules.formula import WarmUp, WarmUpLR, between, run_length, steps_of
 
 __all__ = [
     "ConstantWarmUpLR",
@@ -26,14 +17,14 @@ __all__ = [
 
 @final
 class ConstantWarmUpLR(WarmUpLR):
-    """Rise to the group's rate, and keep it.
+    """Warm up to the group's rate and stay there.
 
     Source: MindFormers, ``ConstantWarmUpLR``.
 
     Args:
-        optimizer: Whose rates are set.
-        total_steps: As `WarmUpLR`.
-        warm_up: As `WarmUpLR`.
+        optimizer: Optimizer whose learning rates the schedule sets.
+        total_steps: Number of updates of the run; only `warmup_ratio` needs it.
+        warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
@@ -58,16 +49,17 @@ class ConstantWarmUpLR(WarmUpLR):
 
 @final
 class LinearWithWarmUpLR(WarmUpLR):
-    """Rise to the group's rate, and fall to 0 at `total_steps`: ``learning_rate * (1 - p)``.
+    """Warm up to the group's rate, then fall linearly to 0 at `total_steps`.
 
+    The rate after the warm-up is ``learning_rate * (1 - p)`` with
     ``p = (step - warmup_steps) / (total_steps - warmup_steps)``.
 
     Source: MindFormers, ``LinearWithWarmUpLR``.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        warm_up: As `WarmUpLR`.
+        warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
@@ -83,28 +75,28 @@ class LinearWithWarmUpLR(WarmUpLR):
     def __init__(
         self, optimizer: Optimizer, *, total_steps: int, **warm_up: Unpack[WarmUp]
     ) -> None:
-        self._run_ends = run_length(total_steps)
-        super().__init__(optimizer, total_steps, **warm_up)
+        super().__init__(optimizer, run_length(total_steps), **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        return learning_rate * max(0.0, 1 - progress(step, self.warmup_steps, self._run_ends))
+        return learning_rate * max(0.0, 1 - self.progress(step))
 
 
 @final
 class PolynomialWithWarmUpLR(WarmUpLR):
-    """Rise to the group's rate, and fall to `lr_end` along a power.
+    """Warm up to the group's rate, then fall to `lr_end` along a power.
 
+    The rate after the warm-up is
     ``lr_end + (learning_rate - lr_end) * (1 - (step - warmup_steps) / decay_steps) ** power``.
 
     Source: MindFormers, ``PolynomialWithWarmUpLR``.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        lr_end: Rate after the fall and after the run, below that of each group.
-        power: > 0.
-        decay_steps: Number of updates of the fall, >= 1; by default all after the warm-up.
-        warm_up: As `WarmUpLR`.
+        lr_end: Rate after the fall and after the run; must be below the rate of each group.
+        power: Exponent, > 0.
+        decay_steps: Number of updates of the fall, >= 1; by default all updates after the warm-up.
+        warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
@@ -128,46 +120,41 @@ class PolynomialWithWarmUpLR(WarmUpLR):
         decay_steps: int | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        self._run_ends = run_length(total_steps)
         self.lr_end = check_number("lr_end", lr_end)
         self.power = check_positive_number("power", power, finite=True)
-        self.decay_steps = decay_steps
-        if decay_steps is not None:
-            check_steps("decay_steps", decay_steps, at_least=1)
+        self.decay_steps = None if decay_steps is None else check_int("decay_steps", decay_steps)
         for group in optimizer.param_groups:
             if not group.get("initial_lr", group["lr"]) > self.lr_end:
                 msg = f"`lr_end` must be below the rate {group['lr']} of each group, got {lr_end}"
                 raise ValueError(msg)
-        super().__init__(optimizer, total_steps, **warm_up)
+        super().__init__(optimizer, run_length(total_steps), **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        ends = self._run_ends
-        if self.decay_steps is not None:
-            ends = self.warmup_steps + self.decay_steps
-        fallen = progress(step, self.warmup_steps, ends)
-        if fallen >= 1 or step > self._run_ends:
+        end = None if self.decay_steps is None else self.warmup_steps + self.decay_steps
+        fallen = self.progress(step, until=end)
+        if fallen >= 1 or step > run_length(self.total_steps):
             return self.lr_end
         return between(self.lr_end, learning_rate, (1 - fallen) ** self.power)
 
 
 @final
 class WarmUpStableDecayLR(WarmUpLR):
-    """Rise to the group's rate, keep it, and fall to `lr_end` at `total_steps` linearly.
+    """Warm up to the group's rate, stay there, then fall linearly to `lr_end` at `total_steps`.
 
     Source: MindFormers, ``WarmUpStableDecayLR``.
 
     Args:
-        optimizer: Whose rates are set.
+        optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
         lr_end: Rate from `total_steps` on.
-        decay_start_steps: The step from which on the rate falls.
-        decay_start_ratio: In [0, 1], instead of `decay_start_steps`:
-            ``int(total_steps * decay_start_ratio)``.
-        warm_up: As `WarmUpLR`.
+        decay_start_steps: Step at which the fall begins.
+        decay_start_ratio: Begin of the fall as a share of the run, in [0, 1]: the fall begins at
+            step ``int(total_steps * decay_start_ratio)``, and `decay_start_steps` is ignored.
+        warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
-        TypeError: As `WarmUpLR`, and if neither `decay_start_steps` nor `decay_start_ratio` is
-            given.
+        TypeError: As `WarmUpLR`, and if both `decay_start_steps` and `decay_start_ratio` are
+            missing.
         ValueError: As `WarmUpLR`, and if the fall begins before the warm-up ends or after the run.
 
     Example:
@@ -190,26 +177,27 @@ class WarmUpStableDecayLR(WarmUpLR):
         decay_start_ratio: float | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        self._run_ends = run_length(total_steps)
+        length = run_length(total_steps)
         self.lr_end = check_number("lr_end", lr_end)
-        starts = steps_of("decay_start", decay_start_steps, decay_start_ratio, total_steps)
+        starts = steps_of("decay_start", decay_start_steps, decay_start_ratio, length)
         if starts is None:
-            msg = "`decay_start_steps` must be an int, got None; give it or `decay_start_ratio`"
-            raise TypeError(msg)
-        warms = steps_of(
-            "warmup", warm_up.get("warmup_steps"), warm_up.get("warmup_ratio"), total_steps
-        )
-        if not (warms or 0) <= starts <= total_steps:
             msg = (
-                f"`decay_start_steps` must be in [{warms}, {total_steps}], from the end of the "
-                f"warm-up to that of the run, got {starts}"
+                "`decay_start_steps` must be an int, got None; set `decay_start_steps` or "
+                "`decay_start_ratio`"
+            )
+            raise TypeError(msg)
+        warms = steps_of("warmup", warm_up.get("warmup_steps"), warm_up.get("warmup_ratio"), length)
+        if not (warms or 0) <= starts <= length:
+            msg = (
+                f"`decay_start_steps` must be in [{warms}, {length}], between the end of the "
+                f"warm-up and the end of the run, got {starts}"
             )
             raise ValueError(msg)
         self.decay_start_steps = starts
-        super().__init__(optimizer, total_steps, **warm_up)
+        super().__init__(optimizer, length, **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        if step >= self._run_ends:
+        if step >= run_length(self.total_steps):
             return self.lr_end
-        fallen = max(0.0, progress(step, self.decay_start_steps, self._run_ends))
+        fallen = max(0.0, self.progress(step, since=self.decay_start_steps))
         return between(self.lr_end, learning_rate, 1 - fallen)

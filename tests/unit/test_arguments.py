@@ -1,57 +1,66 @@
-"""Checks of arguments: what passes, what is raised, and what the message says."""
+"""Checks of arguments return the value, or raise an error with name, requirement and value."""
 
 import math
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.arguments import check_bool, check_int, check_positive_number, described
+from mfwrap.arguments import (
+    check_bool,
+    check_int,
+    check_number,
+    check_positive_number,
+    check_real,
+    described,
+)
 
 
 def test_described_gives_value_and_type():
-    """A string and a number that look alike are told apart."""
+    """The type distinguishes a string from a number that looks the same."""
     assert described("3") == "'3' of type str"
     assert described(3) == "3 of type int"
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_check_bool_returns_a_bool(value):
-    """A bool comes back as it is."""
+    """A bool is returned unchanged."""
     assert check_bool("flag", value) is value
 
 
 @pytest.mark.parametrize("value", [0, 1, "True", None, 1.0])
 def test_check_bool_refuses_anything_else(value):
-    """What is only truthy or falsy is no bool."""
+    """Other truthy or falsy values are a TypeError."""
     with pytest.raises(TypeError, match="`flag` must be a bool, got"):
         check_bool("flag", value)
 
 
 @given(st.integers(min_value=1))
 def test_check_int_returns_an_int(value):
-    """An int from 1 on comes back as it is."""
+    """An int >= 1 is returned unchanged."""
     assert check_int("count", value) == value
 
 
 @given(st.integers(max_value=0))
 def test_check_int_refuses_ints_below_1(value):
-    """Zero and negative ints are out of range."""
+    """Zero and negative ints are a ValueError."""
     with pytest.raises(ValueError, match=f"`count` must be >= 1, got {value}$"):
         check_int("count", value)
 
 
 @pytest.mark.parametrize("value", [2.0, True, "2", None])
 def test_check_int_refuses_other_types(value):
-    """A float that is whole, a bool and a string are no ints."""
+    """A whole float, a bool and a string are a TypeError."""
     with pytest.raises(TypeError, match=r"`count` must be an int, got .* of type"):
         check_int("count", value)
 
 
 @given(st.integers(1, 10**300) | st.floats(min_value=0, exclude_min=True, allow_infinity=False))
 def test_check_positive_number_returns_a_float(value):
-    """An int or float above 0 comes back as a float of the same value."""
+    """An int or float > 0 is returned as a float of the same value."""
     for finite in (False, True):
         number = check_positive_number("norm", value, finite=finite)
 
@@ -61,13 +70,13 @@ def test_check_positive_number_returns_a_float(value):
 
 @given(st.integers(max_value=0) | st.floats(max_value=0) | st.just(math.nan))
 def test_check_positive_number_refuses_numbers_not_above_0(value):
-    """Zero, negative numbers and nan are out of range."""
+    """Zero, negative numbers and nan are a ValueError."""
     with pytest.raises(ValueError, match=f"`norm` must be > 0, got {re.escape(str(value))}$"):
         check_positive_number("norm", value)
 
 
 def test_check_positive_number_takes_infinity_unless_it_must_be_finite():
-    """An infinite limit means none; an infinite scale is refused."""
+    """Infinity is allowed by default and a ValueError with ``finite=True``."""
     assert check_positive_number("norm", math.inf) == math.inf
     with pytest.raises(ValueError, match="`scale` must be > 0 and finite, got inf"):
         check_positive_number("scale", math.inf, finite=True)
@@ -75,13 +84,42 @@ def test_check_positive_number_takes_infinity_unless_it_must_be_finite():
 
 @pytest.mark.parametrize("value", [10**400, -(10**400)], ids=["positive", "negative"])
 def test_check_positive_number_refuses_an_int_that_no_float_holds(value):
-    """An int beyond the largest float is out of range, no OverflowError."""
+    """An int beyond the largest float is a ValueError, not an OverflowError."""
     with pytest.raises(ValueError, match="`scale` must be"):
         check_positive_number("scale", value, finite=True)
 
 
 @pytest.mark.parametrize("value", ["1.0", None, True, 1j, [1.0]])
 def test_check_positive_number_refuses_other_types(value):
-    """A bool, a string and a complex number are no numbers here."""
+    """A bool, a string and a complex number are a TypeError."""
     with pytest.raises(TypeError, match=r"`norm` must be a number, got .* of type"):
         check_positive_number("norm", value)
+
+
+@given(st.integers(2, 10**300) | st.floats(min_value=2, allow_infinity=False))
+def test_check_number_returns_a_float(value):
+    """A finite number from the minimum on comes back as a float of the same value."""
+    number = check_number("rate", value, minimum=2)
+
+    assert isinstance(number, float)
+    assert number == float(value)
+
+
+@pytest.mark.parametrize("value", [-0.1, math.inf, math.nan, 10**400])
+def test_check_number_refuses_numbers_out_of_range(value):
+    """A negative, infinite or undefined number, or one that no float can hold, is a ValueError."""
+    with pytest.raises(ValueError, match="`rate` must be >= 0 and finite, got"):
+        check_number("rate", value)
+
+
+@pytest.mark.parametrize("value", ["1", None, True])
+def test_check_real_refuses_other_types(value):
+    """A string, ``None`` and a bool are a TypeError."""
+    with pytest.raises(TypeError, match="`rate` must be a number, got"):
+        check_real("rate", value)
+
+
+def test_check_real_accepts_every_real_number():
+    """NumPy's scalars and fractions are real numbers, too."""
+    for value in (1, 0.5, np.float32(0.5), Fraction(1, 3)):
+        assert check_real("rate", value) is value

@@ -426,9 +426,9 @@ def test_copy_to_by_position(of_module):
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        (nn.Linear(3, 2, bias=False), KeyError, "`parameters` .* no 'bias'"),
+        (nn.Linear(3, 2, bias=False), KeyError, "`parameters` .*missing: 'bias'"),
         (nn.Linear(3, 3), ValueError, "`parameters` must be like .2, 3. .* at 'weight'"),
-        (nn.Sequential(nn.Linear(3, 2)), KeyError, "`parameters` .* no 'weight'"),
+        (nn.Sequential(nn.Linear(3, 2)), KeyError, "`parameters` .*missing: 'weight'"),
         ([torch.zeros(2, 3)], ValueError, "`parameters` must be 2 tensors, got 1"),
         ([torch.zeros(2, 3), torch.zeros(3)], ValueError, "`parameters` must be like .2,."),
         ([torch.zeros(2, 3), 1.0], TypeError, "`parameters` must be floating-point tensors"),
@@ -516,13 +516,13 @@ def removed(*path: str):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (removed("averages"), KeyError, "`state` .*missing are .'averages'."),
-        (removed("counters"), KeyError, "`state` .*missing are .'counters'."),
-        (removed("averages", "norm.bias"), KeyError, "`averages` .*missing are .'norm.bias'."),
-        (removed("buffers", COPIED[0]), KeyError, "`buffers` .*missing are .'norm.running_mean'."),
-        (removed("counters", "num_calls"), KeyError, "`counters` .*missing are .'num_calls'."),
-        (replaced("averages", "other", torch.ones(4)), KeyError, "`averages` .*unknown .'other'."),
-        (lambda state: state.update(decay=0.9), KeyError, "`state` .*unknown .'decay'."),
+        (removed("averages"), KeyError, "`state` .*missing: .'averages'."),
+        (removed("counters"), KeyError, "`state` .*missing: .'counters'."),
+        (removed("averages", "norm.bias"), KeyError, "`averages` .*missing: .'norm.bias'."),
+        (removed("buffers", COPIED[0]), KeyError, "`buffers` .*missing: .'norm.running_mean'."),
+        (removed("counters", "num_calls"), KeyError, "`counters` .*missing: .'num_calls'."),
+        (replaced("averages", "other", torch.ones(4)), KeyError, "`averages` .*unknown: .'other'."),
+        (lambda state: state.update(decay=0.9), KeyError, "`state` .*unknown: .'decay'."),
         (lambda state: state.update(averages=[]), TypeError, "`averages` must be a mapping"),
         (replaced("averages", "norm.bias", torch.ones(5)), ValueError, "`averages` .*'norm.bias'"),
         (replaced("averages", "norm.bias", 1.0), TypeError, "`averages` .*tensor at 'norm.bias'"),

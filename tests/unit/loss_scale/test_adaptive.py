@@ -237,8 +237,8 @@ def test_a_state_of_more_windows_is_refused_and_changes_nothing():
 
 
 def test_a_window_that_is_not_listed_is_replaced_with_a_warning():
-    """MindFormers starts with the smallest window and says so; so do we."""
-    with pytest.warns(UserWarning, match=r"`scale_window` 25 is not .* with 20") as seen:
+    """A window that is not listed is replaced by the shortest one, with a warning."""
+    with pytest.warns(UserWarning, match=r"`scale_window` 25 is not .*; 20 is used") as seen:
         cell = AdaptiveLossScaleUpdateCell(1024.0, 2, 25)
 
     assert cell.scale_window == 20

@@ -269,7 +269,7 @@ def test_a_scale_without_a_cell_refuses_counters():
     """A fixed run does not go on from a dynamic one without a word."""
     scale = LossScale(8.0, CPU)
 
-    with pytest.raises(KeyError, match="must come from a fixed loss scale"):
+    with pytest.raises(KeyError, match="of a fixed loss scale must not have counters"):
         scale.load_state_dict(dynamic().state_dict() | {"value": torch.tensor(4.0)})
     assert scale.value == 8.0
 

@@ -241,14 +241,18 @@ def test_names_of_weights_are_the_modules():
 WRONG = {
     "fn": (lambda: grad(3), TypeError, "`fn` must be a function or module, got 3 of type int"),
     "both none": (lambda: grad(network(), None), ValueError, "must not both be None"),
-    "negative": (lambda: grad(network(), -1), ValueError, "positions >= 0, each once, got -1"),
-    "twice": (lambda: grad(network(), (0, 0)), ValueError, r"each once, got \(0, 0\)"),
+    "negative": (lambda: grad(network(), -1), ValueError, "different positions >= 0, got -1"),
+    "twice": (
+        lambda: grad(network(), (0, 0)),
+        ValueError,
+        r"different positions >= 0, got \(0, 0\)",
+    ),
     "empty": (lambda: grad(network(), ()), ValueError, "positions >= 0"),
     "bool": (lambda: grad(network(), (True,)), TypeError, "`grad_position` must be an int"),
     "float": (lambda: grad(network(), 0.0), TypeError, "`grad_position` must be an int"),
     "list": (lambda: grad(network(), [0]), TypeError, "`grad_position` must be an int"),
     "no weights": (lambda: grad(network(), 0, []), ValueError, "at least one parameter, got none"),
-    "names": (lambda: grad(network(), 0, ["fc"]), TypeError, "parameters alone, got 'fc'"),
+    "names": (lambda: grad(network(), 0, ["fc"]), TypeError, "only parameters, got 'fc'"),
     "weights": (lambda: grad(network(), 0, 5), TypeError, "must be a parameter or a list"),
     "has_aux": (lambda: grad(network(), has_aux=1), TypeError, "`has_aux` must be a bool"),
     "ids": (lambda: grad(network(), return_ids=1), TypeError, "`return_ids` must be a bool"),
@@ -271,7 +275,7 @@ WRONG = {
     "one output": (
         lambda: grad(torch.sin, has_aux=True)(X),
         ValueError,
-        "at least two outputs, got a single one",
+        "at least two outputs, got 1",
     ),
     "no tensor": (lambda: grad(str)(X), TypeError, "must return tensors"),
     "get_all": (lambda: GradOperation(get_all=1), TypeError, "`get_all` must be a bool"),
@@ -316,7 +320,7 @@ def test_frozen_weights_are_refused():
     """A weight without gradients would get zeros that mean nothing."""
     model = layers()
     model[0].weight.requires_grad = False
-    with pytest.raises(ValueError, match=r"must require gradients, .* at the places \[0\]"):
+    with pytest.raises(ValueError, match=r"must require gradients, .* at the indices \[0\]"):
         grad(model, None, model.parameters())(inputs(2, 3))
 
 

@@ -212,9 +212,12 @@ def test_a_scaled_loss_is_differentiable_after_an_adjustment():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (3.0, "`inputs` must hold tensors alone, got 3.0 of type float"),
-        ([torch.ones(1), "x"], "`inputs` must hold tensors alone, got 'x'"),
-        ((torch.ones(1), torch.ones(1).long()), "floating-point tensors, got one of torch.int64"),
+        (3.0, "`inputs` must hold only tensors, got 3.0 of type float"),
+        ([torch.ones(1), "x"], "`inputs` must hold only tensors, got 'x'"),
+        (
+            (torch.ones(1), torch.ones(1).long()),
+            "floating-point tensors, got a tensor of torch.int64",
+        ),
     ],
     ids=["number", "text", "integers"],
 )

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.optim import lr_scheduler as torch_schedules
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
-from mfwrap.schedules.names import (
+from mfwrap.schedules import (
     SCHEDULES,
     ConstantWarmUpLR,
     ConstantWithCoolDownLR,
