@@ -41,7 +41,7 @@ def count_host_reads(step: Callable[[], None]) -> int:
 
 class _Traffic(TorchDispatchMode):
     def __init__(self, larger_than: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # (torch has no annotations here)
         self._larger_than = larger_than
         self.num_bytes = 0
 

@@ -75,7 +75,7 @@ def plain_step(network: nn.Module) -> Step:
         if isinstance(network, DistributedDataParallel):
             network.require_backward_grad_sync = last
         else:
-            network.set_requires_gradient_sync(last)  # type: ignore[operator]
+            network.set_requires_gradient_sync(last)  # type: ignore[operator]  # (a method that fully_shard adds)
 
     def step(batches: list[Tensor]) -> None:
         for index, batch in enumerate(batches):

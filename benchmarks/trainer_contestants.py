@@ -156,9 +156,9 @@ class Lightning(Contestant):
 
     def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
         from lightning.pytorch import LightningModule  # noqa: PLC0415  (may not be installed)
-        from lightning.pytorch import Trainer as LightningTrainer  # noqa: PLC0415
-        from lightning.pytorch.callbacks import Callback, WeightAveraging  # noqa: PLC0415
-        from lightning.pytorch.utilities import grad_norm  # noqa: PLC0415
+        from lightning.pytorch import Trainer as LightningTrainer  # noqa: PLC0415  (may not be installed)
+        from lightning.pytorch.callbacks import Callback, WeightAveraging  # noqa: PLC0415  (may not be installed)
+        from lightning.pytorch.utilities import grad_norm  # noqa: PLC0415  (may not be installed)
 
         class Module(LightningModule):
             def __init__(self) -> None:

@@ -76,7 +76,7 @@ CALLS = {
     "clip_by_global_norm(grads, 1.0, use_norm=5.0)": lambda: clip_by_global_norm(
         GRADIENTS, 1.0, use_norm=5.0
     ),
-    "clip_by_global_norm(grads, True)": lambda: clip_by_global_norm(GRADIENTS, True),  # noqa: FBT003
+    "clip_by_global_norm(grads, True)": lambda: clip_by_global_norm(GRADIENTS, True),  # noqa: FBT003  (by position, as in MindSpore)
     "clip_by_global_norm((), 1.0)": lambda: clip_by_global_norm((), 1.0),
     "ClipGradNorm(0)": lambda: mf_cell(max_grad_norm=0),
     "ClipGradNorm('a')": lambda: mf_cell(max_grad_norm="a"),

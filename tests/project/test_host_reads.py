@@ -20,7 +20,7 @@ READS = {
     "to by word": lambda: VECTOR.to("cpu"),
     "to by device": lambda: VECTOR.to(torch.device("cpu")),
     "to by keyword": lambda: VECTOR.to(device="cpu", dtype=torch.float64),
-    "to, blocking": lambda: VECTOR.to("cpu", torch.float64, False),  # noqa: FBT003
+    "to, blocking": lambda: VECTOR.to("cpu", torch.float64, False),  # noqa: FBT003  (the case under test)
     "bool": lambda: bool(SCALAR),
     "not": lambda: not SCALAR,
     "float": lambda: float(SCALAR),
@@ -60,7 +60,7 @@ NO_READS = {
     "index_select": lambda: VECTOR[COUNTS],
     "to another type": lambda: VECTOR.to(torch.float64),
     "to without waiting": lambda: VECTOR.to("cpu", non_blocking=True),
-    "to without waiting, by position": lambda: VECTOR.to("cpu", torch.float64, True),  # noqa: FBT003
+    "to without waiting, by position": lambda: VECTOR.to("cpu", torch.float64, True),  # noqa: FBT003  (the case under test)
     "copy without waiting": lambda: torch.empty(3).copy_(VECTOR, non_blocking=True),
     "repeat_interleave of known size": lambda: VECTOR.repeat_interleave(COUNTS, output_size=3),
 }

@@ -42,7 +42,7 @@ def snippets(text: str) -> list[Snippet]:
 def run(page: Path, blocks: list[Snippet], namespace: dict) -> None:
     """Run blocks in order, with the page's own line numbers in tracebacks."""
     for block in blocks:
-        exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)  # noqa: S102
+        exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)  # noqa: S102  (our own documentation)
 
 
 def test_readme_has_snippets():

@@ -213,7 +213,7 @@ class _Rest:
 
     def state_dict(self) -> dict[str, Any]:
         state = self._trainer.state
-        numpy_state = np.random.get_state()  # noqa: NPY002
+        numpy_state = np.random.get_state()  # noqa: NPY002  (a checkpoint holds its state)
         rest = {
             # As text, in which a NaN equals a NaN and every bit of a number shows.
             "log": json.dumps(logged(self._trainer), sort_keys=True),

@@ -230,11 +230,11 @@ class Telling(TrainerCallback):
     def on_step_end(self, args, state, _control, **_: Any) -> None:
         """Tell whoever listens to rank 0."""
         if args.process_index == 0:
-            print(f"step {state.global_step}", flush=True)  # noqa: T201
+            print(f"step {state.global_step}", flush=True)  # noqa: T201  (the test reads this process's output)
 
     def on_save(self, _args, state, _control, **_: Any) -> None:
         """Tell on all ranks."""
-        print(f"saved checkpoint-{state.global_step}", flush=True)  # noqa: T201
+        print(f"saved checkpoint-{state.global_step}", flush=True)  # noqa: T201  (the test reads this process's output)
 
 
 def _train_under_torchrun(folder: Path) -> None:

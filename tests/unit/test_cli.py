@@ -232,6 +232,6 @@ def test_on_two_processes(recipe, launcher, tmp_path):
 
 
 def _weights(folder):
-    from safetensors.torch import load_file  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415  (only this test needs it)
 
     return load_file(folder / "model" / "model.safetensors")

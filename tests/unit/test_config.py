@@ -56,7 +56,7 @@ def test_settings_cannot_be_changed():
 def test_settings_are_given_by_keyword():
     """Nine settings in a row say nothing to a reader."""
     with pytest.raises(TypeError, match="positional"):
-        StepConfig(True)  # noqa: FBT003
+        StepConfig(True)  # noqa: FBT003  (the positional argument is the mistake under test)
 
 
 def test_an_unknown_keyword_is_refused():

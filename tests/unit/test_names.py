@@ -18,7 +18,7 @@ from mfwrap.schedules import names as schedules
 def test_an_import_says_what_to_write(name):
     """``from mfwrap import`` such a name is an error with the whole sentence."""
     with pytest.raises(ImportError, match=f"^mfwrap has no `{name}`; write ") as raised:
-        exec(f"from mfwrap import {name}", {})  # noqa: S102
+        exec(f"from mfwrap import {name}", {})  # noqa: S102  (the test's own text)
     assert ABSENT_NAMES[name] in str(raised.value)
     with pytest.raises(ImportError, match=re.escape(ABSENT_NAMES[name])):
         getattr(mfwrap, name)
@@ -27,9 +27,9 @@ def test_an_import_says_what_to_write(name):
 def test_any_other_name_is_an_ordinary_error():
     """A typo is what it is in every module."""
     with pytest.raises(ImportError, match="cannot import name 'PipelineCel'"):
-        exec("from mfwrap import PipelineCel", {})  # noqa: S102
+        exec("from mfwrap import PipelineCel", {})  # noqa: S102  (the test's own text)
     with pytest.raises(AttributeError, match="module 'mfwrap' has no attribute 'PipelineCel'"):
-        mfwrap.PipelineCel  # noqa: B018
+        mfwrap.PipelineCel  # noqa: B018  (reading the attribute raises)
     assert not hasattr(mfwrap, "PipelineCel")
 
 

@@ -13,7 +13,7 @@ from mfwrap.names import ABSENT_CALLBACKS
 def test_an_import_says_what_to_write(name):
     """The whole sentence, also where the name is looked up."""
     with pytest.raises(ImportError, match=f"^mfwrap.callbacks has no `{name}`; write ") as raised:
-        exec(f"from mfwrap.callbacks import {name}", {})  # noqa: S102
+        exec(f"from mfwrap.callbacks import {name}", {})  # noqa: S102  (the test's own text)
     assert ABSENT_CALLBACKS[name] in str(raised.value)
     with pytest.raises(ImportError, match=re.escape(ABSENT_CALLBACKS[name])):
         getattr(callbacks, name)
@@ -22,7 +22,7 @@ def test_an_import_says_what_to_write(name):
 def test_any_other_name_is_an_ordinary_error():
     """A typo is what it is in every module."""
     with pytest.raises(ImportError, match="cannot import name 'SumaryCollector'"):
-        exec("from mfwrap.callbacks import SumaryCollector", {})  # noqa: S102
+        exec("from mfwrap.callbacks import SumaryCollector", {})  # noqa: S102  (the test's own text)
     assert not hasattr(callbacks, "SumaryCollector")
 
 

@@ -31,7 +31,7 @@ def advance(num_draws):
     """Bring all generators somewhere, each in the middle of what it holds ready."""
     for _ in range(num_draws):
         random.gauss(0, 1)
-        np.random.randn()  # noqa: NPY002
+        np.random.randn()  # noqa: NPY002  (its state is what is saved)
         torch.randn(())
 
 
@@ -39,14 +39,14 @@ def advance(num_draws):
 def test_round_trip(seed, num_draws, others):
     """What is drawn after restoring is what was drawn after saving, whatever came between."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)  # noqa: NPY002  (its state is what is saved)
     torch.manual_seed(seed)
     advance(num_draws)
     saved = json.dumps(random_states())
     expected = [drawn() for _ in range(3)]
     torch.manual_seed(seed + 1)
     random.seed(seed + 1)
-    np.random.seed(others)  # noqa: NPY002
+    np.random.seed(others)  # noqa: NPY002  (its state is what is saved)
     advance(others)
 
     restore_random_states(json.loads(saved))

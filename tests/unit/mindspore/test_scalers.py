@@ -144,7 +144,7 @@ def test_cells_take_what_a_manager_gives(manager, grown, fallen):
 
 
 MANAGER_ERRORS = {
-    "bool": (lambda: FixedLossScaleManager(True), TypeError, "`loss_scale` must be a number"),  # noqa: FBT003
+    "bool": (lambda: FixedLossScaleManager(True), TypeError, "`loss_scale` must be a number"),  # noqa: FBT003  (the wrong type under test)
     "text": (lambda: FixedLossScaleManager("1"), TypeError, "`loss_scale` must be a number"),
     "below": (lambda: FixedLossScaleManager(0.5), ValueError, "must be >= 1 and finite, got 0.5"),
     "nan": (lambda: FixedLossScaleManager(math.nan), ValueError, "must be >= 1 and finite"),
@@ -157,7 +157,7 @@ MANAGER_ERRORS = {
     ),
     "factor": (lambda: DynamicLossScaleManager(8, 0.5), ValueError, "`scale_factor` must be >= 1"),
     "window": (
-        lambda: DynamicLossScaleManager(8, 2, True),  # noqa: FBT003
+        lambda: DynamicLossScaleManager(8, 2, True),  # noqa: FBT003  (the wrong type under test)
         TypeError,
         "`scale_window` must be an int",
     ),

@@ -83,7 +83,7 @@ def test_shipped_recipes_run(name, tmp_path):
 
 def test_the_data_of_the_default_recipe_are_those_of_the_script():
     """Through a recipe, the model sees the topics in pieces of the same lengths."""
-    from mfwrap.recipes.causal_lm import IGNORED_LABEL, PythonTopics, topics  # noqa: PLC0415
+    from mfwrap.recipes.causal_lm import IGNORED_LABEL, PythonTopics, topics  # noqa: PLC0415  (only this test needs it)
 
     text = shipped_recipes()["causal_lm"].text
     trainer, _ = build_trainer(parse_recipe(text, "causal_lm", ["training.use_cpu=true"]))

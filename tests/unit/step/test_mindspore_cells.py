@@ -312,18 +312,18 @@ class TestSeams:
         bad[1] = value
 
         for holder in (bad, (good, bad), [good, [good, (bad,)]], {"a": good, "b": bad}):
-            overflow = cell.get_overflow_status(False, holder)  # noqa: FBT003
+            overflow = cell.get_overflow_status(False, holder)  # noqa: FBT003  (MindSpore's signature)
             assert overflow.dtype == torch.bool
             assert overflow.shape == ()
             assert overflow.item()
-        assert not cell.get_overflow_status(False, (good, good, [])).item()  # noqa: FBT003
+        assert not cell.get_overflow_status(False, (good, good, [])).item()  # noqa: FBT003  (MindSpore's signature)
 
     def test_what_holds_no_tensors_is_refused(self):
         """A number is a TypeError that names the argument."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
 
         with pytest.raises(TypeError, match="`compute_output` must hold tensors"):
-            cell.get_overflow_status(False, 3.0)  # noqa: FBT003
+            cell.get_overflow_status(False, 3.0)  # noqa: FBT003  (MindSpore's signature)
 
     def test_process_loss_scale_changes_the_scale_and_returns_the_flag(self):
         """The update cell sees the flag; a tensor scale stays."""
@@ -331,7 +331,7 @@ class TestSeams:
             TrainOneStepWithLossScaleCell, DynamicLossScaleUpdateCell(1024.0, 2, 2)
         )
         fixed = probe_with(TrainOneStepWithLossScaleCell, FixedLossScaleUpdateCell(1024.0))
-        flag = torch.full((), True)  # noqa: FBT003
+        flag = torch.full((), True)  # noqa: FBT003  (torch's signature)
 
         assert dynamic.process_loss_scale(flag) is flag
         assert fixed.process_loss_scale(flag) is flag

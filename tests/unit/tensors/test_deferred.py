@@ -175,7 +175,7 @@ def test_a_default_dtype_is_no_concern(dtype):
         batches = labelled_batches(2)
         torch.set_default_dtype(default)
         try:
-            cell = MFTrainOneStepCell(network, optimizer, True, 1.0, 1024.0, local_norm=True)  # noqa: FBT003
+            cell = MFTrainOneStepCell(network, optimizer, True, 1.0, 1024.0, local_norm=True)  # noqa: FBT003  (by position, as in MindFormers)
             outputs += [cell(*batch) for batch in batches]
         finally:
             torch.set_default_dtype(torch.float32)

@@ -56,7 +56,7 @@ def letters() -> PreTrainedTokenizerFast:
     """Return a tokenizer of single letters."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     vocabulary |= {c: i + 3 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz ")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (a word of the vocabulary, not a password)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -46,10 +46,10 @@ def mindformers_lines(
     origin_steps = (epoch - 1) * steps + step
     percent = origin_steps / epochs / steps * 100
     throughput = batch / 1 / seconds
-    lr_part = "" if lr is None else "lr: %s, " % np.float32(lr)  # noqa: UP031
-    rate_part = "" if rate is None else ", train_throughput_per_npu: %.3fT" % rate  # noqa: UP031
+    lr_part = "" if lr is None else "lr: %s, " % np.float32(lr)  # noqa: UP031  (MindFormers' format)
+    rate_part = "" if rate is None else ", train_throughput_per_npu: %.3fT" % rate  # noqa: UP031  (MindFormers' format)
     first = (
-        "{ Epoch:[%3d/%3d], step:[%5d/%5d], loss:[%5.3f/%5.3f], per_step_time: %dms, %s"  # noqa: UP031
+        "{ Epoch:[%3d/%3d], step:[%5d/%5d], loss:[%5.3f/%5.3f], per_step_time: %dms, %s"  # noqa: UP031  (MindFormers' format)
         "overflow cond: %s, loss_scale: %s, global_norm: %s%s"
         % (
             *(epoch, epochs, step, steps, loss, mean, seconds * 1000, lr_part, overflow),
@@ -57,7 +57,7 @@ def mindformers_lines(
             rate_part,
         )
     )
-    second = "  %4.1f%% |%-50s| %.5f samples/s/p  %s }" % (  # noqa: UP031
+    second = "  %4.1f%% |%-50s| %.5f samples/s/p  %s }" % (  # noqa: UP031  (MindFormers' format)
         percent,
         "█" * int(50 * percent / 100),
         throughput,
