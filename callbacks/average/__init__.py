@@ -1,1 +1,1 @@
-"""Averages of the weights beside a training: evaluated, exported, saved."""
+"""Evaluate, export and save averaged weights during a training."""

@@ -1,6 +1,8 @@
-"""Evaluation, choice of the best model and export with averaged weights."""
+"""Evaluate, choose the best model, and export with averaged weights."""
 
+import contextlib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -12,7 +14,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from mfwrap import ExponentialMovingAverage, StepReport
 from mfwrap.arguments import check_bool
 from mfwrap.callbacks.average.files import (
-    EvaluatedAverages,
     export_averages,
     is_sharded,
     load_exported,
@@ -22,49 +23,49 @@ from mfwrap.callbacks.average.files import (
     saved_checkpoint,
 )
 
-__all__ = [
-    "AppliedUpdates",
-    "EMACallback",
-]
+__all__ = ["AppliedUpdates", "EMACallback", "EvaluatedAverages"]
 
 
 @final
 class EMACallback(TrainerCallback):
-    """Evaluate, choose and export a model by the average of its weights.
+    """Evaluate a model, choose the best checkpoint, and export with averaged weights.
 
-    In an `MFTrainer` with ``ema=`` it uses that average. Otherwise, and in a stock ``Trainer``, it
-    keeps one of its own, which follows applied updates, begins anew with each training that is not
-    resumed, and is saved with each checkpoint: as a part of it in an `MFTrainer`, beside what is
-    there already in a stock one.
+    In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. Otherwise, and in a
+    stock ``Trainer``, it keeps its own average. That average follows applied updates only, starts
+    anew with each training that is not resumed, and is saved with each checkpoint. An `MFTrainer`
+    lists its files in the manifest of the checkpoint; a stock Trainer gets extra files.
 
-    - Evaluations that the Trainer does while it trains see the averaged weights, with
-      ``args.eval_on_start`` the first one too, and so does its choice of the best model.
-    - ``trainer.evaluate()`` and ``trainer.predict()`` see the model's weights as they are; put them
-      into ``with callback.ema.swap():``.
-    - ``checkpoint-*/ema`` holds the model with averaged weights, for ``from_pretrained`` (a plain
-      module's: ``model.safetensors`` alone).
+    - Evaluations during training use the averaged weights, with ``args.eval_on_start`` also the
+      first one. So does the choice of the best checkpoint.
+    - ``trainer.evaluate()`` and ``trainer.predict()`` use the model's current weights; to use the
+      averages, call them inside ``with callback.ema.swap():``.
+    - ``checkpoint-*/ema`` holds the model with averaged weights, for ``from_pretrained``. For a
+      plain ``nn.Module`` it holds ``model.safetensors`` only.
     - With ``args.load_best_model_at_end``, the model ends with the averaged weights of the best
-      checkpoint. Otherwise it ends with its raw ones; ``callback.ema.copy_to()`` changes that.
+      checkpoint. Otherwise it ends with its raw weights; ``callback.ema.copy_to()`` replaces them
+      with the averages.
 
-    A callback that asks for an evaluation of its own has to stand before this one. With several
-    evaluation datasets callbacks find the averages in the model until it is saved, loaded or
-    trained again. No step waits for the device because of it.
+    Place any callback that requests an evaluation before this one. With several evaluation data
+    sets, callbacks find the averages in the model until it is saved, loaded or trained again. The
+    callback adds no host-device synchronization to a step.
 
     Args:
-        decay: Of an average of its own, in [0, 1); 0.999 by default.
-        warmup: Of an average of its own, as in `ExponentialMovingAverage`; ``False`` by default.
-        update_every: Of an average of its own, as in `ExponentialMovingAverage`; 1 by default.
+        decay: Decay of the callback's own average, in [0, 1); 0.999 by default.
+        warmup: Warm-up of the callback's own average, see `ExponentialMovingAverage`; ``False`` by
+            default.
+        update_every: Stride of the callback's own average, see `ExponentialMovingAverage`; 1 by
+            default.
         evaluate: Evaluate with averaged weights.
         export: Write ``checkpoint-*/ema``.
-        load_best: End with the averaged weights of the best checkpoint; by default if `evaluate`
-            and `export` are given.
+        load_best: End with the averaged weights of the best checkpoint. By default on if
+            `evaluate` and `export` are on.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a setting is out of range, or `load_best` lacks `evaluate` or `export`. At
-            the begin of a training, if settings of an average are given and the Trainer has one, if
-            there is another `EMACallback`, or if weights are sharded over ranks and the Trainer has
-            no average.
+        ValueError: If a setting is out of range, or `load_best` is on without `evaluate` and
+            `export`. At the start of training: if `decay`, `warmup` or `update_every` is given
+            but the Trainer has an average, if the Trainer has two `EMACallback`, or if weights are
+            sharded and the Trainer has no average.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EMACallback(TrainerCallback):
     ) -> None:
         settings = {"decay": decay, "warmup": warmup, "update_every": update_every}
         self._settings: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
-        # What an average would say of them in the middle of a run, it says now.
+        # Checks the settings now, and not when the training begins.
         ExponentialMovingAverage([torch.zeros(())], **self._settings)
         check_bool("evaluate", evaluate)
         check_bool("export", export)
@@ -87,12 +88,12 @@ class EMACallback(TrainerCallback):
             check_bool("load_best", load_best)
         if load_best and not (evaluate and export):
             msg = (
-                "`load_best` must go with `evaluate` and `export`, which choose and keep what is "
-                f"loaded, got evaluate={evaluate}, export={export}"
+                "`load_best` needs evaluate=True and export=True, got "
+                f"evaluate={evaluate}, export={export}"
             )
             raise ValueError(msg)
         self.ema: ExponentialMovingAverage | None = None
-        """The average in use; ``None`` before training has begun."""
+        """The average in use; ``None`` before training begins."""
         self._evaluates = evaluate
         self._exports = export
         self._loads_best = evaluate and export if load_best is None else load_best
@@ -111,7 +112,7 @@ class EMACallback(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Find the Trainer's average, or make one."""
+        """Take the Trainer's average, or make one."""
         self._evaluated.end()
         self._stop_watching()
         self._is_saved = False
@@ -135,7 +136,7 @@ class EMACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Train the raw weights: evaluations that were asked for are over."""
+        """Put the raw weights back before the step trains them."""
         del args, state, control
         self._evaluated.end()
 
@@ -148,7 +149,7 @@ class EMACallback(TrainerCallback):
         step_report: StepReport | None = None,
         **_: Any,
     ) -> None:
-        """Follow the update; hold the averages in the model if an evaluation comes."""
+        """Update the average; put it into the model if an evaluation follows."""
         del args
         if self.ema is not None and self._is_own:
             self.ema.update(self._applied(step_report))
@@ -162,7 +163,7 @@ class EMACallback(TrainerCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Hold the averages in the model if an evaluation comes."""
+        """Put the averages into the model if an evaluation follows."""
         del args
         self._evaluated.end()
         self._prepare_evaluation(state, control, model)
@@ -179,16 +180,16 @@ class EMACallback(TrainerCallback):
         del args, control
         if not self._evaluated.evaluated(metrics, state.global_step):
             warnings.warn(
-                "an evaluation saw raw weights: the model's state was asked for between two "
-                "datasets, which puts them back",
+                "a data set was evaluated with raw weights: something called the model's "
+                "state_dict between two data sets, which puts the raw weights back",
                 stacklevel=2,
             )
 
     def save_into(self, folder: Path, args: TrainingArguments, model: nn.Module) -> None:
-        """Write the average's state and the averaged model into a checkpoint.
+        """Write the average's state and the averaged model into an unfinished checkpoint.
 
-        An `MFTrainer` calls it on every rank while the checkpoint is not yet in place; then
-        `on_save` has nothing left to do.
+        An `MFTrainer` calls this on every rank before it renames the checkpoint to its final name.
+        `on_save` then writes nothing.
         """
         self._evaluated.end()
         self._is_saved = True
@@ -196,7 +197,7 @@ class EMACallback(TrainerCallback):
             self._write(self.ema, folder, model, is_writer=args.should_save)
 
     def resume_from(self, folder: Path) -> None:
-        """Hear which checkpoint the training that begins is resumed from; by an `MFTrainer`."""
+        """Take the average from this checkpoint when training begins; called by an `MFTrainer`."""
         self._resumed_from = folder
 
     def on_save(
@@ -207,7 +208,7 @@ class EMACallback(TrainerCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Write what `save_into` has not written, beside what a stock Trainer has."""
+        """Write into the checkpoint of a stock Trainer, which does not call `save_into`."""
         del control
         self._evaluated.end()
         is_saved, self._is_saved = self._is_saved, False
@@ -215,7 +216,11 @@ class EMACallback(TrainerCallback):
             return
         folder = saved_checkpoint(args, state)
         if folder is None:
-            warnings.warn(f"no checkpoint of step {state.global_step} to save in", stacklevel=2)
+            warnings.warn(
+                f"cannot save the average: the checkpoint of step {state.global_step} was not "
+                f"found in {args.output_dir}",
+                stacklevel=2,
+            )
         else:
             self._write(self.ema, folder, model, is_writer=True)
 
@@ -236,41 +241,46 @@ class EMACallback(TrainerCallback):
             load_exported(model, Path(best))
 
     def put_weights_back(self) -> None:
-        """Put the raw weights back, if an evaluation holds the averages in the model."""
+        """Put the raw weights back if an interrupted evaluation left averages in the model."""
         self._evaluated.end()
 
     def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
         if is_sharded(model):
             msg = (
-                "`model` must be whole on each rank for EMACallback to keep an average of its own, "
-                "got weights that are sharded over ranks; give the Trainer one (`ema`)"
+                "EMACallback cannot average weights that are sharded over ranks; give the Trainer "
+                "an average instead: MFTrainer(..., ema=...)"
             )
             raise ValueError(msg)
         return ExponentialMovingAverage(model, **self._settings)
 
     def _resume(self, ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
         if checkpoint is None or not load_state(ema, checkpoint):
-            place = "the checkpoint that is resumed was not found" if checkpoint is None else ""
+            reason = (
+                "the checkpoint to resume from was not found"
+                if checkpoint is None
+                else f"{checkpoint} has none"
+            )
             warnings.warn(
-                f"no average: {place or f'none in {checkpoint}'}; it starts from the weights that "
-                "are loaded",
+                f"the average could not be resumed: {reason}. It restarts from the loaded weights",
                 stacklevel=3,
             )
 
     def _refuse_settings(self) -> None:
         if self._settings:
             given = ", ".join(f"{name}={value}" for name, value in self._settings.items())
-            names = ", ".join(f"`{name}`" for name in self._settings)
-            msg = f"{names} must be None where the Trainer has an average of its own, got {given}"
+            msg = (
+                f"EMACallback got {given}, but the Trainer has an average with settings of its "
+                "own; leave these arguments out"
+            )
             raise ValueError(msg)
 
     def _refuse_another(self, state: TrainerState) -> None:
-        # A training has a state of its own, which all its callbacks see and which is saved by its
-        # fields alone.
+        # The state belongs to one training, all its callbacks share it, and the Trainer saves
+        # only its declared fields. So an extra attribute finds a second EMACallback.
         if vars(state).setdefault("ema_callback", self) is not self:
             msg = (
-                "a Trainer must have one EMACallback at most, got two: each would take the "
-                "averages that the other one holds in the model for the weights"
+                "a Trainer can have only one EMACallback, got two: each would average the "
+                "averaged weights that the other puts into the model"
             )
             raise ValueError(msg)
 
@@ -300,39 +310,116 @@ class EMACallback(TrainerCallback):
 
 
 @final
+class EvaluatedAverages:
+    """Hold averages in a model from before an evaluation until it is over.
+
+    A Trainer reports each evaluated data set, but not whether another one follows. With several
+    data sets the averages therefore stay in the model until it is next saved, loaded or trained.
+    Hooks on ``state_dict`` and ``load_state_dict`` of the model put the raw weights back first.
+    """
+
+    def __init__(self) -> None:
+        self._swap = contextlib.ExitStack()
+        self._hooks = contextlib.ExitStack()
+        self._control: TrainerControl | None = None
+        self._step: int | None = None
+        self._are_held = False
+
+    def hold(
+        self, ema: ExponentialMovingAverage, model: nn.Module, step: int, control: TrainerControl
+    ) -> None:
+        """Put the averages into the model for the evaluation that follows.
+
+        Args:
+            ema: Average of the weights of `model`.
+            model: Model that is evaluated.
+            step: Number of updates so far.
+            control: Control of the Trainer. Its ``should_evaluate`` turns false when the first data
+                set has been evaluated.
+        """
+        self.end()
+        self._swap.enter_context(ema.swap())
+        before_saving = model.register_state_dict_pre_hook(self._before_saving)
+        before_loading = model.register_load_state_dict_pre_hook(self._before_loading)
+        self._hooks.callback(before_saving.remove)
+        self._hooks.callback(before_loading.remove)
+        self._are_held, self._control, self._step = True, control, step
+
+    def put_back(self) -> None:
+        """Put the raw weights back if averages are held; the hooks stay until `end`."""
+        # A hook may call this, and removing hooks would change the list torch is iterating over.
+        self._are_held = False
+        self._swap.close()
+
+    def end(self) -> None:
+        """Put the raw weights back and remove the hooks: the evaluation is over."""
+        self.put_back()
+        self._hooks.close()
+        self._step = None
+
+    def evaluated(self, metrics: Mapping[str, Any] | None, step: int) -> bool:
+        """Note that a data set was evaluated; put the raw weights back if it is the only one.
+
+        Args:
+            metrics: Metrics of the data set. With several data sets their names contain its name.
+            step: Number of updates so far.
+
+        Returns:
+            False if the data set was evaluated with raw weights, because they had been put back
+            after an earlier data set of the same evaluation.
+        """
+        saw_averages = self._are_held or self._step != step
+        times = [name for name in metrics or () if name.endswith("_runtime")]
+        if not times or "eval_runtime" in times:
+            self.end()
+        return saw_averages
+
+    def _before_saving(self, *_: Any) -> None:
+        # While the evaluation is still due, the caller is the evaluation itself: it gets averages.
+        if self._control is None or not self._control.should_evaluate:
+            self.put_back()
+
+    def _before_loading(self, *_: Any) -> None:
+        self.put_back()
+
+
+@final
 class AppliedUpdates:
-    """Tell whether the last update was applied, in a loop that has no step's report.
+    """Tell whether the last update was applied, in a loop without a step report.
 
-    In fp16 a gradient scaler leaves out updates. It does not call the optimizer then, or, if that
-    is a fused one, calls it with the flag ``found_inf`` on the device. A hook on the optimizer sees
-    both: it notes the call and derives a flag of its own; nothing waits for the device. (Asking
-    ``GradScaler.get_scale`` waits at every step, and accelerate's ``step_was_skipped`` denies the
-    skip of a fused optimizer.)
+    In fp16 a gradient scaler skips updates: it does not call the optimizer, or, if the optimizer is
+    fused, calls it with the flag ``found_inf`` on the device. A hook on the optimizer notes the
+    call and copies the flag, without host-device synchronization. (The alternatives are worse:
+    ``GradScaler.get_scale`` synchronizes at every step, and accelerate's ``step_was_skipped`` is
+    always false for a fused optimizer.)
 
-    An optimizer that is none of torch's own kind (DeepSpeed's) is asked for ``step_was_skipped``.
+    An optimizer that is not a ``torch.optim.Optimizer`` (DeepSpeed) is asked for
+    ``step_was_skipped``.
 
     Args:
-        optimizer: As a Trainer hands it to callbacks, in accelerate's wrapper or not. ``None``:
-            all updates count as applied.
+        optimizer: Optimizer as the Trainer passes it to callbacks, with or without accelerate's
+            wrapper. With ``None`` all updates count as applied.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._was_called = False
         self._applied: Tensor | None = None
+        # Not `inner_optimizer`: accelerate's wrapper of DeepSpeed's optimizer is itself a
+        # torch.optim.Optimizer, so that function returns the wrapper, on which hooks do not work.
         inner = optimizer
         while isinstance(inner, AcceleratedOptimizer):
             inner = inner.optimizer
         self._handle: Any = None
         if isinstance(inner, torch.optim.Optimizer):
-            # Before the update: the scaler takes its flag away after it.
+            # A hook before the update: the scaler removes `found_inf` after it.
             self._handle = inner.register_step_pre_hook(self._note)
 
     def last(self) -> Tensor | None:
-        """Return whether the update since the last call was applied; does not wait.
+        """Return whether the update since the last call was applied, without synchronization.
 
         Returns:
-            Of shape ``()``, bool; ``None`` says that it was.
+            Shape ``()``, bool. ``None`` means that the update was certainly applied.
         """
         if self._handle is None:
             was_skipped = bool(getattr(self._optimizer, "step_was_skipped", False))
@@ -342,7 +429,7 @@ class AppliedUpdates:
         return applied if was_called else torch.zeros((), dtype=torch.bool)
 
     def close(self) -> None:
-        """Take the hook off the optimizer."""
+        """Remove the hook from the optimizer."""
         if self._handle is not None:
             self._handle.remove()
 

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from mfwrap import DynamicLossScaleUpdateCell
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from support.half_precision import StockHalf
 from support.killed_training import start_process
 from support.resumed_training import (
     NUM_STEPS,
@@ -273,20 +274,6 @@ def drawn_run(tmp_path_factory):
 
 
 # Between the stock Trainer and this one. Where nothing is clipped, both are the same to the bit.
-
-FP16_SCALE = 2.0**12
-
-
-class StockHalf(Trainer):
-    """A Trainer that has on CPU what fp16 gets on CUDA only: autocast and a gradient scaler."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Give it to the accelerator."""
-        super().create_accelerator_and_postprocess()
-        self.accelerator.native_amp = True
-        self.accelerator.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=FP16_SCALE, growth_interval=3
-        )
 
 
 class Half(MFTrainerMixin, StockHalf):

@@ -1,4 +1,4 @@
-"""Which updates were applied, as an optimizer's own state says, without a read on the host."""
+"""Applied updates are told from skipped ones without a host read."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from transformers import TrainerCallback
 
 from mfwrap.callbacks import EMACallback
 from mfwrap.callbacks.average.ema_callback import AppliedUpdates
+from support.half_precision import StockHalf
 from support.host_reads import HostReads
 from support.resumed_training import PLAIN, new_trainer
-from unit.trainer.test_resume import StockHalf
 
 OPTIMIZERS = {
     "fused": lambda weights: torch.optim.AdamW(weights, fused=True),
@@ -24,7 +24,7 @@ BAD = (False, True, True, False, True, False, False)
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_scaled_optimizer(make, clips):
-    """What it says of each update is whether the weights have changed."""
+    """An update counts as applied exactly if it changed the weights."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
     network, optimizer = accelerator.prepare(*pair(make))
@@ -51,7 +51,7 @@ def pair(make):
 
 
 def test_an_optimizer_without_scaler():
-    """All its updates are applied, the one by a NaN too."""
+    """Without a gradient scaler every update is applied, even of a NaN gradient."""
     network, optimizer = pair(OPTIMIZERS["sgd"])
     updates = AppliedUpdates(optimizer)
     for value in (1.0, torch.nan):
@@ -62,7 +62,7 @@ def test_an_optimizer_without_scaler():
 
 
 def test_a_hook_that_is_taken_off():
-    """Nothing of it is left on the optimizer."""
+    """``close`` removes the hook from the optimizer, and may be called twice."""
     _, optimizer = pair(OPTIMIZERS["sgd"])
     before = dict(optimizer._optimizer_step_pre_hooks)
     updates = AppliedUpdates(optimizer)
@@ -74,14 +74,14 @@ def test_a_hook_that_is_taken_off():
 
 
 class Foreign:
-    """An optimizer of another kind, as DeepSpeed's."""
+    """An optimizer that is not a torch optimizer, such as DeepSpeed's."""
 
     def __init__(self, *, step_was_skipped) -> None:
         self.step_was_skipped = step_was_skipped
 
 
 def test_an_optimizer_of_another_kind():
-    """It is asked; no optimizer at all has applied everything."""
+    """A foreign optimizer is asked for ``step_was_skipped``; without one, all is applied."""
     assert not AppliedUpdates(Foreign(step_was_skipped=True)).last()
     assert AppliedUpdates(Foreign(step_was_skipped=False)).last() is None
     assert AppliedUpdates(None).last() is None
@@ -90,7 +90,7 @@ def test_an_optimizer_of_another_kind():
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_stock_trainer_in_fp16_reads_no_more(tmp_path, optim):
-    """With the average each of its steps reads as much as without."""
+    """The callback adds no host read to the steps of a stock Trainer in fp16."""
 
     def reads(callbacks):
         counted = Counting()
@@ -107,14 +107,14 @@ def test_a_stock_trainer_in_fp16_reads_no_more(tmp_path, optim):
 
 
 class Counting(TrainerCallback):
-    """Count the reads of whole steps, from the end of one to the end of the next."""
+    """Count host reads from the end of each step to the end of the next."""
 
     def __init__(self) -> None:
         self.names = {}
         self._reads = None
 
     def on_step_end(self, _args, state, _control, **_) -> None:
-        """End a count, and begin another."""
+        """End a count and begin another."""
         if self._reads is not None:
             self._reads.__exit__(None, None, None)
             self.names[state.global_step - 1] = self._reads.names

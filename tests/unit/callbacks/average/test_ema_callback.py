@@ -1,94 +1,33 @@
 """Evaluation, choice and export with averaged weights, in both Trainers."""
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_module
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import Trainer, TrainerCallback
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
-from mfwrap.trainer import MFTrainer
+from support.averaged_training import (
+    EPOCHS,
+    KINDS,
+    SKIPPING,
+    STEPS,
+    WEIGHT,
+    Follower,
+    evaluated_by_hand,
+    weights_of,
+)
 from support.resumed_training import NUM_STEPS, PLAIN, files, logged, new_trainer, trained
 from support.spoilt.gpt2 import SpoiltGPT2
 from support.training_state import assert_same_state
 
-DECAY = 0.5
-WEIGHT = "transformer.wte.weight"
-STEPS = {
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_steps": 2,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "loss",
-    # So that it is not the last one.
-    "greater_is_better": True,
-    # So that averages differ from the first update on.
-    "warmup_steps": 0,
-}
-EPOCHS = STEPS | {"eval_strategy": "epoch", "save_strategy": "epoch"}
-SKIPPING = replace(PLAIN, spoilt_rows=(25, 40))
-"""The 4th, 5th, 7th and 9th update are left out."""
-
-
-class Follower(TrainerCallback):
-    """Keep what the weights are at each event, and follow them as torch does.
-
-    It stands before the callback that is tested, so it sees evaluated weights, and saved ones.
-    """
-
-    def __init__(self) -> None:
-        self.raw, self.averages, self.evaluated, self.saved = {}, {}, {}, {}
-        self._average = None
-
-    def on_train_begin(self, _args, _state, _control, model=None, **_) -> None:
-        """Begin with the weights as they are."""
-        self._before = weights_of(model)
-        self._average = weights_of(model)
-
-    def on_step_end(self, _args, state, _control, model=None, **_) -> None:
-        """Follow an update, unless it has changed nothing."""
-        weights = weights_of(model)
-        if not all(torch.equal(weights[name], value) for name, value in self._before.items()):
-            averages, values = list(self._average.values()), list(weights.values())
-            get_ema_multi_avg_fn(DECAY)(averages, values, torch.tensor(1))
-        self._before = weights
-        self.raw[state.global_step] = weights
-        self.averages[state.global_step] = {k: v.clone() for k, v in self._average.items()}
-
-    def on_evaluate(self, _args, state, _control, model=None, **_) -> None:
-        """Keep what was evaluated."""
-        self.evaluated[state.global_step] = weights_of(model)
-
-    def on_save(self, _args, state, _control, model=None, **_) -> None:
-        """Keep what was saved."""
-        self.saved[state.global_step] = weights_of(model)
-
-
-def weights_of(model):
-    """Return copies of the parameters by name."""
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def average(model):
-    """Return an average for the Trainer."""
-    return ExponentialMovingAverage(model, DECAY)
-
-
-KINDS = {
-    "its average": (MFTrainer, {}, {"trainer_settings": {"ema": average}}),
-    "own average": (MFTrainer, {"decay": DECAY}, {}),
-    "stock": (Trainer, {"decay": DECAY}, {}),
-}
-
 
 def run(folder, kind, settings=PLAIN, arguments=STEPS, *, callbacks=(), **switches):
-    """Return a trainer that has trained, what followed it, and the callback."""
+    """Train; return the trainer, its follower and the callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, callback = Follower(), EMACallback(**callback_arguments, **switches)
     order = [follower, callback, *callbacks]
@@ -98,7 +37,7 @@ def run(folder, kind, settings=PLAIN, arguments=STEPS, *, callbacks=(), **switch
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the run of a kind, which several tests look at."""
+    """Return a function that runs each kind of training once, for several tests."""
 
     @functools.cache
     def get(kind, *, epochs=False):
@@ -110,13 +49,6 @@ def runs(tmp_path_factory):
     return get
 
 
-def evaluated_by_hand(folder, weights):
-    """Return the loss of these weights, in a Trainer that knows of no average."""
-    trainer = new_trainer(folder, PLAIN, kind=Trainer)
-    trainer.model.load_state_dict(weights, strict=False)
-    return trainer.evaluate()["eval_loss"]
-
-
 def evaluations(trainer):
     """Return the logged losses of evaluations by step."""
     return {e["step"]: e["eval_loss"] for e in logged(trainer) if "eval_loss" in e}
@@ -124,7 +56,7 @@ def evaluations(trainer):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_average(runs, kind):
-    """It follows applied updates as torch's own does."""
+    """The average of applied updates equals torch's own."""
     _, follower, callback = runs(kind)
 
     assert_same_state(follower.averages[NUM_STEPS], dict(callback.ema.named_averages()))
@@ -133,7 +65,7 @@ def test_the_average(runs, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [False, True], ids=["steps", "epochs"])
 def test_evaluation(runs, tmp_path, kind, epochs):
-    """It sees the averages of its step, whenever it comes, and logs their loss."""
+    """Every evaluation uses the averages of its step and logs their loss."""
     trainer, follower, _ = runs(kind, epochs=epochs)
     steps = [6, 12] if epochs else [2, 4, 6, 8, 10, 12]
 
@@ -147,7 +79,7 @@ def test_evaluation(runs, tmp_path, kind, epochs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [False, True], ids=["steps", "epochs"])
 def test_raw_weights(runs, kind, epochs):
-    """They are back before anything is saved."""
+    """The raw weights are back before a checkpoint is saved."""
     trainer, follower, _ = runs(kind, epochs=epochs)
 
     for step, weights in follower.saved.items():
@@ -158,7 +90,7 @@ def test_raw_weights(runs, kind, epochs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_itself(runs, tmp_path, kind):
-    """Its losses and weights are those of a run without the callback."""
+    """Losses and weights of the training are those of a run without the callback."""
     trainer, follower, _ = runs(kind)
     alone = Follower()
     settings = SKIPPING if kind != "stock" else PLAIN
@@ -172,7 +104,7 @@ def test_training_itself(runs, tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [False, True], ids=["steps", "epochs"])
 def test_export(runs, kind, epochs):
-    """Each checkpoint holds the averages of its step as a model that can be loaded."""
+    """Each checkpoint holds the averages of its step as a loadable model."""
     trainer, follower, _ = runs(kind, epochs=epochs)
 
     assert len(follower.saved) == (2 if epochs else 6)
@@ -185,7 +117,7 @@ def test_export(runs, kind, epochs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_best_model(runs, kind):
-    """It is the one whose averages are the best, and the model ends with these."""
+    """The best checkpoint is the one with the best averages, and the model ends with them."""
     trainer, follower, _ = runs(kind)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)
@@ -197,7 +129,7 @@ def test_best_model(runs, kind):
 
 
 def test_evaluation_without_averages(tmp_path):
-    """With ``evaluate=False`` raw weights are evaluated, chosen and loaded; averages exported."""
+    """With ``evaluate=False``, raw weights are evaluated and loaded, and averages exported."""
     trainer, follower, _ = run(tmp_path, "own average", evaluate=False)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)
@@ -209,7 +141,7 @@ def test_evaluation_without_averages(tmp_path):
 
 
 def test_no_export(tmp_path):
-    """With ``export=False`` there is no such folder, and the best raw weights are loaded."""
+    """With ``export=False``, there is no ``ema`` folder, and the best raw weights are loaded."""
     trainer, follower, _ = run(tmp_path, "own average", export=False)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)
@@ -220,7 +152,7 @@ def test_no_export(tmp_path):
 
 
 def test_best_is_not_loaded(tmp_path):
-    """With ``load_best=False`` the Trainer's choice by averages is loaded with raw weights."""
+    """With ``load_best=False``, the model ends with the raw weights of the best checkpoint."""
     trainer, follower, _ = run(tmp_path, "its average", load_best=False)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)
@@ -229,7 +161,7 @@ def test_best_is_not_loaded(tmp_path):
 
 
 def test_nothing_is_loaded_that_the_trainer_does_not_load(tmp_path):
-    """Without ``load_best_model_at_end`` the model ends with its last raw weights."""
+    """Without ``load_best_model_at_end``, the model ends with its last raw weights."""
     arguments = STEPS | {"load_best_model_at_end": False}
     trainer, follower, _ = run(tmp_path, "its average", arguments=arguments)
 
@@ -237,7 +169,7 @@ def test_nothing_is_loaded_that_the_trainer_does_not_load(tmp_path):
 
 
 def test_settings_of_its_own_average(tmp_path):
-    """Warm-up and stride are those of an average that is made by hand."""
+    """Decay, warm-up and stride reach the callback's own average."""
     by_hand = []
 
     class ByHand(TrainerCallback):
@@ -254,7 +186,7 @@ def test_settings_of_its_own_average(tmp_path):
 
 
 def test_evaluation_by_hand(tmp_path):
-    """A call of ``evaluate`` sees the weights as they are, and averages within their swap."""
+    """``trainer.evaluate()`` uses the current weights; inside ``swap()``, the averages."""
     arguments = STEPS | {"load_best_model_at_end": False}
     trainer, follower, callback = run(tmp_path, "its average", arguments=arguments)
     raw = trainer.evaluate()["eval_loss"]
@@ -266,31 +198,31 @@ def test_evaluation_by_hand(tmp_path):
 
 
 def test_loading_needs_evaluation_and_export():
-    """What is loaded at the end must be chosen and kept."""
+    """``load_best`` without ``evaluate`` or ``export`` is refused."""
     for switches in ({"evaluate": False}, {"export": False}):
-        with pytest.raises(ValueError, match="`load_best` must go with `evaluate` and `export`"):
+        with pytest.raises(ValueError, match="`load_best` needs evaluate=True and export=True"):
             EMACallback(load_best=True, **switches)
 
 
 @pytest.mark.parametrize(
-    ("settings", "names"),
+    ("settings", "given"),
     [
-        ({"decay": 0.9}, "`decay`"),
-        ({"warmup": True}, "`warmup`"),
-        ({"warmup": False}, "`warmup`"),
-        ({"update_every": 2}, "`update_every`"),
-        ({"decay": 0.9, "update_every": 1}, "`decay`, `update_every`"),
+        ({"decay": 0.9}, "decay=0.9"),
+        ({"warmup": True}, "warmup=True"),
+        ({"warmup": False}, "warmup=False"),
+        ({"update_every": 2}, "update_every=2"),
+        ({"decay": 0.9, "update_every": 1}, "decay=0.9, update_every=1"),
     ],
 )
-def test_settings_beside_an_average(tmp_path, settings, names):
-    """They are refused before anything is trained: the Trainer's average has its own."""
+def test_settings_beside_an_average(tmp_path, settings, given):
+    """Settings are refused at the start of training if the Trainer has an average."""
     trainer_kind, _, extras = KINDS["its average"]
     trainer = new_trainer(
         tmp_path, PLAIN, kind=trainer_kind, callbacks=[EMACallback(**settings)], **extras
     )
     before = weights_of(trainer.model)
 
-    with pytest.raises(ValueError, match=f"{names} must be None where the Trainer has an average"):
+    with pytest.raises(ValueError, match=f"EMACallback got {given}, but the Trainer has"):
         trainer.train()
 
     assert_same_state(before, weights_of(trainer.model))
@@ -311,13 +243,13 @@ def test_settings_beside_an_average(tmp_path, settings, names):
     ],
 )
 def test_bad_arguments(arguments, error, message):
-    """They are refused at once."""
+    """A wrong argument is refused at construction."""
     with pytest.raises(error, match=message):
         EMACallback(**arguments)
 
 
 def test_sharded_weights(tmp_path):
-    """They are refused before anything is trained, and not at the first checkpoint."""
+    """Sharded weights are refused at the start of training, not at the first checkpoint."""
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -326,7 +258,7 @@ def test_sharded_weights(tmp_path):
         network = torch.nn.Linear(2, 2)
         distribute_module(network, mesh)
         trainer = new_trainer(tmp_path, PLAIN, kind=Trainer)
-        with pytest.raises(ValueError, match=r"`model` must be whole on each rank .* sharded"):
+        with pytest.raises(ValueError, match="cannot average weights that are sharded over ranks"):
             EMACallback().on_train_begin(
                 trainer.args, trainer.state, trainer.control, model=network
             )
@@ -335,5 +267,5 @@ def test_sharded_weights(tmp_path):
 
 
 def test_before_training():
-    """There is no average yet."""
+    """Before training there is no average."""
     assert EMACallback().ema is None

@@ -1,4 +1,4 @@
-"""What an evaluation sees, of one dataset or several, at the start, by hand, and cut short."""
+"""Which weights an evaluation uses: of one data set or several, at the start, interrupted."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,16 @@ from transformers import Trainer, TrainerCallback
 
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer
+from support.averaged_training import (
+    DECAY,
+    EPOCHS,
+    KINDS,
+    STEPS,
+    WEIGHT,
+    Follower,
+    evaluated_by_hand,
+    weights_of,
+)
 from support.resumed_training import (
     NUM_STEPS,
     PLAIN,
@@ -19,19 +29,9 @@ from support.resumed_training import (
 )
 from support.spoilt.gpt2 import Rows
 from support.training_state import assert_same_state
-from unit.callbacks.average.test_ema_callback import (
-    DECAY,
-    EPOCHS,
-    KINDS,
-    STEPS,
-    WEIGHT,
-    Follower,
-    evaluated_by_hand,
-    weights_of,
-)
 
 TWO = {"one": Rows(), "two": Rows((0,))}
-"""The loss of the second one is NaN; its evaluation sees what the first one's does."""
+"""Two data sets; the loss on the second one is NaN."""
 
 SHORT = STEPS | {"max_steps": 6}
 SHORT_EPOCHS = EPOCHS | {"max_steps": -1}
@@ -39,22 +39,22 @@ BEST = {"save_strategy": "best"}
 
 
 class Seen(TrainerCallback):
-    """Keep copies of the weights at every evaluation, in their order."""
+    """Keep copies of the weights at every evaluation, in order."""
 
     def __init__(self) -> None:
         self.evaluated = []
 
     def on_evaluate(self, _args, state, _control, model=None, **_) -> None:
-        """Keep them."""
+        """Keep a copy."""
         self.evaluated.append((state.global_step, weights_of(model)))
 
 
 class At(TrainerCallback):
-    """Do something at the events of one step.
+    """Call functions at events of one step.
 
     Args:
-        step: Number of updates.
-        actions: What is done, by the name of the event; it gets the control and the model.
+        step: Number of updates done.
+        actions: Functions by the name of their event, called with control and model.
     """
 
     def __init__(self, step, **actions: Callable) -> None:
@@ -71,7 +71,7 @@ class At(TrainerCallback):
 
 
 def trainer_of(folder, kind, *, after=(), before=(), data=None, **keywords):
-    """Return a trainer of a kind before training, what follows it, what sees it, the callback."""
+    """Return an untrained trainer, its two watching callbacks, and the tested callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, seen, callback = Follower(), Seen(), EMACallback(**callback_arguments)
     best = {"metric_for_best_model": "eval_one_loss"} if data else {}
@@ -89,7 +89,7 @@ def trainer_of(folder, kind, *, after=(), before=(), data=None, **keywords):
 
 
 def assert_seen(seen, follower, num_datasets):
-    """Fail unless each dataset was evaluated with the averages of its step."""
+    """Fail unless each data set was evaluated with the averages of its step."""
     steps = [step for step, _ in seen.evaluated]
     assert len(steps) == num_datasets * len(set(steps)) > 0
     for step, weights in seen.evaluated:
@@ -97,7 +97,7 @@ def assert_seen(seen, follower, num_datasets):
 
 
 def losses_without_callback(folder, kind, *, after=(), data=None, **keywords):
-    """Return the losses of a run with the same evaluations, which draw random numbers."""
+    """Return the losses of a run with the same evaluations and without the callback."""
     trainer, _, _, callback = trainer_of(folder, kind, after=after, data=data, **keywords)
     trainer.remove_callback(callback)
     trainer.train()
@@ -112,7 +112,7 @@ def losses(trainer):
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 @pytest.mark.parametrize("arguments", [{}, BEST, SHORT_EPOCHS], ids=["steps", "best", "epochs"])
 def test_several_datasets(tmp_path, kind, arguments):
-    """All are evaluated with averages; raw weights are saved, averaged ones loaded."""
+    """All data sets are evaluated with averages; raw weights are saved, averages loaded."""
     trainer, follower, seen, _ = trainer_of(tmp_path, kind, data=TWO, **arguments)
     trainer.train()
 
@@ -127,7 +127,7 @@ def test_several_datasets(tmp_path, kind, arguments):
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
-    """Its losses are those of a run without the callback, also where nothing is saved."""
+    """Training continues from the raw weights, even if nothing is saved in between."""
     arguments = {"data": TWO, "save_strategy": "no", "load_best_model_at_end": False}
     trainer, _, _, _ = trainer_of(tmp_path, kind, **arguments)
     trainer.train()
@@ -137,7 +137,7 @@ def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
-    """What was held does not come back over it."""
+    """The raw weights that were put aside do not overwrite the loaded best model."""
     # The first evaluation is the best one, so nothing is saved after the last one.
     trainer, follower, _, _ = trainer_of(tmp_path, kind, data=TWO, **(SHORT_EPOCHS | BEST))
     trainer.args.greater_is_better = True
@@ -151,7 +151,7 @@ def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("data", [None, TWO], ids=["one dataset", "two datasets"])
 def test_at_the_start(tmp_path, kind, data):
-    """After a resume the evaluation at the start sees the averages; raw weights are trained."""
+    """After a resume, the evaluation at the start uses averages, and training the raw weights."""
     stopped, follower, _, _ = trainer_of(tmp_path, kind, after=[StopAfter(4)], data=data)
     stopped.args.load_best_model_at_end = False
     stopped.train()
@@ -171,7 +171,7 @@ def test_at_the_start(tmp_path, kind, data):
 
 
 def test_at_the_start_without_averages(tmp_path):
-    """With ``evaluate=False`` it sees the raw weights."""
+    """With ``evaluate=False``, the evaluation at the start uses raw weights."""
     callback, seen = EMACallback(DECAY, evaluate=False), Seen()
     trainer = new_trainer(
         tmp_path, PLAIN, kind=Trainer, callbacks=[seen, callback], max_steps=1, eval_on_start=True
@@ -184,7 +184,7 @@ def test_at_the_start_without_averages(tmp_path):
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_that_is_called_off(tmp_path, kind):
-    """A callback behind may take it back: raw weights are saved, and trained on."""
+    """If a later callback cancels the evaluation, raw weights are saved and trained."""
 
     def call_off(control, _model):
         control.should_evaluate = False
@@ -199,13 +199,13 @@ def test_an_evaluation_that_is_called_off(tmp_path, kind):
 
 
 def interrupt(_control, _model):
-    """Do what a user does who has had enough."""
+    """Raise what Ctrl-C raises."""
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_that_is_interrupted(tmp_path, kind):
-    """The same trainer, resumed from the checkpoint before, begins with what it holds."""
+    """The same trainer resumes from the weights and averages of the checkpoint."""
     begun = []
 
     def begin(_control, model):
@@ -228,7 +228,7 @@ def test_an_evaluation_that_is_interrupted(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["own average", "stock"])
 def test_raw_weights_after_an_interruption(tmp_path, kind):
-    """An `MFTrainer` puts them back; after a stock one it takes one call."""
+    """An `MFTrainer` puts raw weights back; after a stock Trainer, ``put_weights_back`` does."""
     trainer, follower, _, callback = trainer_of(
         tmp_path, kind, after=[At(4, on_prediction_step=interrupt)]
     )
@@ -242,7 +242,7 @@ def test_raw_weights_after_an_interruption(tmp_path, kind):
 
 
 def test_a_state_that_is_asked_for_between_two_datasets(tmp_path):
-    """It is the raw one, as for a checkpoint; that the next dataset sees them is said."""
+    """``state_dict`` between two data sets returns raw weights, and a warning says so."""
     asked = []
 
     class Asking(TrainerCallback):
@@ -253,7 +253,7 @@ def test_a_state_that_is_asked_for_between_two_datasets(tmp_path):
     trainer, follower, _, _ = trainer_of(
         tmp_path, "stock", after=[Asking()], data=TWO, max_steps=2, load_best_model_at_end=False
     )
-    with pytest.warns(UserWarning, match="an evaluation saw raw weights"):
+    with pytest.warns(UserWarning, match="a data set was evaluated with raw weights"):
         trainer.train()
 
     assert torch.equal(asked[0], follower.raw[2][WEIGHT])
@@ -261,7 +261,7 @@ def test_a_state_that_is_asked_for_between_two_datasets(tmp_path):
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_by_hand_in_the_middle(tmp_path, kind):
-    """A callback's own call sees the weights as they are, and leaves them so."""
+    """``trainer.evaluate()`` in a callback uses the raw weights and leaves them in place."""
     by_hand = []
 
     def evaluate(_control, _model):
@@ -278,7 +278,7 @@ def test_an_evaluation_by_hand_in_the_middle(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_evaluation_and_prediction_after_training(tmp_path, kind):
-    """They see the model: after ``load_best_model_at_end`` the best averages, bit by bit."""
+    """After training, ``evaluate`` and ``predict`` use the best averages, bit for bit."""
     trainer, follower, _, callback = trainer_of(tmp_path, kind)
     trainer.train()
     best = follower.averages[trainer.state.best_global_step]
@@ -293,7 +293,7 @@ def test_evaluation_and_prediction_after_training(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_trainings(tmp_path, kind):
-    """The second begins a new average, from the weights that the first one has left."""
+    """A second training starts a new average from the weights that the first one left."""
     trainer, follower, seen, callback = trainer_of(tmp_path, kind)
     trainer.train()
     first = dict(callback.ema.named_averages())[WEIGHT].clone()
@@ -307,13 +307,13 @@ def test_two_trainings(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_callbacks(tmp_path, kind):
-    """They are refused before anything is trained: each would average the other's averages."""
+    """Two callbacks in one Trainer are refused at the start of training."""
     trainer_kind, arguments, extras = KINDS[kind]
     callbacks = [EMACallback(**arguments), EMACallback(**arguments, evaluate=False)]
     trainer = new_trainer(tmp_path, PLAIN, kind=trainer_kind, callbacks=callbacks, **extras)
     begun = weights_of(trainer.model)
 
-    with pytest.raises(ValueError, match="a Trainer must have one EMACallback at most, got two"):
+    with pytest.raises(ValueError, match="a Trainer can have only one EMACallback, got two"):
         trainer.train()
 
     assert_same_state(begun, weights_of(trainer.model))
@@ -323,7 +323,7 @@ def test_two_callbacks(tmp_path, kind):
 
 
 def test_one_callback_after_another(tmp_path):
-    """In another Trainer of the same model, after one that has failed, another one is welcome."""
+    """After a Trainer has failed, another Trainer of the same model may have a callback."""
     failed, _, _, _ = trainer_of(tmp_path, "stock", after=[At(1, on_step_end=interrupt)])
     with pytest.raises(KeyboardInterrupt):
         failed.train()

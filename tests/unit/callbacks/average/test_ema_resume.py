@@ -1,4 +1,4 @@
-"""Averages of a run that was stopped and resumed, and of one whose updates are skipped."""
+"""Averages of resumed runs, and of runs with skipped updates."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ from transformers import Trainer, TrainerCallback
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer
+from support.averaged_training import EPOCHS, SKIPPING, STEPS, Follower, weights_of
+from support.half_precision import StockHalf
 from support.resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
 from support.spoilt.gpt2 import SpoiltGPT2
 from support.training_state import assert_same_state
-from unit.callbacks.average.test_ema_callback import EPOCHS, SKIPPING, STEPS, Follower, weights_of
-from unit.trainer.test_resume import StockHalf
 
 KINDS = {
     "its average": (MFTrainer, SKIPPING, {"ema": lambda m: ExponentialMovingAverage(m, 0.5)}),
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def run(folder, kind, *, before=(), callbacks=(), **keywords):
-    """Return the trainer of a kind and its callback, before training."""
+    """Return an untrained trainer and its callback."""
     trainer_kind, settings, trainer_settings = KINDS[kind]
     callback = EMACallback(None if trainer_settings else 0.5)
     trainer = new_trainer(
@@ -43,7 +43,7 @@ def run(folder, kind, *, before=(), callbacks=(), **keywords):
 
 
 def end(trainer, callback):
-    """Return copies of all that there is at the end, the average included."""
+    """Return copies of the final state, the average included."""
     averages = {name: value.clone() for name, value in callback.ema.named_averages()}
     # The stock Trainer does not keep the order of a resumed epoch's random numbers.
     of_stock = ("generator", "log", "callbacks", "losses")
@@ -56,7 +56,7 @@ def end(trainer, callback):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [4, 6, 10])
 def test_resumed(tmp_path, kind, step):
-    """The average goes on, the choice of the best one too, and the end is that of one run."""
+    """A resumed run ends with the average and the best metric of an unbroken run."""
     unbroken, average = run(tmp_path / "unbroken", kind)
     unbroken.train()
     stopped, _ = run(tmp_path / "stopped", kind, callbacks=[StopAfter(step)])
@@ -70,13 +70,13 @@ def test_resumed(tmp_path, kind, step):
 
 
 class ToldToEnd(TrainerCallback):
-    """Send this process a SIGTERM within a step."""
+    """Send this process a SIGTERM during a step."""
 
     def __init__(self, step) -> None:
         self._step = step
 
     def on_pre_optimizer_step(self, _args, state, _control, **_) -> None:
-        """Send it."""
+        """Send the signal."""
         if state.global_step == self._step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -89,7 +89,7 @@ class ToldToEnd(TrainerCallback):
     ids=["due", "not due", "end of an epoch", "within an epoch"],
 )
 def test_told_to_end(tmp_path, kind, step, arguments):
-    """Where an evaluation is due, averages are not taken for the raw weights that are saved."""
+    """A run stopped by SIGTERM saves raw weights, even if an evaluation was due."""
     follower = Follower()
     told, _ = run(tmp_path, kind, before=[ToldToEnd(step), follower], **arguments)
 
@@ -104,20 +104,20 @@ def test_told_to_end(tmp_path, kind, step, arguments):
 
 
 def test_an_average_is_not_lost_in_silence(tmp_path):
-    """A stock checkpoint that has lost its average is resumed without, which is said."""
+    """Resuming a checkpoint without an average warns and starts a new one."""
     stopped, _ = run(tmp_path, "stock", callbacks=[StopAfter(2)], load_best_model_at_end=False)
     stopped.train()
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "mfwrap_ema.safetensors").unlink()
     resumed, callback = run(tmp_path, "stock", seed=1, callbacks=[StopAfter(3)])
 
-    with pytest.warns(UserWarning, match="no average: none in .*checkpoint-2; it starts from"):
+    with pytest.warns(UserWarning, match="could not be resumed: .*checkpoint-2 has none"):
         resumed.train(resume_from_checkpoint=str(checkpoint))
     assert int(callback.ema.state_dict()["counters"]["num_calls"]) == 1
 
 
 def test_a_truncated_average(tmp_path):
-    """It is refused, and not taken for one that is not there."""
+    """A truncated average is an error, not a missing average."""
     stopped, _ = run(tmp_path, "stock", callbacks=[StopAfter(2)], load_best_model_at_end=False)
     stopped.train()
     path = tmp_path / "checkpoint-2" / "mfwrap_ema.safetensors"
@@ -131,7 +131,7 @@ def test_a_truncated_average(tmp_path):
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_saved_again(tmp_path, kind):
-    """The exported model is replaced as a whole; parts of an earlier attempt do not matter."""
+    """An export replaces an older one and ignores the remains of an interrupted one."""
     stopped, _ = run(tmp_path, kind, callbacks=[StopAfter(4)])
     stopped.train()
     folder = tmp_path / "checkpoint-2"
@@ -149,14 +149,14 @@ def test_a_step_that_is_saved_again(tmp_path, kind):
 
 
 def test_a_checkpoint_without_an_average(tmp_path):
-    """A run that is resumed with the callback added averages from the loaded weights on."""
+    """A callback added at a resume starts its average at the loaded weights."""
     trained(tmp_path / "stock", PLAIN, kind=Trainer, callbacks=[StopAfter(6)])
     shutil.copytree(tmp_path / "stock" / "checkpoint-6", tmp_path / "added" / "checkpoint-6")
     weights = load_file(tmp_path / "added" / "checkpoint-6" / "model.safetensors")
     callback = EMACallback(0.99999)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "no average", UserWarning)
+        warnings.filterwarnings("ignore", "the average could not be resumed", UserWarning)
         resume(
             tmp_path / "added" / "checkpoint-6",
             tmp_path / "added",
@@ -171,7 +171,7 @@ def test_a_checkpoint_without_an_average(tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_updates_that_the_stock_trainer_skips(tmp_path, optim):
-    """In fp16 its gradient scaler leaves out updates, which the average does not follow."""
+    """In fp16, the average ignores the updates that the gradient scaler skips."""
     follower, callback = Follower(), EMACallback(0.5)
     settings = replace(SKIPPING, optim=optim)
     trainer = trained(tmp_path, settings, kind=StockHalf, fp16=True, callbacks=[follower, callback])

@@ -1,4 +1,4 @@
-"""Averages are in a model while it is evaluated, and not when it is saved, loaded or trained."""
+"""Averages are in a model during an evaluation, and not when it is saved, loaded or trained."""
 
 import copy
 
@@ -7,13 +7,13 @@ from torch import nn
 from transformers import TrainerControl
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.callbacks.average.files import EvaluatedAverages
+from mfwrap.callbacks.average.ema_callback import EvaluatedAverages
 
 ONE, TWO = {"eval_runtime": 1.0, "eval_loss": 1.0}, {"eval_two_runtime": 1.0}
 
 
 def held(*, is_due=False):
-    """Return a network whose raw weight is 1 and its average 0.5, held for step 4."""
+    """Return a network that holds the average 0.5 of its raw weight 1, at step 4."""
     network = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(network.weight)
     ema = ExponentialMovingAverage(network, 0.5)
@@ -26,7 +26,7 @@ def held(*, is_due=False):
 
 
 def test_the_only_dataset():
-    """Its metrics have no name in them: the evaluation is over."""
+    """After the only data set, the raw weights are back."""
     network, averages = held()
 
     assert averages.evaluated(ONE, 4)
@@ -34,7 +34,7 @@ def test_the_only_dataset():
 
 
 def test_one_dataset_of_several():
-    """The averages stay for the next one, until the end."""
+    """After one of several data sets, the averages stay until the end."""
     network, averages = held()
 
     assert averages.evaluated(TWO, 4)
@@ -45,7 +45,7 @@ def test_one_dataset_of_several():
 
 
 def test_metrics_without_a_time():
-    """Of a loop that is no Trainer's, one evaluation is all."""
+    """Metrics without a run time count as those of an only data set."""
     for metrics in (None, {}, {"loss": 1.0}):
         network, averages = held()
 
@@ -54,7 +54,7 @@ def test_metrics_without_a_time():
 
 
 def test_a_metric_named_like_a_time():
-    """A Trainer's own entry counts, whatever a user's metrics are called."""
+    """A user's metric whose name ends in ``_runtime`` does not count as a second data set."""
     network, averages = held()
 
     averages.evaluated(ONE | {"eval_generation_runtime": 1.0}, 4)
@@ -63,7 +63,7 @@ def test_a_metric_named_like_a_time():
 
 
 def test_the_state_after_the_first_dataset():
-    """It is raw, and the weights are raw from then on."""
+    """After the first data set, ``state_dict`` puts the raw weights back."""
     network, averages = held()
     averages.evaluated(TWO, 4)
 
@@ -75,7 +75,7 @@ def test_the_state_after_the_first_dataset():
 
 
 def test_the_state_within_the_first_dataset():
-    """While the evaluation is still due, who asks for the state gets averages."""
+    """During the first data set, ``state_dict`` returns the averages."""
     network, averages = held(is_due=True)
 
     assert network.state_dict()["weight"].item() == 0.5
@@ -84,7 +84,7 @@ def test_the_state_within_the_first_dataset():
 
 
 def test_a_state_that_is_loaded():
-    """It stays, whether or not the evaluation is over."""
+    """A state that is loaded during an evaluation is not overwritten afterwards."""
     for is_due in (True, False):
         network, averages = held(is_due=is_due)
         network.load_state_dict({"weight": torch.full((1, 1), 7.0)})
@@ -94,7 +94,7 @@ def test_a_state_that_is_loaded():
 
 
 def test_hooks_of_others():
-    """Theirs run as well, before and after, and ours are gone at the end."""
+    """Hooks of others still run, and ours are removed at the end."""
     network, averages = held()
     averages.end()
     ran = []
@@ -113,7 +113,7 @@ def test_hooks_of_others():
 
 
 def test_an_evaluation_of_another_step():
-    """One that nobody has announced is not ours to judge."""
+    """An evaluation for which no averages were held is not reported."""
     _, averages = held()
     averages.end()
 
@@ -121,7 +121,7 @@ def test_an_evaluation_of_another_step():
 
 
 def test_held_anew():
-    """Averages that are still held from before are no raw weights."""
+    """Holding other averages first puts the raw weights back."""
     network, averages = held()
     ema = ExponentialMovingAverage([torch.zeros(1)])
     averages.hold(ema, network, 5, TrainerControl())

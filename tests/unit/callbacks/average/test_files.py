@@ -1,4 +1,4 @@
-"""What an average leaves in checkpoints: whole ones, of a search's trials, and of other models."""
+"""Files of an average in checkpoints: of a run, of the trials of a search, of other models."""
 
 import json
 import os
@@ -24,10 +24,7 @@ from transformers.trainer_utils import HPSearchBackend
 from mfwrap.callbacks import EMACallback
 from mfwrap.callbacks.average.files import load_exported, resumed_checkpoint, saved_checkpoint
 from mfwrap.trainer import MFTrainer
-from support.resumed_training import PLAIN, StopAfter, new_trainer, trained
-from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
-from support.training_state import assert_same_state
-from unit.callbacks.average.test_ema_callback import (
+from support.averaged_training import (
     KINDS,
     STEPS,
     WEIGHT,
@@ -35,13 +32,16 @@ from unit.callbacks.average.test_ema_callback import (
     evaluated_by_hand,
     weights_of,
 )
+from support.resumed_training import PLAIN, StopAfter, new_trainer, trained
+from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
+from support.training_state import assert_same_state
 
 SAVING = STEPS | {"max_steps": 4, "eval_strategy": "no", "load_best_model_at_end": False}
 IN_STEP = ["its average", "own average"]
 
 
 def trainer_of(folder, kind, *, before=(), after=(), model=None, **keywords):
-    """Return a trainer of a kind before training, what follows it, and the callback."""
+    """Return an untrained trainer, its follower, and the callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, callback = Follower(), EMACallback(**callback_arguments)
     callbacks = [follower, *before, callback, *after]
@@ -53,23 +53,23 @@ def trainer_of(folder, kind, *, before=(), after=(), model=None, **keywords):
 
 
 class AtBegin(TrainerCallback):
-    """Keep the averages that a training begins with, and end it.
+    """Keep the averages at the start of a training, and end it.
 
-    It stands behind the callback that is looked at.
+    It follows the tested callback.
     """
 
     def __init__(self) -> None:
         self.callback, self.averages = None, {}
 
     def on_train_begin(self, *_, **__) -> None:
-        """Keep them."""
+        """Keep a copy."""
         named_averages = self.callback.ema.named_averages()
         self.averages = {name: average.clone() for name, average in named_averages}
         raise KeyboardInterrupt
 
 
 def begun(folder, kind, checkpoint, **keywords):
-    """Return the averages that a run begins with which is resumed in a folder."""
+    """Resume a run and return the averages that it starts with."""
     at_begin = AtBegin()
     resumed, _, at_begin.callback = trainer_of(folder, kind, after=[at_begin], seed=1, **keywords)
     with pytest.raises(KeyboardInterrupt):
@@ -79,11 +79,11 @@ def begun(folder, kind, checkpoint, **keywords):
 
 @pytest.mark.parametrize("kind", IN_STEP)
 def test_they_are_part_of_the_checkpoint(tmp_path, kind):
-    """As soon as the checkpoint is in place it holds them, and its list of files names them."""
+    """In an `MFTrainer`, a checkpoint holds the averages when it appears, and its manifest too."""
     listed = []
 
     class Looking(TrainerCallback):
-        """It stands before the callback that is tested."""
+        """It precedes the tested callback."""
 
         def on_save(self, _args, state, _control, **_) -> None:
             folder = tmp_path / f"checkpoint-{state.global_step}"
@@ -102,7 +102,7 @@ def test_they_are_part_of_the_checkpoint(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", IN_STEP)
 def test_an_end_right_after_a_checkpoint(tmp_path, kind):
-    """A run that ends before any callback hears of its checkpoint resumes with its average."""
+    """A checkpoint is complete even if the run ends before ``on_save`` of the callback."""
 
     class Ending(TrainerCallback):
         def on_save(self, *_, **__) -> None:
@@ -117,7 +117,7 @@ def test_an_end_right_after_a_checkpoint(tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["mfwrap_ema.safetensors", "ema/model.safetensors"])
 def test_a_damaged_file_is_refused(tmp_path, name):
-    """An `MFTrainer` says which one, before anything is loaded."""
+    """An `MFTrainer` names the damaged file before it loads anything."""
     trainer, _, _ = trainer_of(tmp_path, "own average")
     trainer.train()
     path = tmp_path / "checkpoint-4" / name
@@ -133,13 +133,13 @@ def test_a_damaged_file_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("kind", ["own average", "stock"])
 def test_a_run_that_goes_on_elsewhere(tmp_path, kind):
-    """The average is that of the checkpoint, not one that lies where the run goes on."""
+    """A run resumed in another folder takes the average of its checkpoint."""
     first, follower, _ = trainer_of(tmp_path / "first", kind)
     first.train()
     other, _, _ = trainer_of(tmp_path / "other", kind, learning_rate=1e-4)
     other.train()
     checkpoint = tmp_path / "first" / "checkpoint-2"
-    # A stock Trainer tells nobody else what it resumes.
+    # A stock Trainer passes its checkpoint to callbacks in no other way.
     told = {"resume_from_checkpoint": str(checkpoint)} if kind == "stock" else {}
 
     averages = begun(tmp_path / "other", kind, checkpoint, **told)
@@ -148,20 +148,20 @@ def test_a_run_that_goes_on_elsewhere(tmp_path, kind):
 
 
 def test_an_average_of_another_run_is_not_taken(tmp_path):
-    """Where a stock Trainer does not say what it resumes, the log tells one run from another."""
+    """A checkpoint of another run, with another log, is not used."""
     for name, rate in (("first", 1e-2), ("other", 1e-4)):
         trainer, _, _ = trainer_of(tmp_path / name, "stock", learning_rate=rate)
         trainer.train()
     checkpoint = tmp_path / "first" / "checkpoint-2"
 
-    with pytest.warns(UserWarning, match="the checkpoint that is resumed was not found; it starts"):
+    with pytest.warns(UserWarning, match="the checkpoint to resume from was not found"):
         averages = begun(tmp_path / "other", "stock", checkpoint)
 
     assert_same_state(load_file(checkpoint / "model.safetensors"), averages)
 
 
 def test_the_state_that_a_checkpoint_holds(tmp_path):
-    """A log with a NaN is equal to itself; one step more is another checkpoint."""
+    """A checkpoint is recognized by step and log, also if the log has a NaN."""
     trainer = trained(tmp_path, PLAIN, kind=Trainer, **SAVING)
     trainer.state.log_history.append({"loss": float("nan")})
     for step in (2, 4):
@@ -174,7 +174,7 @@ def test_the_state_that_a_checkpoint_holds(tmp_path):
 
 
 def searching_trainer(folder, kind, **keywords):
-    """Return a trainer that makes its model anew for each trial, what follows it, the callback."""
+    """Return a trainer with a new model for each trial, its follower, and the callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, callback = FollowerOfTrials(), EMACallback(**callback_arguments)
     template = new_trainer(folder, PLAIN, **(SAVING | keywords))
@@ -195,21 +195,21 @@ def searching_trainer(folder, kind, **keywords):
 
 
 class FollowerOfTrials(Follower):
-    """Keep the averages of each trial apart."""
+    """Keep the averages of each trial separately."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trials = []
 
     def on_train_begin(self, _args, _state, _control, model=None, **_) -> None:
-        """Begin another one."""
+        """Start a new trial."""
         super().on_train_begin(_args, _state, _control, model=model)
         self.averages = {}
         self.trials.append(self.averages)
 
 
 def assert_exported(run_folder, averages, *, is_own):
-    """Fail unless each checkpoint of a trial holds the averages of its steps."""
+    """Fail unless each checkpoint of a trial holds the averages of its step."""
     folders = sorted(run_folder.glob("checkpoint-*"))
     assert [folder.name for folder in folders] == ["checkpoint-2", "checkpoint-4"]
     for folder in folders:
@@ -223,9 +223,9 @@ SEARCHES = [("its average", None), ("own average", None), ("stock", None), ("sto
 
 @pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(("kind", "name"), SEARCHES)
-@pytest.mark.filterwarnings("ignore")  # what the search's library warns of is its own
+@pytest.mark.filterwarnings("ignore")  # (warnings of optuna, not ours)
 def test_a_search(tmp_path, kind, name):
-    """The best trial is chosen by averages; all checkpoints hold those of their own trial."""
+    """A search chooses the best trial by averages; each checkpoint holds those of its trial."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     trainer, follower, _ = searching_trainer(tmp_path, kind, eval_strategy="steps")
@@ -253,7 +253,7 @@ def test_a_search(tmp_path, kind, name):
 
 
 def test_a_trial_that_is_resumed(tmp_path):
-    """A stock Trainer's average is found in the folder of its trial, beside another one's."""
+    """A resumed trial of a stock Trainer finds the average in its own folder."""
     optuna = pytest.importorskip("optuna")
     trainer, follower, _ = searching_trainer(tmp_path, "stock")
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
@@ -267,7 +267,7 @@ def test_a_trial_that_is_resumed(tmp_path):
 
 
 def test_the_newest_trial_is_what_was_just_saved(tmp_path):
-    """Two trials may be equal in step and log; one of another log is not taken at all."""
+    """Of several trials with the same step and log, the newest is the saved one."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     state = TrainerState(global_step=2, is_hyper_param_search=True)
     assert saved_checkpoint(arguments, state) is None
@@ -282,7 +282,7 @@ def test_the_newest_trial_is_what_was_just_saved(tmp_path):
 
 
 class Counter(nn.Module):
-    """A plain module, which neither saves itself nor has a configuration."""
+    """A plain module, without ``save_pretrained`` and without a configuration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Counter(nn.Module):
         self.head = nn.Linear(8, 32, bias=False)
 
     def forward(self, input_ids=None, labels=None, factor=None, **_):
-        """Guess each number from the one before."""
+        """Predict each token from the token before."""
         scores = self.head(self.embedding(input_ids))
         loss = nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return {"loss": loss * factor.prod(), "logits": scores}
@@ -298,7 +298,7 @@ class Counter(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_module(tmp_path, kind):
-    """Its averaged weights are exported as they are, and loaded at the end."""
+    """The averaged weights of a plain module are exported and loaded at the end."""
     trainer, follower, _ = trainer_of(
         tmp_path, kind, model=Counter(), eval_strategy="steps", load_best_model_at_end=True
     )
@@ -311,9 +311,9 @@ def test_a_plain_module(tmp_path, kind):
     assert_same_state(follower.averages[best], weights_of(trainer.model))
 
 
-@pytest.mark.filterwarnings("ignore")  # what that library warns of is its own
+@pytest.mark.filterwarnings("ignore")  # (warnings of peft, not ours)
 def test_an_adapter(tmp_path):
-    """Of a PEFT model the adapter is averaged, exported and loaded at the end."""
+    """The adapter of a PEFT model is averaged, exported and loaded at the end."""
     model = get_peft_model(
         tiny_gpt2(),
         LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True, task_type="CAUSAL_LM"),
@@ -332,7 +332,7 @@ def test_an_adapter(tmp_path):
 
 
 def test_weights_in_several_files(tmp_path):
-    """A large model is exported so, and loaded so."""
+    """An export in several files is loaded completely."""
     model, other = tiny_gpt2(seed=1), tiny_gpt2(seed=2)
     model.save_pretrained(tmp_path / "ema", max_shard_size="4KB", save_original_format=False)
     assert len(list((tmp_path / "ema").glob("*.safetensors"))) > 1
@@ -343,18 +343,18 @@ def test_weights_in_several_files(tmp_path):
 
 
 def test_nothing_to_load(tmp_path):
-    """It is said, and the model is left as it is."""
+    """Without an export, loading warns and leaves the model unchanged."""
     model = tiny_gpt2()
     before = weights_of(model)
 
-    with pytest.warns(UserWarning, match="no averaged weights in .*ema: the model keeps the raw"):
+    with pytest.warns(UserWarning, match="ema has no averaged weights; the model keeps"):
         load_exported(model, tmp_path)
 
     assert_same_state(before, weights_of(model))
 
 
 def test_a_checkpoint_that_has_gone(tmp_path):
-    """Where a stock Trainer's checkpoint is not to be found, nothing is written; it is said."""
+    """If a stock Trainer's checkpoint is missing, a warning says so and nothing is written."""
 
     class Removing(TrainerCallback):
         def on_save(self, *_, **__) -> None:
@@ -362,13 +362,13 @@ def test_a_checkpoint_that_has_gone(tmp_path):
 
     trainer, _, _ = trainer_of(tmp_path, "stock", before=[Removing()], after=[StopAfter(2)])
 
-    with pytest.warns(UserWarning, match="no checkpoint of step 2 to save in"):
+    with pytest.warns(UserWarning, match="the checkpoint of step 2 was not found in"):
         trainer.train()
     assert not list(tmp_path.rglob("*ema*"))
 
 
 def test_files_are_written_once(tmp_path):
-    """After an `MFTrainer` has asked for them, its event adds nothing; another one does."""
+    """``on_save`` writes nothing right after ``save_into``, and writes at the next save."""
     trainer, _, callback = trainer_of(tmp_path, "own average", max_steps=2)
     trainer.train()
     assert isinstance(trainer, MFTrainer)
