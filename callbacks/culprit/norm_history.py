@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.anomaly_log import WeightNorm
-from mfwrap.tensors.wrappers import tensor_norms, trainable
+from mfwrap.tensors.sharded_norms import tensor_norms
+from mfwrap.tensors.wrappers import trainable
 
 __all__ = ["GlobalNormHistory", "RunningNorms", "WeightWatch"]
 

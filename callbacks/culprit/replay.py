@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.tensors.wrappers import plain_network
+from mfwrap.tensors.wrappers import unwrapped_network
 
 __all__ = ["NetworkInputs", "Origin", "RandomState", "StepRecorder", "inner_network", "replay_step"]
 
@@ -115,10 +115,9 @@ def inner_network(model: nn.Module) -> nn.Module | None:
         ``None`` if the network cannot be recorded: its weights are sharded, so one rank alone
         cannot repeat a call; or it is compiled, and hooks would force a recompilation.
     """
-    network = plain_network(model)
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in network.parameters())
-    compiled = any(hasattr(module, "_orig_mod") for module in network.modules())
-    return None if sharded or compiled else network
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+    return None if sharded or compiled else unwrapped_network(model)
 
 
 def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:

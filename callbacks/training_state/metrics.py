@@ -12,7 +12,8 @@ from mfwrap.callbacks.training_state.expert_load import drop_rate, imbalance
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.stable_rank import tagged_spectra
-from mfwrap.tensors.wrappers import parameter_names, tensor_norms, trainable
+from mfwrap.tensors.sharded_norms import tensor_norms
+from mfwrap.tensors.wrappers import trainable
 
 __all__ = ["Metric", "PackedMetrics", "StateMetrics", "Target"]
 
@@ -146,8 +147,7 @@ class StateMetrics:
     def _add_states(self, found: "_Numbers", model: nn.Module, optimizer: Optimizer | None) -> None:
         settings = self._settings
         if settings.optimizer_state_format and optimizer is not None:
-            names = parameter_names(model)
-            shown = [(p, n) for p, n in names.items() if self._target.holds(n)]
+            shown = [(p, n) for n, p in trainable(model).items() if self._target.holds(n)]
             for tag, key in _MOMENTS.items():
                 states = {
                     name: optimizer.state[parameter][key]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -28,7 +29,7 @@ from mfwrap.callbacks.training_state.settings import (
     checked_stable_rank,
     checked_target,
 )
-from mfwrap.tensors.wrappers import inner_optimizer
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 __all__ = [
     "TrainingStateEvents",
@@ -113,13 +114,14 @@ class TrainingStateEvents(TrainerCallback):
         if step_output is None and step_report is not None:
             step_output = step_report.output
         scale_before, self._scale_before = self._scale_before, None
+        optimizer = unwrapped_optimizer(known.get("optimizer"))
         run.end_step(
             state.global_step,
             step_output,
             step_report,
             scale_before=scale_before,
             model=known.get("model"),
-            optimizer=inner_optimizer(known.get("optimizer")),
+            optimizer=optimizer if isinstance(optimizer, Optimizer) else None,
         )
         for text in missing_values(self._settings, step_output, known):
             self._say_once(text)

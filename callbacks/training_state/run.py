@@ -46,7 +46,7 @@ from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import MetricWriters
 from mfwrap.collectives import num_ranks, this_rank
-from mfwrap.tensors.wrappers import plain_network, trainable
+from mfwrap.tensors.wrappers import trainable, unwrapped_network
 
 __all__ = [
     "RunParts",
@@ -360,7 +360,7 @@ def run_parts(
         else None,
         watches=forward_watches(
             settings,
-            None if model is None else plain_network(model),
+            None if model is None else unwrapped_network(model),
             is_compiled=_is_compiled(model, args),
         ),
     )
@@ -406,7 +406,7 @@ def _finder(
     settings: TrainingStateSettings, args: TrainingArguments | None, model: nn.Module | None
 ) -> CulpritFinder:
     return CulpritFinder(
-        None if model is None else plain_network(model),
+        None if model is None else unwrapped_network(model),
         spike_factor=settings.spike_factor,
         limit=_largest_gradient(model, args),
         recorder=_recorder(model, args) if settings.replay else None,

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from mfwrap.accelerate.classes import (
     StepScaler,
     attached_class,
-    inner_optimizer,
     restore_optimizer,
     restore_scheduler,
 )
@@ -35,7 +34,7 @@ from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import agreement_of
-from mfwrap.tensors.wrappers import distributed_parts
+from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
 
 __all__ = [
     "AttachedStep",
@@ -185,7 +184,7 @@ class AttachedStep:
             self.ema.check_placement()
             self.step.follow(self.ema)
         for wrapper in self._accelerator._optimizers:
-            optimizer = inner_optimizer(wrapper)
+            optimizer = unwrapped_optimizer(wrapper)
             window = self.step.windows.get(optimizer)
             if window is not None and window.update.parameters.are_current:
                 continue

@@ -16,6 +16,7 @@ from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.arguments import described
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 __all__ = [
     "AttachedAccelerator",
@@ -24,7 +25,6 @@ __all__ = [
     "Attachment",
     "StepScaler",
     "attached_class",
-    "inner_optimizer",
     "restore_optimizer",
     "restore_scheduler",
 ]
@@ -123,7 +123,7 @@ class AttachedAccelerator:
         self.attachment.build(final=True)
         if optimizer is not None and not isinstance(optimizer, (tuple, list)):
             optimizer = [optimizer]
-        inner = None if optimizer is None else [inner_optimizer(each) for each in optimizer]
+        inner = None if optimizer is None else [unwrapped_optimizer(each) for each in optimizer]
         self.attachment.step.unscale(inner)
 
     def save_state(self, *args: Any, **keywords: Any) -> Any:
@@ -154,14 +154,6 @@ class AttachedAccelerator:
 def attached_class(kind: type) -> type:
     """Return the subclass of an accelerator's class that an attached one has."""
     return type(f"Attached{kind.__name__}", (AttachedAccelerator, kind), {})
-
-
-def inner_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside accelerate's wrapper."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    inner: Optimizer = optimizer
-    return inner
 
 
 class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -306,7 +298,7 @@ class StepScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the loss scale, in place, once."""
         self.attachment.build(final=True)
-        self.attachment.step.unscale([inner_optimizer(optimizer)])
+        self.attachment.step.unscale([unwrapped_optimizer(optimizer)])
 
     def step(self, optimizer: Optimizer, closure: None = None) -> None:
         """Do one update of an optimizer.
@@ -318,7 +310,7 @@ class StepScaler:
             msg = f"`closure` must be None with a loss scale, got {described(closure)}"
             raise TypeError(msg)
         self.attachment.build(final=True)
-        self.attachment.step.update(inner_optimizer(optimizer))
+        self.attachment.step.update(unwrapped_optimizer(optimizer))
 
     def update(self, new_scale: Tensor | float | None = None) -> None:
         """Set the loss scale if one is given; otherwise the step has changed it already."""

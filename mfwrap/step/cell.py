@@ -19,12 +19,17 @@ from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
 from mfwrap.step.micro_batches import NetworkCall, calls_of, split_calls
 from mfwrap.step.mindspore_cells import LossScaleHooks
-from mfwrap.step.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.step.parameters import (
+    TrainedParameters,
+    checked_network,
+    checked_optimizer,
+    network_parameters,
+)
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.state import check_keys, restore
 from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.tensors.norm_groups import LocalNormGroups
-from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
+from mfwrap.tensors.wrappers import distributed_parts
 
 __all__ = [
     "MFTrainOneStepCell",
@@ -204,7 +209,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         if accelerator is not None:
             check_accumulation(accelerator, gradient_accumulation_steps)
         self.ema = ema
-        inner = unwrapped_optimizer(optimizer)
+        inner = checked_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
         """What is stepped, which has a state of its own; ``None`` for none."""
         parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)

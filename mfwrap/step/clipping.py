@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import described
-from mfwrap.tensors.norms import sum_of_squares
-from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all
+from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import on_device
 
 __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "clip_coefficient",
-    "has_non_finite",
-    "sum_of_squares",
 ]
 
 _TensorSequence = TypeVar("_TensorSequence", list[Tensor], tuple[Tensor, ...])

@@ -13,12 +13,16 @@ from mfwrap.loss_scale.cells import LossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
-from mfwrap.step.clipping import has_non_finite
 from mfwrap.step.micro_batches import NetworkCall
-from mfwrap.step.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.step.parameters import (
+    TrainedParameters,
+    checked_network,
+    checked_optimizer,
+    network_parameters,
+)
 from mfwrap.step.state import check_keys
 from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
-from mfwrap.tensors.wrappers import unwrapped_optimizer
+from mfwrap.tensors.sharded_norms import has_non_finite
 
 __all__ = [
     "LossScaleHooks",
@@ -97,7 +101,7 @@ class TrainOneStepCell:
             msg = "`sens` must not be 0, got 0"
             raise ValueError(msg)
         self.network = checked_network(network)
-        self.optimizer = unwrapped_optimizer(optimizer)
+        self.optimizer = checked_optimizer(optimizer)
         self.weights: list[Tensor] = _weights(self.optimizer)
         """The optimizer's parameters, in its order."""
         self.sens = sens
@@ -248,7 +252,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
                 f"{described(scale_sense)}"
             )
             raise TypeError(msg)
-        optimizer = unwrapped_optimizer(optimizer)
+        optimizer = checked_optimizer(optimizer)
         parameters = network_parameters(checked_network(network))
         trained = TrainedParameters(parameters, optimizer, None)
         loss_scale = LossScale(scale_sense, trained.device)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,15 @@ from mfwrap.tensors.norm_groups import (
 )
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
-from mfwrap.tensors.wrappers import is_deepspeed_engine, plain_name, reshard, unwrapped_network
+from mfwrap.tensors.wrappers import (
+    is_deepspeed_engine,
+    plain_name,
+    reshard,
+    unwrapped_network,
+    unwrapped_optimizer,
+)
 
-__all__ = ["TrainedParameters", "checked_network", "network_parameters"]
+__all__ = ["TrainedParameters", "checked_network", "checked_optimizer", "network_parameters"]
 
 
 def checked_network(network: nn.Module) -> nn.Module:
@@ -38,6 +44,19 @@ def checked_network(network: nn.Module) -> nn.Module:
         )
         raise TypeError(msg)
     return network
+
+
+def checked_optimizer(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside accelerate's wrapper, or `optimizer` itself.
+
+    Raises:
+        TypeError: If it is not a torch optimizer.
+    """
+    inner = unwrapped_optimizer(optimizer)
+    if not isinstance(inner, Optimizer):
+        msg = f"`optimizer` must be a torch.optim.Optimizer, got {described(inner)}"
+        raise TypeError(msg)
+    return inner
 
 
 def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:

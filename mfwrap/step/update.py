@@ -12,7 +12,6 @@ from mfwrap.config import StepConfig
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import (
     clip_coefficient,
-    sum_of_squares,
 )
 from mfwrap.step.counts import UpdateCounts
 from mfwrap.step.local_norms import LocalSquares
@@ -23,6 +22,7 @@ from mfwrap.step.ranks import RankAgreement
 from mfwrap.tensors.norm_groups import (
     NormGroups,
 )
+from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import local_tensors
 

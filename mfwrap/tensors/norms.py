@@ -1,13 +1,13 @@
 """Norms of many tensors from one read of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mfwrap.tensors.shards import on_device
 
-__all__ = ["as_real", "sum_of_squares"]
+__all__ = ["as_real", "norms_of_each", "sum_of_squares"]
 
 # Elements: from where on a norm on CPU is taken by rows, and the length of a row.
 _LARGE = 2**16
@@ -28,35 +28,47 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
         Shape ``(N,)``, float32. Accumulates in float32 (float64 gradients in float64), so the sum
         is infinite for norms above about 1.8e19. Does not wait for the device.
     """
-    squares: list[Tensor] = [torch.zeros((), dtype=torch.float32, device=device)] * len(gradients)
+    return _of_each(gradients, device, lambda norms: norms.square_())
+
+
+def norms_of_each(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Compute the L2 norm of each tensor, reading each once.
+
+    Unlike the root of `sum_of_squares`, a norm below 1e-19 does not become 0.
+
+    Args:
+        tensors: As in `sum_of_squares`.
+        device: Where the result goes.
+
+    Returns:
+        Shape ``(N,)``, float32. Does not synchronize with the device.
+    """
+    return _of_each(tensors, device, lambda norms: norms)
+
+
+def _of_each(
+    tensors: Sequence[Tensor | None], device: torch.device, finish: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Compute ``finish(norms)`` of all tensors, with one pass for each device and dtype."""
+    results: list[Tensor] = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
     by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-    for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.numel() > 0:
-            dense = as_real(gradient)
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and tensor.numel() > 0:
+            dense = as_real(tensor)
             indices, kind = by_kind.setdefault((dense.device, dense.dtype), ([], []))
             indices.append(index)
             kind.append(dense)
     for (where, dtype), (indices, kind) in by_kind.items():
-        squares_of = _squares_on_cpu if where.type == "cpu" else _squares
-        kind_squares = squares_of(kind, _accumulation_dtype(dtype))
-        moved = on_device(kind_squares, device)
-        if len(indices) == len(gradients):
+        accumulated = torch.float64 if dtype == torch.float64 else torch.float32
+        on_cpu = where.type == "cpu"
+        short = [_of_the_same_norm(tensor, accumulated) for tensor in kind] if on_cpu else kind
+        norms = torch.stack(torch._foreach_norm(short, 2, dtype=accumulated))
+        moved = on_device(finish(norms).float(), device)
+        if len(indices) == len(tensors):
             return moved
-        for index, square in zip(indices, moved.unbind(), strict=True):
-            squares[index] = square
-    return torch.stack(squares)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _squares(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square_().float()
-
-
-def _squares_on_cpu(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return _squares([_of_the_same_norm(gradient, dtype) for gradient in gradients], dtype)
+        for index, result in zip(indices, moved.unbind(), strict=True):
+            results[index] = result
+    return torch.stack(results)
 
 
 def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:

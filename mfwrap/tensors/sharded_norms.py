@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, distributed
 
 from mfwrap.collectives import add_over_ranks
-from mfwrap.tensors.norms import as_real, sum_of_squares
+from mfwrap.tensors.norms import as_real, norms_of_each, sum_of_squares
 from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups, on_device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["SquareReduction", "has_non_finite", "square_of_all"]
+__all__ = ["SquareReduction", "has_non_finite", "square_of_all", "tensor_norms"]
 
 
 class _Ranks(NamedTuple):
@@ -98,7 +98,7 @@ class SquareReduction:
             for group in stage.groups:
                 add_over_ranks(reduced, group)
             sums = reduced if stage.counted is None else torch.where(stage.counted, reduced, sums)
-        reduced_sums = on_device(sums.float(), squares.device)
+        reduced_sums = on_device(sums.to(squares.dtype), squares.device)
         return reduced_sums[:-1], reduced_sums[-1]
 
 
@@ -112,6 +112,26 @@ def square_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if reduction is not None:
         squares, _ = reduction(squares)
     return squares.sum()
+
+
+@torch.no_grad()
+def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute the L2 norm of each tensor, reading each once.
+
+    Args:
+        tensors: ``N`` floating tensors of any shape, at least one. For a sharded tensor the norm
+            of the whole tensor is computed; all ranks must then call this function.
+
+    Returns:
+        Shape ``(N,)``, float32, on the device of the first tensor. Does not synchronize with it.
+    """
+    norms = norms_of_each(local_tensors(tensors), tensors[0].device)
+    reduction = SquareReduction.among(tensors)
+    if reduction is None:
+        return norms
+    # In float32 the squares of Adam's second moments would underflow.
+    squares, _ = reduction(norms.double().square())
+    return squares.sqrt().float()
 
 
 def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
-from mfwrap.accelerate.classes import inner_optimizer
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
@@ -23,6 +22,7 @@ from mfwrap.schedules.deferred import (
     undefer_schedule,
 )
 from mfwrap.step.local_norms import CommunicationHook
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import StagedCheckpoint, TrainerPosition
 from mfwrap.trainer.data_position import DataPosition
@@ -134,7 +134,7 @@ class MFTrainerMixin(LossMixin, CheckpointMixin):
         schedule: Any = super().create_scheduler(*args, **kwargs)
         steps = self.attached.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
-            optimizer = inner_optimizer(self.optimizer)
+            optimizer = unwrapped_optimizer(self.optimizer)
             defer_schedule(schedule, lambda: steps.was_skipped(optimizer), steps.flush)
         if isinstance(schedule, DeferredSchedule) and schedule not in steps.schedules:
             steps.schedules.append(schedule)

@@ -10,9 +10,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from mfwrap.accelerate.attached_step import AttachedStep
-from mfwrap.accelerate.classes import inner_optimizer
 from mfwrap.checkpoints.folders import complete_move, remove_checkpoints
 from mfwrap.checkpoints.manifest import check_checkpoint
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import (
     StagedCheckpoint,
@@ -80,7 +80,7 @@ class CheckpointMixin(_Base):
             # The optimizer is loaded when the weights have been.
             self.create_optimizer()
             optimizer: Any = self.optimizer
-            check_parameter_groups(Path(resume_from_checkpoint), inner_optimizer(optimizer))
+            check_parameter_groups(Path(resume_from_checkpoint), unwrapped_optimizer(optimizer))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

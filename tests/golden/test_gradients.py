@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mfwrap import clip_by_global_norm
-from mfwrap.step.clipping import clip_coefficient, sum_of_squares
+from mfwrap.step.clipping import clip_coefficient
+from mfwrap.tensors.norms import sum_of_squares
 from support.golden.traces import TOLERANCE, assert_same, parametrized, tensor
 
 CPU = torch.device("cpu")

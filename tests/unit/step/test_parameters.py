@@ -11,7 +11,12 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
-from mfwrap.step.parameters import TrainedParameters, checked_network, network_parameters
+from mfwrap.step.parameters import (
+    TrainedParameters,
+    checked_network,
+    checked_optimizer,
+    network_parameters,
+)
 
 
 class Tied(nn.Module):
@@ -288,3 +293,10 @@ def test_a_network_is_returned_as_it_is():
     network = Tied()
 
     assert checked_network(network) is network
+
+
+@pytest.mark.parametrize("optimizer", [None, "SGD", SGD, nn.Linear(1, 1), 0.1], ids=repr)
+def test_what_is_no_optimizer_is_refused(optimizer):
+    """The class itself and a module are not optimizers."""
+    with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got"):
+        checked_optimizer(optimizer)

@@ -8,14 +8,9 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
-from mfwrap.tensors.wrappers import (
-    tensor_norms,
-    trainable,
-    unwrapped_network,
-    unwrapped_optimizer,
-)
+from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
 # Nothing is compiled before a first call.
 compiled = functools.partial(torch.compile, backend="eager")
@@ -68,33 +63,45 @@ def test_an_optimizer_is_found_inside_accelerates_wrapper():
     assert unwrapped_optimizer(AcceleratedOptimizer(wrapped)) is optimizer
 
 
-@pytest.mark.parametrize("optimizer", [None, "SGD", SGD, nn.Linear(1, 1), 0.1], ids=repr)
-def test_what_is_no_optimizer_is_refused(optimizer):
-    """The class itself and a module are no optimizer."""
-    with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got"):
-        unwrapped_optimizer(optimizer)
+class Lookahead(Optimizer):
+    """Keeps another optimizer, whose steps it smooths."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
 
 
-def test_norms_of_tensors_of_many_kinds():
-    """Each norm is torch's own in float64, in the order of the tensors, as float32."""
-    tensors = [
-        torch.randn(3, 4),
-        torch.randn(5).bfloat16(),
-        torch.randn(()),
-        torch.randn(2, 2).double(),
-        torch.randn(7).bfloat16(),
-    ]
-    expected = [tensor.double().norm().item() for tensor in tensors]
+def test_an_optimizer_that_keeps_another_one_is_itself():
+    """Its own step must run, also when accelerate has wrapped it."""
+    Accelerator(cpu=True)
+    optimizer = Lookahead(SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
-    assert tensor_norms(tensors).tolist() == pytest.approx(expected, rel=1e-6)
-    assert tensor_norms(tensors).dtype == torch.float32
+    assert unwrapped_optimizer(optimizer) is optimizer
+    assert unwrapped_optimizer(AcceleratedOptimizer(optimizer)) is optimizer
 
 
-def test_names_of_trainable_parameters():
-    """Frozen parameters are left out, and the names are those of the uncompiled network."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+@pytest.mark.parametrize("value", [None, "SGD", nn.Linear(1, 1), 0.1], ids=repr)
+def test_what_is_no_optimizer_is_returned(value):
+    """A callback may get nothing, or an optimizer of DeepSpeed."""
+    assert unwrapped_optimizer(value) is value
+
+
+def test_trainable_parameters_by_plain_name():
+    """Frozen and empty parameters are left out, and names are the same inside torch.compile."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].requires_grad_(requires_grad=False)
-    expected = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    model[2].bias = nn.Parameter(torch.empty(0))
+    expected = ["0.weight", "0.bias", "2.weight"]
 
     assert list(trainable(model)) == expected
     assert list(trainable(compiled(model))) == expected
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_trainable_parameters_inside_several_wrappers():
+    """No wrapper leaves its prefix in a name, in whichever order they are put on."""
+    network = nn.Linear(2, 2)
+    parallel = DistributedDataParallel(network)
+
+    assert list(trainable(parallel)) == ["weight", "bias"]
+    assert list(trainable(compiled(parallel))) == ["weight", "bias"]

@@ -1,4 +1,4 @@
-"""Sums of squares of gradients against float64, and elements that are not finite."""
+"""Norms of tensors and their squares against float64."""
 
 import math
 from itertools import permutations
@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mfwrap.step.clipping import (
-    clip_coefficient,
-    has_non_finite,
-    sum_of_squares,
-)
-from mfwrap.tensors.norm_groups import (
-    group_parameters,
-)
+from mfwrap.step.clipping import clip_coefficient
+from mfwrap.tensors.norm_groups import group_parameters
+from mfwrap.tensors.norms import norms_of_each, sum_of_squares
+from mfwrap.tensors.sharded_norms import has_non_finite
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
@@ -248,40 +244,6 @@ def test_gradients_may_be_on_several_devices(where):
     assert has_non_finite(gradients, device)
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [
-        ([3e38, -3e38, 3e38], torch.float32),
-        ([65504.0] * 100, torch.float16),
-        ([3e38] * 100, torch.bfloat16),
-        ([1e300, -1e300], torch.float64),
-        ([3e38 + 3e38j], torch.complex64),
-        ([], torch.float32),
-    ],
-    ids=["float32", "float16", "bfloat16", "float64", "complex64", "empty"],
-)
-def test_large_finite_elements_are_finite(values, dtype):
-    """The check looks at elements, where a norm would overflow."""
-    assert not has_non_finite([torch.tensor(values, dtype=dtype)], CPU)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("values", [[math.nan], [math.inf], [-math.inf], [math.inf, math.nan]])
-@given(position=st.integers(0, 199))
-def test_one_bad_element_is_found_anywhere(dtype, values, position):
-    """Also a nan next to an inf, and in the second of two tensors."""
-    tensor = torch.ones(202, dtype=dtype)
-    tensor[position : position + len(values)] = torch.tensor(values, dtype=dtype)
-
-    found = has_non_finite([torch.ones(3), tensor], CPU)
-    assert (found.shape, found.dtype, found.item()) == ((), torch.bool, True)
-
-
-def test_no_tensors_are_finite():
-    """Where there is nothing, nothing is bad."""
-    assert not has_non_finite([], CPU)
-
-
 @pytest.mark.parametrize("shape", [(300, 300), (2, 70_000), (3, 40, 700)], ids=str)
 def test_a_transposed_gradient_is_summed_as_exactly_as_it_lies(shape):
     """Equal elements, whose errors add up, in any order of dimensions."""
@@ -304,3 +266,22 @@ def test_no_copy_of_a_large_gradient_is_made(dtype):
 
     largest = max(event.self_cpu_memory_usage for event in profiled.events())
     assert 0 < largest < gradient.nbytes / 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_norms_are_those_of_float64(dtype):
+    """Each tensor has its own norm, at its own place, whatever the sizes."""
+    tensors = [torch.randn(7, dtype=dtype), None, torch.randn(2**17 + 3, dtype=dtype)]
+
+    norms = norms_of_each(tensors, CPU)
+
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), exact(tensors).sqrt(), rtol=1e-5, atol=0)
+
+
+def test_a_norm_whose_square_underflows():
+    """Adam's second moments are often below 1e-19, where a float32 square is 0."""
+    tensor = torch.full((4,), 1e-25)
+
+    assert norms_of_each([tensor], CPU).item() == pytest.approx(2e-25)
+    assert sum_of_squares([tensor], CPU) == 0

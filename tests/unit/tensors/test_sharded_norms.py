@@ -1,0 +1,97 @@
+"""Norms of whole tensors, and elements that are not finite; on one rank."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all, tensor_norms
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+
+@pytest.fixture
+def _one_rank():
+    """Be the only rank of a process group."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([3e38, -3e38, 3e38], torch.float32),
+        ([65504.0] * 100, torch.float16),
+        ([3e38] * 100, torch.bfloat16),
+        ([1e300, -1e300], torch.float64),
+        ([3e38 + 3e38j], torch.complex64),
+        ([], torch.float32),
+    ],
+    ids=["float32", "float16", "bfloat16", "float64", "complex64", "empty"],
+)
+def test_large_finite_elements_are_finite(values, dtype):
+    """The check looks at elements, where a norm would overflow."""
+    assert not has_non_finite([torch.tensor(values, dtype=dtype)], CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("values", [[math.nan], [math.inf], [-math.inf], [math.inf, math.nan]])
+@given(position=st.integers(0, 199))
+def test_one_bad_element_is_found_anywhere(dtype, values, position):
+    """Also a nan next to an inf, and in the second of two tensors."""
+    tensor = torch.ones(202, dtype=dtype)
+    tensor[position : position + len(values)] = torch.tensor(values, dtype=dtype)
+
+    found = has_non_finite([torch.ones(3), tensor], CPU)
+    assert (found.shape, found.dtype, found.item()) == ((), torch.bool, True)
+
+
+def test_no_tensors_are_finite():
+    """Where there is nothing, nothing is bad."""
+    assert not has_non_finite([], CPU)
+
+
+def test_norms_of_tensors_of_many_kinds():
+    """Each norm is torch's own in float64, whatever the type and shape, in the order given."""
+    tensors = [
+        torch.randn(3, 4),
+        torch.randn(5).bfloat16(),
+        torch.randn(()),
+        torch.randn(2, 2).double(),
+        torch.randn(7).bfloat16(),
+    ]
+    expected = [tensor.double().norm().item() for tensor in tensors]
+
+    assert tensor_norms(tensors).tolist() == pytest.approx(expected, rel=1e-6)
+    assert tensor_norms(tensors).dtype == torch.float32
+
+
+def test_the_square_of_all_elements():
+    """Tensors count together, as if they were one."""
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    expected = torch.cat([tensor.flatten() for tensor in tensors]).double().square().sum()
+
+    assert square_of_all(tensors, CPU).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_sharded_tensors_on_one_rank():
+    """The shard is the whole tensor; a norm whose square underflows in float32 stays exact."""
+    mesh = init_device_mesh("cpu", (1,))
+    whole = [torch.full((4,), 1e-25), torch.randn(3)]
+    sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole]
+
+    assert torch.equal(tensor_norms(sharded), tensor_norms(whole))
+    assert torch.equal(square_of_all(sharded, CPU), square_of_all(whole, CPU))
+    assert not has_non_finite(sharded, CPU)
+    assert has_non_finite([*sharded, torch.full((), math.nan)], CPU)
