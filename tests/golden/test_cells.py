@@ -1,4 +1,4 @@
-"""The training cells follow runs recorded from MindSpore and MindFormers."""
+"""The training cells reproduce runs recorded from MindSpore and MindFormers."""
 
 from typing import Any
 
@@ -25,28 +25,28 @@ both_ways = pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_pl
 
 @with_loss_scale
 def test_overflow(family, name, fused):
-    """Every overflow flag is the recorded one."""
+    """Every overflow flag equals the recorded flag."""
     run = run_of(family, name, fused)
     assert_same(run.stacked("overflow"), run.recorded("overflow"))
 
 
 @with_loss_scale
 def test_loss_scale(family, name, fused):
-    """Every loss scale is the recorded one exactly, also when it is read after the last step."""
+    """Every loss scale equals the recorded one, even when it is read after the last step."""
     run = run_of(family, name, fused)
     assert_same(run.stacked("loss_scale"), run.recorded("loss_scale"))
 
 
 @with_loss_scale
 def test_loss(family, name, fused):
-    """Every loss is the recorded one, unscaled."""
+    """Every unscaled loss agrees with the recorded loss."""
     run = run_of(family, name, fused)
     assert_same(run.stacked("loss"), run.recorded("loss"), relative=TOLERANCE)
 
 
 @with_loss_scale
 def test_weights(family, name, fused):
-    """The weights after every step are the recorded ones."""
+    """The weights after every step agree with the recorded weights."""
     run = run_of(family, name, fused)
     assert SkippableOptimizer(run.replay.optimizer).skips_on_device is fused
     run.assert_weights()
@@ -54,9 +54,9 @@ def test_weights(family, name, fused):
 
 @with_loss_scale
 def test_live_state(family, name, fused):
-    """After each step the live scale is the recorded one; after a flush the schedule stands there.
+    """After each step, the live scale and, once flushed, the schedule's position are as recorded.
 
-    It has advanced by the applied updates alone.
+    The schedule advances by applied updates only.
     """
     replay = Replay(cases(family)[name], fused=fused)
     scales, positions = [], []
@@ -72,7 +72,7 @@ def test_live_state(family, name, fused):
 
 @with_loss_scale
 def test_output_types(family, name, fused):
-    """Outputs have the recorded names, dtypes and shapes, but for the differences on purpose."""
+    """Outputs have the recorded names, dtypes and shapes, except for the documented differences."""
     run = run_of(family, name, fused)
     signature = run.replay.case["output_signature"]
     for output in run.outputs:
@@ -80,11 +80,11 @@ def test_output_types(family, name, fused):
         for field, dtype, shape in signature:
             value = getattr(output, field)
             actual = None if value is None else (value.dtype, tuple(value.shape))
-            assert actual == type_on_purpose(field, dtype, shape), field
+            assert actual == expected_type(field, dtype, shape), field
 
 
-def type_on_purpose(field: str, dtype: str | None, shape: Any) -> tuple[Any, ...] | None:
-    """Return dtype and shape that an output has here."""
+def expected_type(field: str, dtype: str | None, shape: Any) -> tuple[Any, ...] | None:
+    """Return the dtype and shape of mfwrap's output for a recorded dtype and shape."""
     if dtype is None:
         return None
     if field == "size":
@@ -96,7 +96,7 @@ def type_on_purpose(field: str, dtype: str | None, shape: Any) -> tuple[Any, ...
 
 @mf_only
 def test_global_norm(family, name, fused):
-    """The norm is the recorded one, unscaled and before clipping; None unless clipping is on."""
+    """The global norm before clipping is as recorded; it is None unless clipping is on."""
     run = run_of(family, name, fused)
     if run.replay.case["wrapper_args"].get("use_clip_grad"):
         recorded = run.recorded("global_norm")
@@ -114,7 +114,7 @@ def test_global_norm(family, name, fused):
     ],
 )
 def test_local_norm(family, name, fused):
-    """Local norms, squared, are the recorded sums of squares; sizes are the recorded ones."""
+    """Squared local norms agree with the recorded sums of squares; sizes are equal."""
     run = run_of(family, name, fused)
     recorded = run.recorded("local_norm")
     assert_same(run.stacked("local_norm").square(), recorded, relative=TOLERANCE)
@@ -123,7 +123,7 @@ def test_local_norm(family, name, fused):
 
 @mf_only
 def test_counters(family, name, fused):
-    """Applied updates are MindSpore's global step; all others are skipped ones."""
+    """The count of applied updates equals MindSpore's global step; all other steps are skipped."""
     run = run_of(family, name, fused)
     applied = run.reported("applied_updates")
     assert_same(applied, run.recorded("global_step"))
@@ -134,7 +134,7 @@ def test_counters(family, name, fused):
 
 @mf_only
 def test_learning_rate(family, name, fused):
-    """Every learning rate is exactly the recorded one, that of the group it is recorded of."""
+    """Every recorded learning rate equals the rate of its parameter group."""
     run = run_of(family, name, fused)
     case = run.replay.case
     parameters = [recorded["name"] for recorded in case["params"]]
@@ -151,7 +151,7 @@ def test_learning_rate(family, name, fused):
 
 @both_ways
 def test_learning_rates_of_all_groups(fused):
-    """A group with the optimizer's schedule follows it beside one with its own."""
+    """A group without a schedule of its own follows the optimizer's schedule."""
     run = run_of(MF, "mf_group_lr_dynamic_b", fused)
     schedule = run.replay.case["lr_by_global_step"]
     before = [0, *run.recorded("global_step")[:-1]]
@@ -160,7 +160,7 @@ def test_learning_rates_of_all_groups(fused):
 
 @plain_only
 def test_plain_cell(family, name, fused):
-    """TrainOneStepCell follows its recorded runs, through weights that are not finite, too."""
+    """TrainOneStepCell reproduces its recorded runs, including those with non-finite weights."""
     run = run_of(family, name, fused)
     assert SkippableOptimizer(run.replay.optimizer).skips_on_device is fused
     returns_grad = run.replay.case["wrapper_args"].get("return_grad", False)
@@ -172,7 +172,7 @@ def test_plain_cell(family, name, fused):
 
 @both_ways
 def test_plain_cell_returns_gradients(fused):
-    """With `return_grad` come the gradients by name, multiplied by `sens`."""
+    """With `return_grad`, the cell also returns the gradients by name, multiplied by `sens`."""
     run = run_of(PLAIN, "tos_return_grad_sens", fused)
     for (_, gradients), recorded in zip(run.outputs, run.recorded("grads"), strict=True):
         assert list(gradients) == list(recorded)
@@ -183,7 +183,7 @@ def test_plain_cell_returns_gradients(fused):
 @pytest.mark.parametrize("cell", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 @pytest.mark.parametrize("case", parametrized("overflow_status"))
 def test_overflow_status(case, cell):
-    """`get_overflow_status` looks at elements: large finite ones are no overflow."""
+    """`get_overflow_status` checks single elements: large finite elements are not an overflow."""
     network = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     step = cell(network, optimizer, scale_sense=torch.ones(()))
@@ -195,7 +195,7 @@ def test_overflow_status(case, cell):
 
 
 class TwoWeights(nn.Module):
-    """Returns ``sum(w * x) + 2 * sum(b)``."""
+    """A network whose output is ``sum(w * x) + 2 * sum(b)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class TwoWeights(nn.Module):
 
 @both_ways
 def test_clipped_run_by_hand(fused):
-    """Growth, an overflow and clipping to norm 1, in numbers that can be followed by hand."""
+    """A run with scale growth, an overflow and clipping to norm 1 gives hand-computed numbers."""
     network = TwoWeights()
     cell = MFTrainOneStepCell(
         network,
@@ -243,7 +243,7 @@ def test_clipped_run_by_hand(fused):
 
 
 class MaskedWeights(TwoWeights):
-    """Returns a numerator and a denominator of shape ``(1,)``."""
+    """A network that returns a numerator and a denominator of shape ``(1,)``."""
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         numerator = ((self.w * x + self.b) * mask).sum()

@@ -1,4 +1,4 @@
-"""Every recorded case is run by a test; those that differ on purpose by one of their own."""
+"""Every recorded case is run by a test, or has a test of what mfwrap does instead."""
 
 import importlib
 import inspect
@@ -33,7 +33,7 @@ NUM_CASES = {
     "train_one_step_cell": 6,
     "train_one_step_with_loss_scale_cell": 13,
 }
-"""Recorded cases by file."""
+"""Number of recorded cases by file."""
 
 INSTEAD = {
     # The scale would become infinite.
@@ -46,16 +46,17 @@ INSTEAD = {
     "ls_tensor1d_set_sense": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "mf_natural_overflow_b": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "mf_relu_natural_overflow": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
-    # torch's formula of Adam.
+    # torch's formula for Adam differs.
     "adam_eps_big": "golden.test_optimizers::test_another_epsilon",
     "adam_loss_scale": "golden.test_optimizers::test_another_epsilon",
-    # What fails at MindFormers' first step fails at construction; the other one is run by its id.
+    # The first case fails at construction instead of at the first step. The second case's test
+    # looks it up by its id.
     "mf_runtime_skip_without_clip": "golden.test_errors::test_skip_without_clip",
     "mf_runtime_per_token_scalar_denominator": (
         "golden.test_errors::test_per_token_with_a_scalar_denominator"
     ),
 }
-"""Cases that no test compares as they are, and the test of what happens instead."""
+"""Cases that no test compares with their recording, and the test of what mfwrap does instead."""
 
 MAIN = {
     "adaptive_loss_scale_update_cell": "golden.test_loss_scale::test_adaptive",
@@ -80,17 +81,17 @@ MAIN = {
     "train_one_step_cell": "golden.test_cells::test_plain_cell",
     "train_one_step_with_loss_scale_cell": "golden.test_cells::test_weights",
 }
-"""The test that compares the cases of a file as they are."""
+"""The test that compares the cases of a file with their recording."""
 
 
 def function(path: str) -> Any:
-    """Return a test by ``module::name``."""
+    """Return the test function at ``module::name``."""
     module, _, name = path.partition("::")
     return getattr(importlib.import_module(module), name)
 
 
 def ids_in(value: object) -> Iterator[str]:
-    """Yield the ids of cases that a parameter of a test stands for."""
+    """Yield the case ids in a parameter of a test."""
     if isinstance(value, dict) and "id" in value:
         yield value["id"]
     elif isinstance(value, str):
@@ -101,7 +102,7 @@ def ids_in(value: object) -> Iterator[str]:
 
 
 def ids_run_by(path: str) -> set[str]:
-    """Return the ids of the cases that a test gets as parameters."""
+    """Return the ids of the cases that a test receives as parameters."""
     marks = [mark for mark in function(path).pytestmark if mark.name == "parametrize"]
     values = [value for mark in marks for value in mark.args[1]]
     parameters = [getattr(value, "values", value) for value in values]
@@ -109,7 +110,7 @@ def ids_run_by(path: str) -> set[str]:
 
 
 def test_every_file_is_there():
-    """The files and the number of their cases are those that were recorded: 553."""
+    """All recorded files are present, with 553 cases in total."""
     found = {
         path.stem: len(json.loads(path.read_text(encoding="utf-8"))["cases"])
         for path in FOLDER.glob("*.json")
@@ -121,7 +122,7 @@ def test_every_file_is_there():
 
 @pytest.mark.parametrize("family", NUM_CASES)
 def test_every_case_is_run(family):
-    """As it is recorded, or by the test of what happens instead, never by neither or both."""
+    """Each case is either compared with its recording or run by the test named in INSTEAD."""
     recorded = cases(family).keys()
     path = MAIN[family]
     run = recorded & ids_run_by(path) if path else set()
@@ -133,21 +134,21 @@ def test_every_case_is_run(family):
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_what_differs_has_a_test_of_its_own(name):
-    """It gets the case as a parameter, or names it."""
+    """The test named in INSTEAD receives the case as a parameter or names it in its source."""
     path = INSTEAD[name]
 
     assert name in ids_run_by_or_named(path)
 
 
 def ids_run_by_or_named(path: str) -> set[str]:
-    """Return the ids of a test's parameters, and those that its source has."""
+    """Return the case ids among a test's parameters and in its source."""
     test = function(path)
     named = {name for name in INSTEAD if f'"{name}"' in inspect.getsource(test)}
     return named | (ids_run_by(path) if hasattr(test, "pytestmark") else set())
 
 
 def test_no_recorded_case_is_skipped():
-    """The count itself: 541 as they are, 12 otherwise."""
+    """541 cases are compared with their recording, and 12 have a test of their own."""
     as_they_are = sum(
         len(cases(family).keys() & ids_run_by(path)) for family, path in MAIN.items() if path
     )

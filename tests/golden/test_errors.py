@@ -27,28 +27,28 @@ GRADIENTS = (torch.tensor([3.0, 4.0]),)
 
 
 def build(cell, **keywords):
-    """Build a cell around a small network."""
+    """Return a cell around a small network."""
     network = nn.Linear(2, 1)
     return cell(network, torch.optim.SGD(network.parameters(), lr=0.1), **keywords)
 
 
 def loss_scale_cell(scale_sense):
-    """Build the cell that takes no number as its scale."""
+    """Return a TrainOneStepWithLossScaleCell, which refuses a number as its scale."""
     return build(TrainOneStepWithLossScaleCell, scale_sense=scale_sense)
 
 
 def mf_cell(**keywords):
-    """Build MindFormers' cell."""
+    """Return MindFormers' cell around a small network."""
     return build(MFTrainOneStepCell, **keywords)
 
 
 def adaptive(**keywords):
-    """Build the adaptive update cell as the recorded calls do."""
+    """Return the adaptive update cell with the positional arguments of the recorded calls."""
     return AdaptiveLossScaleUpdateCell(4096, 2, 20, **keywords)
 
 
 def scaling_calls():
-    """Return the recorded calls of managers and scalers, which are written alike here and there."""
+    """Return the recorded calls of managers and scalers, whose signatures are MindSpore's."""
     kinds = (
         DynamicLossScaleManager,
         DynamicLossScaler,
@@ -65,11 +65,11 @@ def scaling_calls():
 
 
 def called_name(case):
-    """Return the name that a recorded call begins with."""
+    """Return the name of the function or class that a recorded call calls."""
     return case["call"].partition("(")[0]
 
 
-# MindFormers clips by an object of its own, ClipGradNorm; here the cell has its argument.
+# MindFormers clips with a separate object, ClipGradNorm; its argument is an argument of our cell.
 CALLS = {
     **scaling_calls(),
     "clip_by_global_norm(grads, -1.0)": lambda: clip_by_global_norm(GRADIENTS, -1.0),
@@ -115,20 +115,21 @@ CALLS = {
 }
 
 ON_PURPOSE = {"err_49": ValueError, "err_62": None}
-"""What happens here where the traces say otherwise: the exception, None for none.
+"""Cases where mfwrap differs from the recording: the exception it raises, or None.
 
-A tensor of another shape is refused by `set_sense_scale` as by the constructor; an int is a number.
+`set_sense_scale` refuses a tensor of another shape, as the constructor does. An int is accepted as
+a threshold.
 """
 
 
 def test_every_call_is_made():
-    """No recorded call is left out."""
+    """CALLS contains every recorded call."""
     assert {case["call"] for case in cases("argument_errors").values()} == CALLS.keys()
 
 
 @pytest.mark.parametrize("case", parametrized("argument_errors"))
 def test_argument(case):
-    """A call raises exactly the recorded exception type, or none."""
+    """A call raises exactly the recorded exception type, or succeeds if none was recorded."""
     recorded = getattr(builtins, case["type"]) if case["result"] == "raises" else None
     expected = ON_PURPOSE.get(case["id"], recorded)
     call = CALLS[case["call"]]
@@ -138,7 +139,7 @@ def test_argument(case):
     with pytest.raises(expected) as raised:
         call()
     assert raised.type is expected
-    # One sentence: the argument that MindSpore's message names, too, and what was got.
+    # The message begins with the argument that MindSpore's message names and ends with the value.
     assert re.match(rf"`{named_argument(case)}` .*must .*got [^.]", str(raised.value))
 
 
@@ -146,14 +147,14 @@ OTHER_NAMES = {
     "err_12": "init_loss_scale",
     "err_34": "x",
     "err_49": "sens",
-    # MindFormers' limit belongs to an object of its own.
+    # In MindFormers, the limit is an argument of ClipGradNorm.
     **dict.fromkeys(("err_35", "err_37", "err_60"), "max_grad_norm"),
 }
-"""Arguments that MindSpore's message does not name."""
+"""Arguments that MindSpore's message does not name, or names differently."""
 
 
 def named_argument(case):
-    """Return the argument that a message has to name."""
+    """Return the argument that the error message must name."""
     if case["id"] in OTHER_NAMES:
         return OTHER_NAMES[case["id"]]
     words = re.findall(r"\w+", case["message"])
@@ -162,13 +163,13 @@ def named_argument(case):
 
 
 def test_set_sense_scale_of_the_mf_cell():
-    """MindFormers' cell refuses a number as a new scale, as MindSpore's does."""
+    """MindFormers' cell refuses a number as the new scale, as MindSpore's cell does."""
     with pytest.raises(TypeError, match="`sens` must be a tensor"):
         mf_cell().set_sense_scale(2.0)
 
 
 def test_skip_without_clip():
-    """What fails at MindFormers' first step fails here when the cell is built."""
+    """Skipping by global norm without clipping is refused when the cell is constructed."""
     case = cases("mf_runtime_errors")["mf_runtime_skip_without_clip"]
     assert case["type"] == "TypeError"
     network = LinearProbe({"w0": torch.ones(3)})
@@ -178,7 +179,7 @@ def test_skip_without_clip():
 
 
 def test_per_token_with_a_scalar_denominator():
-    """A denominator of shape () works as one of shape (1,) does."""
+    """A denominator of shape () works like a denominator of shape (1,)."""
     case = cases("mf_runtime_errors")["mf_runtime_per_token_scalar_denominator"]
     arguments = {name: value for name, value in case["network"].items() if name != "kind"}
     network = PerToken(**arguments)

@@ -1,7 +1,7 @@
-"""What mfwrap does at loss scales above 2**60, where it differs from MindSpore on purpose.
+"""Loss scales above 2**60, where mfwrap differs from MindSpore on purpose.
 
-MindSpore calls it overflow if an element is not finite; mfwrap, if the norm of the scaled gradients
-is not finite in float32.
+In MindSpore, a step overflows if an element of the gradients is not finite. In mfwrap, it overflows
+if the norm of the scaled gradients is not finite in float32.
 """
 
 import copy
@@ -21,7 +21,7 @@ both_ways = pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_pl
 
 
 def test_far_scales():
-    """No end-to-end case is left out but those that the README of the traces names."""
+    """The cases with a far loss scale are exactly those that tests/golden/README.md names."""
     assert {
         "ls_probe_natural_overflow",
         "ls_probe_tensor_2p126",
@@ -33,9 +33,9 @@ def test_far_scales():
 
 
 def norm_overflows(replay: Replay, batch: list[Tensor]) -> bool:
-    """Tell whether float32 cannot hold the sum of squares of the scaled gradients.
+    """Return whether the sum of squares of the scaled gradients exceeds float32's range.
 
-    In float64, from the weights as they are.
+    The gradients are computed in float64, from the current weights.
     """
     network = copy.deepcopy(replay.network).double()
     network.zero_grad(set_to_none=True)
@@ -47,7 +47,7 @@ def norm_overflows(replay: Replay, batch: list[Tensor]) -> bool:
 
 @far_scales
 def test_far_scale_overflows_with_the_norm(family, name, fused):
-    """Above a loss scale of 2**60 a norm that float32 cannot hold skips the update, no other."""
+    """Above a loss scale of 2**60, an update is skipped exactly if float32 cannot hold the norm."""
     replay = Replay(cases(family)[name], fused=fused)
     for index in range(replay.case["steps"]):
         replay.set_scale(index)
@@ -64,7 +64,7 @@ def test_far_scale_overflows_with_the_norm(family, name, fused):
 
 @far_scales
 def test_far_scale_recovers(family, name, fused):
-    """The run goes on with an update when the scale has fallen, or was set, far enough."""
+    """An update is applied again once the scale has fallen, or was set, low enough."""
     replay = Replay(cases(family)[name], fused=fused)
     for index in range(replay.case["steps"]):
         replay.step(index)
@@ -73,7 +73,7 @@ def test_far_scale_recovers(family, name, fused):
     batch = next(b for b in map(replay.batch, range(replay.case["steps"])) if is_finite(b))
     before = torch.cat(replay.weights())
 
-    # From 2**126 by a factor of 2 to where squares are finite.
+    # Each overflow halves the scale, so 70 steps reach finite squares even from 2**126.
     for _ in range(70):
         output = replay.cell(*batch)
         if not output.overflow:
@@ -87,13 +87,13 @@ def test_far_scale_recovers(family, name, fused):
 
 
 def is_finite(batch: list[Tensor]) -> bool:
-    """Tell whether no input is inf or nan."""
+    """Return whether all inputs are finite."""
     return all(bool(value.isfinite().all()) for value in batch)
 
 
 @both_ways
 def test_fixed_scale_of_2_to_the_126_applies_nothing(fused):
-    """Where MindSpore applied four updates of ten, the weights are as at the start."""
+    """No update is applied and the weights keep their initial values (MindSpore applied four)."""
     run = run_of(LOSS_SCALE, "ls_probe_tensor_2p126", fused)
     initial = torch.cat(Replay(run.replay.case, fused=fused).weights())
     assert run.stacked("overflow").all()
@@ -102,7 +102,7 @@ def test_fixed_scale_of_2_to_the_126_applies_nothing(fused):
 
 @both_ways
 def test_scale_set_to_2_to_the_126_and_back(fused):
-    """A scale set so high that MindSpore overflows, too, gives its recorded run."""
+    """A scale so high that MindSpore overflows too reproduces MindSpore's run."""
     run = run_of(LOSS_SCALE, "ls_tensor1d_set_sense", fused)
     assert_same(run.stacked("overflow"), run.recorded("overflow"))
     assert_same(run.stacked("loss_scale"), run.recorded("loss_scale"))

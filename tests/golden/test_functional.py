@@ -1,4 +1,4 @@
-"""Gradient functions have the values, the nesting and the errors recorded from MindSpore."""
+"""Gradient functions return the values and nesting, and raise the errors, of MindSpore."""
 
 import builtins
 from typing import Any
@@ -14,7 +14,7 @@ from support.gradient_networks import GradientNetwork
 
 
 def weights_of(network: GradientNetwork, kind: str) -> Any:
-    """Return the weights as a case gives them."""
+    """Return the network's weights in the form that a case passes them."""
     return {
         "none": None,
         "parameter": network.fc.weight,
@@ -24,7 +24,7 @@ def weights_of(network: GradientNetwork, kind: str) -> Any:
 
 
 def assert_nested(actual: Any, recorded: Any) -> None:
-    """Compare containers, ids, dtypes and shapes exactly, and values."""
+    """Assert equal containers, ids, dtypes and shapes, and values within the tolerance."""
     ((kind, expected),) = recorded.items()
     if kind == "tuple":
         assert type(actual) is tuple
@@ -41,7 +41,7 @@ def assert_nested(actual: Any, recorded: Any) -> None:
 
 @pytest.mark.parametrize("case", parametrized("grad_tables"))
 def test_grad_tables(case):
-    """Every combination of positions, weights, has_aux and return_ids."""
+    """Each combination of positions, weights, has_aux and return_ids gives the recorded result."""
     network = GradientNetwork(case["weight"], case["network"])
     position = case["grad_position"]
     arguments = {
@@ -65,7 +65,7 @@ def test_grad_tables(case):
 
 @pytest.mark.parametrize("case", parametrized("functional_step"))
 def test_functional_step(case):
-    """Scaled loss, gradients, unscaling, check and clipping of a step of one's own."""
+    """A hand-written step gives the recorded loss, gradients, overflow flags and clipping."""
     network = GradientNetwork(case["weight"])
     scaler = StaticLossScaler(case["scale"])
 

@@ -1,4 +1,4 @@
-"""Norms and clipping give the numbers recorded from MindSpore and MindFormers."""
+"""Norms and clipping agree with the numbers recorded from MindSpore and MindFormers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("case", parametrized("clip_by_global_norm"))
 def test_clip_by_global_norm(case):
-    """`clip_by_global_norm` has MindSpore's values, dtypes, shapes and container."""
+    """`clip_by_global_norm` returns MindSpore's values, dtypes, shapes and container."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     ((container, recorded),) = case["expected"]["ok"].items()
     kind = {"tuple": tuple, "list": list}[container]
@@ -28,7 +28,7 @@ def test_clip_by_global_norm(case):
 
 @pytest.mark.parametrize("case", parametrized("clip_by_global_norm"))
 def test_clip_by_global_norm_leaves_its_input(case):
-    """`clip_by_global_norm` returns new tensors."""
+    """`clip_by_global_norm` does not change its input."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     before = [gradient.clone() for gradient in gradients]
     clip_by_global_norm(gradients, 1e-3)
@@ -38,7 +38,7 @@ def test_clip_by_global_norm_leaves_its_input(case):
 
 @pytest.mark.parametrize("case", parametrized("mf_local_norm"))
 def test_local_norm(case):
-    """Sums of squares accumulate in float32 whatever the dtype, as recorded."""
+    """Sums of squares accumulate in float32 for every dtype, as recorded."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     sums, sizes = (part["tuple"] for part in case["expected"]["ok"]["tuple"])
 
@@ -52,18 +52,19 @@ def test_local_norm(case):
 
 @pytest.mark.parametrize("case", parametrized("mf_clip_grad_norm"))
 def test_global_norm(case):
-    """The global norm is the recorded one, not finite where a square overflows."""
+    """The global norm is as recorded, including infinity where a square overflows."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     _, norm = case["expected"]["ok"]["tuple"]
     actual = sum_of_squares(gradients, CPU).sum().sqrt()
-    # MindFormers squares float16 in float16 here; in its cell gradients are float32 by then.
+    # MindFormers squares float16 gradients in float16 here. Its cell never does, because the
+    # gradients are float32 when it clips them.
     coarsest = max(torch.finfo(gradient.dtype).eps for gradient in gradients)
     assert_same(actual, norm["tensor"]["data"], relative=max(TOLERANCE, coarsest))
 
 
 @pytest.mark.parametrize("case", parametrized("mf_clip_grad_norm", without={"mfclip_nan"}))
 def test_clip_coefficient(case):
-    """Above the limit gradients shrink as recorded; up to the limit they are untouched."""
+    """Gradients above the limit shrink as recorded; gradients up to the limit do not change."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     clipped, _ = case["expected"]["ok"]["tuple"]
     norm = sum_of_squares(gradients, CPU).sum().sqrt()
@@ -71,7 +72,7 @@ def test_clip_coefficient(case):
     coefficient = clip_coefficient(norm, case["max_norm"])
 
     if norm + 1e-6 <= case["max_norm"]:
-        # Here MindFormers shrinks by 1e-6 / max_norm.
+        # MindFormers shrinks these gradients by 1e-6 / max_norm.
         assert coefficient == 1
         return
     for gradient, expected in zip(gradients, clipped["tuple"], strict=True):
@@ -79,12 +80,12 @@ def test_clip_coefficient(case):
 
 
 def test_clip_coefficient_of_a_nan_norm():
-    """A nan norm gives a nan coefficient: the update is skipped, so nothing is multiplied by it."""
+    """A nan norm gives a nan coefficient, which is never used because the update is skipped."""
     assert clip_coefficient(torch.tensor(float("nan")), 1.0).isnan()
 
 
 def assert_tensor(actual, recorded):
-    """Compare values, dtype and shape; float16 to its own resolution."""
+    """Assert equal dtype and shape, and values within the tolerance or float16's resolution."""
     expected = tensor(recorded)
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     resolution = torch.finfo(expected.dtype).eps

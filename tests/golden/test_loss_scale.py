@@ -1,4 +1,4 @@
-"""The loss-scale update cells follow runs recorded from MindSpore and MindFormers."""
+"""The loss-scale update cells reproduce runs recorded from MindSpore and MindFormers."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ INFINITE = frozenset(
 
 
 def run(cell: LossScaleUpdateCell, overflows: list[int], shape: tuple[int, ...], dtype) -> dict:
-    """Return what a cell leaves after each call: scale, flag and counters."""
+    """Return the loss scale, the returned flag and the counters after each call of a cell."""
     loss_scale = torch.full(shape, cell.get_loss_scale())
     states = []
     for overflow in overflows:
@@ -37,26 +37,26 @@ def run(cell: LossScaleUpdateCell, overflows: list[int], shape: tuple[int, ...],
 
 
 def assert_follows(actual: dict[str, Tensor], expected: dict[str, list]) -> None:
-    """Compare every recorded quantity exactly."""
+    """Assert that every recorded quantity is equal."""
     for name, recorded in expected.items():
         assert_same(actual[name], recorded)
 
 
-# A flag is what the steps hand on, or a number of one element, as MindSpore's was.
+# The flag is a bool of shape (), as our steps pass it, or a number of shape (1,), as MindSpore's.
 kinds = pytest.mark.parametrize(
     ("shape", "dtype"), [((), torch.bool), ((1,), torch.float32)], ids=["bool", "number"]
 )
 
 
 def test_infinite():
-    """No case of an update cell is left out but those whose recorded scale becomes infinite."""
+    """The cases whose recorded scale becomes infinite are the two in tests/golden/README.md."""
     assert {"dyn_grow_to_inf", "adaptive_09"} == INFINITE
 
 
 @kinds
 @pytest.mark.parametrize("case", parametrized(FIXED))
 def test_fixed(case, shape, dtype):
-    """The fixed cell changes nothing and returns the flag."""
+    """The fixed cell keeps its loss scale and returns the flag."""
     cell = FixedLossScaleUpdateCell(case["loss_scale_value"])
     assert cell.get_loss_scale() == case["get_loss_scale"]
     assert_follows(run(cell, case["overflow"], shape, dtype), case["expected"])
@@ -65,7 +65,7 @@ def test_fixed(case, shape, dtype):
 @kinds
 @pytest.mark.parametrize("case", parametrized(DYNAMIC, without=INFINITE))
 def test_dynamic(case, shape, dtype):
-    """The dynamic cell has every recorded scale and counter exactly."""
+    """Every loss scale and counter of the dynamic cell equals the recorded value."""
     cell = dynamic_cell(case)
     assert cell.get_loss_scale() == case["get_loss_scale"]
     assert_follows(run(cell, case["overflow"], shape, dtype), case["expected"])
@@ -74,7 +74,7 @@ def test_dynamic(case, shape, dtype):
 @kinds
 @pytest.mark.parametrize("case", parametrized(ADAPTIVE, without=INFINITE))
 def test_adaptive(case, shape, dtype):
-    """The adaptive cell has every recorded scale, window and counter exactly."""
+    """Every loss scale, window and counter of the adaptive cell equals the recorded value."""
     cell = adaptive_cell(case)
     assert list(cell.window_list) == case["window_list"]
     assert cell.state_dict() == case["initial_state"]
@@ -82,7 +82,7 @@ def test_adaptive(case, shape, dtype):
 
 
 def test_dynamic_growth_to_infinity_is_not_done():
-    """At the last finite scale growth is passed over, counters go on and an overflow halves."""
+    """The dynamic cell stays at the largest finite scale until an overflow halves it."""
     case = cases(DYNAMIC)["dyn_grow_to_inf"]
     actual = run(dynamic_cell(case), case["overflow"], (), torch.bool)
     exponents = [126, 127, 127, 127, 127, 127, 126, 125, 124, 123, 124, 125, 126]
@@ -92,7 +92,7 @@ def test_dynamic_growth_to_infinity_is_not_done():
 
 
 def test_adaptive_growth_to_infinity_is_not_done():
-    """The recorded run holds up to its last finite scale, which stays until an overflow."""
+    """The adaptive cell stays at its largest finite scale until an overflow."""
     case = cases(ADAPTIVE)["adaptive_09"]
     finite = case["expected"]["loss_scale"].index("inf")
     actual = run(adaptive_cell(case), [*case["overflow"], 1], (), torch.bool)
@@ -106,14 +106,14 @@ def test_adaptive_growth_to_infinity_is_not_done():
 
 
 def dynamic_cell(case: dict) -> DynamicLossScaleUpdateCell:
-    """Return the cell of a case."""
+    """Return the dynamic update cell of a case."""
     return DynamicLossScaleUpdateCell(
         case["loss_scale_value"], case["scale_factor"], case["scale_window"]
     )
 
 
 def adaptive_cell(case: dict) -> AdaptiveLossScaleUpdateCell:
-    """Return the cell of a case."""
+    """Return the adaptive update cell of a case."""
     return AdaptiveLossScaleUpdateCell(
         case["loss_scale_value"],
         case["scale_factor"],

@@ -1,4 +1,4 @@
-"""Unscaling gives the numbers recorded from MindSpore and MindFormers, folded and in place."""
+"""Unscaling, in the fused optimizer or in place, agrees with MindSpore and MindFormers."""
 
 from itertools import chain
 
@@ -25,19 +25,19 @@ NO_SKIP = torch.zeros((), dtype=torch.bool)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_place"])
 @pytest.mark.parametrize("case", parametrized("grad_scale"))
 def test_unscaling(case, fused):
-    """Gradients are multiplied by the scale's reciprocal in float32, whatever their dtype."""
+    """Gradients of every dtype are multiplied by the scale's reciprocal in float32."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    # Either way leaves what the optimizer saw in the gradients.
+    # Both kinds of optimizer leave the unscaled gradients in `grad`.
     optimizer = SkippableOptimizer(torch.optim.Adam(parameters, lr=1.0, fused=fused))
 
     optimizer.step(floats(case["scale"]).float(), NO_SKIP)
 
     recorded = case["mindformers_scalar"]["ok"]["tuple"]
     for parameter, expected in zip(parameters, recorded, strict=True):
-        # MindFormers leaves float32; a float16 gradient may be rounded once, at the end.
+        # MindFormers returns float32; our float16 gradient may be rounded once, at the end.
         resolution = torch.finfo(parameter.dtype)
         torch.testing.assert_close(
             parameter.grad.float(),
@@ -50,7 +50,7 @@ def test_unscaling(case, fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_place"])
 def test_unscaling_by_more_than_float16_holds(fused):
-    """A float16 gradient survives a scale whose reciprocal is zero in float16."""
+    """A float16 gradient stays exact at a scale whose reciprocal is zero in float16."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float16))
     parameter.grad = torch.full((1,), 2.0**15, dtype=torch.float16)
     optimizer = SkippableOptimizer(torch.optim.Adam([parameter], lr=1.0, fused=fused))
@@ -59,9 +59,12 @@ def test_unscaling_by_more_than_float16_holds(fused):
 
 
 OTHER_EPSILON = {"adam_eps_big": 0.03, "adam_loss_scale": 3e-5}
-"""How far the weights of torch's Adam get from those of nn.Adam where eps is not small beside the
-gradients: because it is 0.01, or because they are divided by 1024. MindSpore adds eps before the
-bias correction, torch after it."""
+"""Largest difference between the weights of torch's Adam and those of MindSpore's nn.Adam.
+
+MindSpore adds eps before the bias correction, torch after it. The difference shows where eps is not
+small compared with the gradients: in the first case because eps is 0.01, in the second because the
+gradients are divided by 1024.
+"""
 
 
 @pytest.mark.parametrize(
@@ -75,13 +78,13 @@ bias correction, torch after it."""
     ],
 )
 def test_weights_from_scaled_gradients(name, fused):
-    """An optimizer that is given scaled gradients and the scale goes the recorded way."""
+    """An optimizer that receives scaled gradients and their scale gives the recorded weights."""
     assert_same(weights_of(name, fused=fused), recorded_weights(name), relative=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", OTHER_EPSILON)
 def test_another_epsilon(name):
-    """With MindSpore's formula every weight is the recorded one; with torch's it is near."""
+    """The weights agree with MindSpore's formula and differ by a known distance with torch's."""
     written_out = weights_of(name, fused=False, kind=EarlyEpsilonAdam)
     assert_same(written_out, recorded_weights(name), relative=TOLERANCE)
 
@@ -92,7 +95,7 @@ def test_another_epsilon(name):
 
 
 def weights_of(name: str, *, fused: bool, kind: type[torch.optim.Optimizer] | None = None):
-    """Return the weights after each step, from gradients times a scale, and the scale."""
+    """Return the weights after each step of an optimizer that receives scaled gradients."""
     case = cases("optimizers")[name]
     parameters = {p["name"]: nn.Parameter(tensor(p)) for p in case["params"]}
     inner, schedule = optimizer_of(case, parameters, fused=fused, kind=kind)

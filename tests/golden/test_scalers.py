@@ -1,4 +1,4 @@
-"""Loss-scale managers and scalers give the numbers recorded from MindSpore."""
+"""Loss-scale managers and scalers reproduce the numbers recorded from MindSpore."""
 
 import builtins
 from typing import Any
@@ -17,19 +17,19 @@ from support.golden.traces import assert_same, cases, floats, parametrized, tens
 
 
 def given(case: dict, *names: str) -> dict[str, Any]:
-    """Return the arguments of a case; null is one that was not given."""
+    """Return the arguments that a case passed; null means that an argument was left out."""
     return {name: case[name] for name in names if case[name] is not None}
 
 
 def assert_update_cell(cell, recorded: dict | None) -> None:
-    """Compare type and initial loss scale of an update cell, or that there is none."""
+    """Assert that an update cell has the recorded type and scale, or is None as recorded."""
     actual = cell and {"type": type(cell).__name__, "get_loss_scale": cell.get_loss_scale()}
     assert actual == recorded
 
 
 @pytest.mark.parametrize("case", parametrized("fixed_loss_scale_manager"))
 def test_fixed_loss_scale_manager(case):
-    """The loss scale stays, an int stays one, and without dropping there is no update cell."""
+    """The loss scale keeps its value and type; without dropping there is no update cell."""
     manager = FixedLossScaleManager(**given(case, "loss_scale", "drop_overflow_update"))
 
     assert manager.get_loss_scale() == case["get_loss_scale"]
@@ -42,13 +42,13 @@ def test_fixed_loss_scale_manager(case):
 
 
 def unrolled(runs: list[list[Any]]) -> list[Any]:
-    """Return a list from its run lengths."""
+    """Return the list that pairs of value and run length stand for."""
     return [value for value, count in runs for _ in range(count)]
 
 
 @pytest.mark.parametrize("case", parametrized("dynamic_loss_scale_manager"))
 def test_dynamic_loss_scale_manager(case):
-    """Every loss scale, its type, every error and the last counters are as recorded."""
+    """Every loss scale and its type, every error and the last counters are as recorded."""
     arguments = given(case, "init_loss_scale", "scale_factor", "scale_window")
     manager = DynamicLossScaleManager(**arguments)
     assert manager.get_loss_scale() == case["get_loss_scale"]["loss_scale"]
@@ -73,13 +73,13 @@ def test_dynamic_loss_scale_manager(case):
 
 
 def test_a_run_of_errors_is_recorded():
-    """The traces hold a run that raises, so the comparison of errors compares something."""
+    """At least one recorded run raises an error, so the test above compares errors."""
     recorded = cases("dynamic_loss_scale_manager").values()
     assert [one for case in recorded for one in case["expected"]["raised"]]
 
 
 def nested(recorded: Any) -> Any:
-    """Return a recorded input or output as tensors in their structure."""
+    """Return a recorded input or output as tensors in nested tuples."""
     if isinstance(recorded, list):
         return tuple(nested(one) for one in recorded)
     if "dtype" in recorded:
@@ -89,7 +89,7 @@ def nested(recorded: Any) -> Any:
 
 
 def assert_nested(actual: Any, expected: Any) -> None:
-    """Compare structure, dtypes and shapes, and every number exactly."""
+    """Assert equal structure, dtypes, shapes and numbers."""
     assert type(actual) is type(expected)
     if isinstance(expected, tuple):
         for one, other in zip(actual, expected, strict=True):
@@ -101,7 +101,7 @@ def assert_nested(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("direction", ["scale", "unscale"])
 @pytest.mark.parametrize("case", parametrized("amp_scale_unscale"))
 def test_scale_and_unscale(case, direction):
-    """Every product is bit for bit the recorded one, float16 with its overflow included."""
+    """Every product equals the recorded one bit for bit, including overflow in float16."""
     if case["kind"] == "static":
         scaler = StaticLossScaler(case["scale_value"])
     else:
@@ -117,7 +117,7 @@ def test_scale_and_unscale(case, direction):
     [p for p in parametrized("amp_scale_unscale") if "adjust_returns" in p.values[0]],
 )
 def test_static_adjust(case):
-    """A static scaler says that it does not adjust, and does not."""
+    """`adjust` of a static scaler returns False and leaves the scale unchanged."""
     scaler = StaticLossScaler(case["scale_value"])
     returned = [{"bool": scaler.adjust(torch.full((), finite))} for finite in (True, False)]
     assert returned == case["adjust_returns"]
@@ -127,7 +127,7 @@ def test_static_adjust(case):
 @pytest.mark.parametrize("kind", ["tensor", "bool"])
 @pytest.mark.parametrize("case", parametrized("amp_dynamic_loss_scaler"))
 def test_dynamic_loss_scaler(case, kind):
-    """Every loss scale and counter is exactly the recorded one."""
+    """Every loss scale and counter equals the recorded value."""
     scaler = DynamicLossScaler(case["scale_value"], case["scale_factor"], case["scale_window"])
     scales, counters = [], []
     for finite in case["grads_finite"]:
@@ -142,7 +142,7 @@ def test_dynamic_loss_scaler(case, kind):
 
 @pytest.mark.parametrize("case", parametrized("amp_all_finite"))
 def test_all_finite(case):
-    """The answer is the recorded one, a bool of shape ()."""
+    """`all_finite` returns the recorded answer as a bool tensor of the recorded shape."""
     container = {"tuple": tuple, "list": list}[case["container"]]
     answer = all_finite(container(tensor(one) for one in case["input"]))
 

@@ -1,1 +1,1 @@
-"""Recorded MindSpore traces and how they are replayed."""
+"""Traces recorded from MindSpore, and the code that replays them."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class LinearProbe(nn.Module):
-    """Parameters w0, w1, w2 whose gradients are the inputs."""
+    """A network with parameters w0, w1, ... whose gradients are the inputs."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class LinearProbe(nn.Module):
             self.register_parameter(name, nn.Parameter(weight))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the sum of all weights times inputs."""
+        """Return the sum of all products of a weight and its input."""
         products = [w * x for w, x in zip(self.parameters(), inputs, strict=True)]
         return torch.stack([product.sum() for product in products]).sum()
 
@@ -31,7 +31,7 @@ class HalfProbe(LinearProbe):
 
 
 class MLP(nn.Module):
-    """Linear layers fc0, fc1, ... with an activation in between, and a loss."""
+    """A network of linear layers fc0, fc1, ... with activations between them and a loss."""
 
     def __init__(self, dims: Sequence[int], activation: str, loss: str | None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self._loss = loss
 
     def predict(self, x: Tensor) -> Tensor:
-        """Return the last layer's output."""
+        """Return the output of the last layer."""
         first, *others = self.children()
         x = first(x)
         for layer in others:
@@ -65,6 +65,6 @@ class PerToken(MLP):
         self._denominator_shape = tuple(denominator_shape)
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return numerator and denominator of the loss."""
+        """Return the numerator and the denominator of the loss."""
         squared_error = (self.predict(x) - y).square().sum(1)
         return (mask * squared_error).sum(), mask.sum().reshape(self._denominator_shape)

@@ -1,4 +1,4 @@
-"""The recorded runs of training cells, done again by mfwrap."""
+"""Replay the recorded runs of training cells with mfwrap."""
 
 import functools
 from collections.abc import Collection, Mapping
@@ -26,7 +26,11 @@ LOSS_SCALE = "train_one_step_with_loss_scale_cell"
 MF = "mf_train_one_step_cell"
 
 LARGEST_SCALE = 2.0**60
-"""Up to here a float32 sum of squares of scaled gradients overflows only with its elements."""
+"""Largest loss scale at which mfwrap and MindSpore agree on overflows in the recorded runs.
+
+Up to this scale, the float32 sum of squares of the scaled gradients overflows only if an element of
+the gradients is not finite.
+"""
 
 
 def recorded_scales(case: dict[str, Any]) -> list[float]:
@@ -45,16 +49,16 @@ FAR_SCALES = frozenset(
     for name, case in cases(family).items()
     if max(recorded_scales(case)) > LARGEST_SCALE
 )
-"""Cases with a loss scale above `LARGEST_SCALE`."""
+"""Ids of the cases with a loss scale above `LARGEST_SCALE`."""
 
 
 class Replay:
-    """A recorded case, ready to be run step by step by mfwrap.
+    """Replay a recorded case step by step with mfwrap.
 
     Args:
-        case: Of a family whose cases have a ``wrapper``.
-        fused: Use torch's fused optimizer, which is skipped on the device; otherwise an optimizer
-            that is skipped by one read.
+        case: Recorded case with a field ``wrapper``, the name of its training cell.
+        fused: Whether to use torch's fused optimizer, which skips an update on the device. If
+            False, the cell reads the overflow flag on the host to skip an update.
     """
 
     def __init__(self, case: Mapping[str, Any], *, fused: bool) -> None:
@@ -69,11 +73,11 @@ class Replay:
         self.cell: Any = getattr(mfwrap, case["wrapper"])(self.network, self.optimizer, **keywords)
 
     def batch(self, step: int) -> list[Tensor]:
-        """Return the inputs of a step."""
+        """Return the network's inputs at a step."""
         return [tensor(value) for value in self.case["batches"][self.case["batch_index"][step]]]
 
     def weights(self) -> list[Tensor]:
-        """Return copies of the weights, flat, in the order of the recorded ``params``."""
+        """Return flat copies of the weights, in the order of the recorded ``params``."""
         return [parameter.detach().clone().flatten() for parameter in self._parameters]
 
     def set_scale(self, index: int) -> None:
@@ -83,13 +87,16 @@ class Replay:
                 self.cell.set_sense_scale(torch.full(event["shape"], event["set_sense_scale"]))
 
     def step(self, index: int) -> Any:
-        """Do one recorded step and return the cell's output."""
+        """Run one recorded step and return the cell's output."""
         self.set_scale(index)
         return self.cell(*self.batch(index))
 
 
 def replays(*families: str, without: Collection[str] = ()) -> list[Any]:
-    """Return parameters ``family, name, fused``, both ways where torch has a fused optimizer."""
+    """Return pytest parameters ``family, name, fused`` for the cases of some families.
+
+    A case whose optimizer has a fused form in torch appears twice, fused and not fused.
+    """
     return [
         pytest.param(family, name, fused, id=f"{name}-{'fused' if fused else 'in_place'}")
         for family in families
@@ -101,7 +108,7 @@ def replays(*families: str, without: Collection[str] = ()) -> list[Any]:
 
 
 class Run(NamedTuple):
-    """A whole replay, of which nothing was read on the host before its end."""
+    """The results of all steps of a replay, read on the host only after its last step."""
 
     replay: Replay
     outputs: list[Any]
@@ -109,26 +116,26 @@ class Run(NamedTuple):
     weights: list[Tensor]
 
     def stacked(self, field: str) -> Tensor:
-        """Return one field of all outputs."""
+        """Return a field of the outputs of all steps."""
         return torch.stack([getattr(output, field) for output in self.outputs])
 
     def reported(self, field: str) -> Tensor:
-        """Return one field of all reports."""
+        """Return a field of the reports of all steps."""
         return torch.stack([getattr(report, field) for report in self.reports])
 
     def recorded(self, field: str) -> list[Any]:
-        """Return what MindSpore returned in that field."""
+        """Return the recorded values of a field at all steps."""
         return [step[field] for step in self.replay.case["expected"]]
 
     def assert_weights(self) -> None:
-        """Compare the weights after every step with the recorded ones, as one output."""
+        """Assert that the weights after every step agree with the recorded weights."""
         recorded = [list(chain.from_iterable(weights)) for weights in self.recorded("params")]
         assert_same(torch.stack(self.weights), recorded, relative=TOLERANCE)
 
 
 @functools.cache
 def run_of(family: str, name: str, fused: bool) -> Run:  # noqa: FBT001  (a parameter of tests)
-    """Replay a case; once, because several tests look at the same run."""
+    """Replay a case, only once per session, because several tests check the same run."""
     run = Run(Replay(cases(family)[name], fused=fused), [], [], [])
     for index in range(run.replay.case["steps"]):
         run.outputs.append(run.replay.step(index))

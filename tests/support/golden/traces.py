@@ -1,6 +1,6 @@
-"""Runs recorded from MindSpore and MindFormers, replayed on the same networks in torch.
+"""Load the runs recorded from MindSpore and MindFormers, and rebuild their objects in torch.
 
-``golden/README.md`` describes the format and says what is left out.
+``tests/golden/README.md`` describes the format and lists the differences on purpose.
 """
 
 import functools
@@ -21,30 +21,30 @@ from support.paths import TESTS
 
 FOLDER = TESTS / "golden"
 TOLERANCE = 1e-5
-"""Of losses, norms and weights, relative to the largest magnitude of that output."""
+"""Allowed difference of losses, norms and weights, relative to the output's largest magnitude."""
 
 
 @functools.cache
 def cases(family: str) -> dict[str, dict[str, Any]]:
-    """Return the cases of a family by id."""
+    """Return a dict from id to case for a family."""
     recorded = json.loads((FOLDER / f"{family}.json").read_text(encoding="utf-8"))
     return {case["id"]: case for case in recorded["cases"]}
 
 
 def parametrized(family: str, *, without: Collection[str] = ()) -> list[Any]:
-    """Return a parameter set for each case of a family, named by its id."""
+    """Return a pytest parameter for each case of a family, with the case's id."""
     return [
         pytest.param(case, id=name) for name, case in cases(family).items() if name not in without
     ]
 
 
 def floats(recorded: Any) -> Tensor:
-    """Return recorded numbers, nested or not, as float64."""
+    """Return a recorded number, or nested lists of them, as a float64 tensor."""
     return torch.tensor(_as_float(recorded), dtype=torch.float64)
 
 
 def _as_float(recorded: Any) -> Any:
-    # A number that is not finite is a string in JSON.
+    # Strict JSON has no inf and nan: the files contain strings, which float() converts.
     return [_as_float(v) for v in recorded] if isinstance(recorded, list) else float(recorded)
 
 
@@ -55,12 +55,12 @@ def tensor(recorded: Mapping[str, Any]) -> Tensor:
 
 
 def assert_same(actual: Any, recorded: Any, *, relative: float = 0.0) -> None:
-    """Compare an output with its recording; what is not finite must be the same, too.
+    """Assert that an output agrees with its recording, with inf and nan at the same places.
 
     Args:
         actual: A tensor, or nested lists of numbers, with as many elements as `recorded`.
-        recorded: Numbers as they are in JSON.
-        relative: Largest difference, relative to the largest finite recorded magnitude.
+        recorded: Numbers as they are in the JSON file.
+        relative: Largest allowed difference, relative to the largest finite recorded magnitude.
     """
     expected = floats(recorded)
     finite = expected[expected.isfinite()].abs()
@@ -87,7 +87,7 @@ def network_of(case: Mapping[str, Any]) -> nn.Module:
 
 
 class AdamWeightDecay(Optimizer):
-    """MindSpore's ``nn.AdamWeightDecay``: Adam without bias correction."""
+    """Adam without bias correction, as MindSpore's ``nn.AdamWeightDecay``."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class AdamWeightDecay(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Do ``p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)``."""
+        """Apply ``p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)``."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -119,7 +119,7 @@ class AdamWeightDecay(Optimizer):
 
 
 class EarlyEpsilonAdam(Optimizer):
-    """MindSpore's ``nn.Adam``, which adds epsilon before the bias correction; torch's, after it."""
+    """Adam as MindSpore's ``nn.Adam``: epsilon is added before the bias correction, not after."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class EarlyEpsilonAdam(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Do ``p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)``."""
+        """Apply ``p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)``."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -159,7 +159,7 @@ _OPTIMIZERS: dict[str, Any] = {
     "MFAdamW": AdamW,
 }
 FUSED = frozenset(_OPTIMIZERS) - {"AdamWeightDecay"}
-"""Optimizers that torch has a fused form of."""
+"""Names of the recorded optimizers for which torch has a fused form."""
 
 
 def optimizer_of(
@@ -169,13 +169,13 @@ def optimizer_of(
     fused: bool,
     kind: type[Optimizer] | None = None,
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return the optimizer of a case and its schedule, a constant one for fixed rates.
+    """Return the optimizer and the schedule of a case; a fixed rate gives a constant schedule.
 
     Args:
-        case: Recorded.
-        parameters: By name.
-        fused: Use torch's fused form.
-        kind: Class in the place of torch's, which has no fused form.
+        case: Recorded case with an optimizer.
+        parameters: Parameters of the network by name.
+        fused: Whether to use torch's fused form.
+        kind: Optimizer class to use instead of torch's. It need not have a fused form.
     """
     recorded = case["optimizer"]
     arguments = dict(recorded["args"])
@@ -214,18 +214,18 @@ def _decays(optimizer: str, name: str) -> bool:
 def _rate(
     case: Mapping[str, Any], group: Mapping[str, Any]
 ) -> tuple[float, Callable[[int], float]]:
-    """Return a group's base rate and the factor of each applied update."""
+    """Return a group's base rate and the function from applied updates to its factor."""
     rate = group.get("lr", case["optimizer"]["lr"])
     if rate["kind"] == "fixed":
         return rate["value"], lambda _: 1.0
     recorded = case["lr_by_global_step"]
     rates = torch.tensor(rate["values"]).tolist() if "lr" in group else recorded
-    # The rate after the last update is asked for, and not recorded.
+    # LambdaLR also asks for the rate after the last update, which is not recorded.
     return 1.0, lambda position: rates[min(position, len(rates) - 1)]
 
 
 def _divide_gradients(optimizer: Optimizer, loss_scale: float) -> None:
-    """Give an optimizer the argument ``loss_scale`` of MindSpore's."""
+    """Divide gradients before each step, as MindSpore's optimizers do for ``loss_scale``."""
 
     def divide(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -236,7 +236,7 @@ def _divide_gradients(optimizer: Optimizer, loss_scale: float) -> None:
 
 
 def scale_sense_of(recorded: Mapping[str, Any]) -> Any:
-    """Return what a case gave as ``scale_sense``."""
+    """Return the argument ``scale_sense`` of a case: a number, a tensor or an update cell."""
     if recorded["kind"] in {"float", "int"}:
         return recorded["value"]
     if recorded["kind"] == "tensor":
