@@ -1,1 +1,6 @@
-"""The line that a run logs, and what it is computed from."""
+"""The loss monitor: a record of each step in the log and in TensorBoard."""
+
+from mfwrap.callbacks.loss_monitor.monitor import MFLossMonitor
+from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
+
+__all__ = ["LossMonitorSettings", "MFLossMonitor"]

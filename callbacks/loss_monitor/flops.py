@@ -1,4 +1,4 @@
-"""Floating-point operations of one update."""
+"""Floating-point operations of one update, and the peak rates of devices."""
 
 import re
 from typing import Any, final
@@ -13,14 +13,7 @@ from torch.utils.flop_counter import (
 
 from mfwrap.callbacks.shared.run_log import run_logger
 
-__all__ = [
-    "StepFlops",
-    "device_peak_tflops",
-    "peak_tflops",
-]
-
-
-aten = torch.ops.aten
+__all__ = ["StepFlops", "device_peak_tflops", "peak_tflops"]
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
@@ -32,44 +25,42 @@ def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 _CPU_FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,  # noqa: SLF001
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,  # noqa: SLF001  (the operation has no public name)
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,  # noqa: SLF001  (the operation has no public name)
 }
-"""What torch's counter passes over on the CPU; it has no other names."""
+"""Operations on the CPU that torch's counter ignores."""
 
 
 @final
 class StepFlops:
-    """FLOPs of one update on this device: given, or counted over the first update.
+    """Count the FLOPs of the first update on this device.
 
-    Counted are matrix products, convolutions and scaled dot-product attention, forward, backward
-    and recomputed, of every micro-batch. Causal attention counts as if nothing were masked. Not
-    counted are element-wise operations, normalisations, softmax, grouped products of experts,
-    the optimizer, and kernels that torch does not know, such as those of the flash-attn package;
-    nor anything that `torch.compile` has compiled.
+    Counted are matrix products, convolutions and scaled dot-product attention: forward, backward
+    and recomputed, in every micro-batch. Causal attention counts as if nothing were masked.
 
-    Counting slows down the update that is counted; every other one is as it was.
+    Not counted are element-wise operations, normalizations, softmax, grouped products of experts,
+    the optimizer, everything that ``torch.compile`` has compiled, and kernels unknown to torch,
+    such as those of the flash-attn package.
 
-    Args:
-        given: ``None`` if not known.
-        count: Count the first update.
+    Counting makes that one update slower. All other updates run as usual.
     """
 
-    def __init__(self, given: float | None = None, *, count: bool = False) -> None:
-        self.value = given
-        """FLOPs of one update; ``None`` until known."""
-        self._to_count = count
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """FLOPs of one update; ``None`` until they are counted."""
+        self._is_done = False
         self._counter: FlopCounterMode | None = None
 
     def start(self, network: nn.Module | None, *, compiled: bool = False) -> None:
-        """Begin to count, if that is to be done and not done yet.
+        """Begin to count, unless an update has been counted before.
 
         Args:
-            network: Looked at for compiled parts.
-            compiled: The loop says that it compiles the network.
+            network: Network of the update, which is searched for compiled parts; ``None`` if
+                unknown.
+            compiled: Whether the loop compiles the network.
         """
         self.cancel()
-        if not self._to_count:
+        if self._is_done:
             return
         if compiled or (network is not None and _is_compiled(network)):
             self._give_up("operations of a compiled network cannot be counted")
@@ -78,12 +69,12 @@ class StepFlops:
         self._counter.__enter__()
 
     def stop(self) -> None:
-        """End the count of an update and keep it; nothing if none was begun."""
-        if not self._to_count:
+        """End the count of the update and keep it in `value`."""
+        if self._is_done:
             return
         counter = self._counter
         self.cancel()
-        self._to_count = False
+        self._is_done = True
         if counter is None:
             self._give_up("`on_step_begin`, where counting begins, was not called")
         elif not counter.get_total_flops():
@@ -98,35 +89,60 @@ class StepFlops:
             self._counter = None
 
     def _give_up(self, reason: str) -> None:
-        self._to_count = False
+        self._is_done = True
         run_logger(__package__).warning(
-            "No FLOPs are shown: %s. Give `flops_per_step` instead of `count_flops`.", reason
+            "MFLossMonitor cannot show FLOPs: %s. Give `flops_per_step` instead of `count_flops`.",
+            reason,
         )
 
 
+def _is_compiled(network: nn.Module) -> bool:
+    return any(
+        name.rpartition(".")[2] == "_orig_mod"  # of `torch.compile(module)`
+        or module._compiled_call_impl is not None  # noqa: SLF001  (of `module.compile()`; torch has no public name for it)
+        for name, module in network.named_modules()
+    )
+
+
 def device_peak_tflops(network: nn.Module | None) -> float | None:
-    """Return the peak rate of the device that a network is on; ``None`` if not known."""
+    """Return the peak rate of the GPU that holds a network, as `peak_tflops` does.
+
+    Returns:
+        TFLOP/s; ``None`` without a network, without a GPU, or if the GPU is not in the table.
+    """
     parameter = None if network is None else next(network.parameters(), None)
     if parameter is None or parameter.device.type != "cuda":
         return None
     return peak_tflops(torch.cuda.get_device_name(parameter.device))
 
 
-def _is_compiled(network: nn.Module) -> bool:
-    return any(
-        # `torch.compile(module)` and `module.compile()`; torch has no public word for either.
-        name.rpartition(".")[2] == "_orig_mod" or module._compiled_call_impl is not None  # noqa: SLF001
-        for name, module in network.named_modules()
-    )
+def peak_tflops(device_name: str) -> float | None:
+    """Return the peak rate of dense half-precision matrix products, in TFLOP/s.
+
+    Args:
+        device_name: Name of the device, as ``torch.cuda.get_device_name`` returns it.
+
+    Returns:
+        Rate in the maker's data sheet; ``None`` for a device that is not in the table.
+
+    Example:
+        >>> peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("NVIDIA H100 PCIe")
+        (989.4, 756.0)
+    """
+    for name, rate in _PEAK_TFLOPS:
+        # Compare whole words: a T400 is not a T4.
+        if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", device_name):
+            return rate
+    return None
 
 
 _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
-    # A part of a device, or one that its maker clocks lower, has another rate than its name says.
+    # Parts of a GPU, and versions with a lower clock, are slower than their names suggest.
     ("MIG", None),
     ("Laptop GPU", None),
     ("Max-Q", None),
     ("RTX 4090 D", None),
-    # NVIDIA, data centre. The sheets of Hopper and later state twice these, with sparsity.
+    # NVIDIA, data center. From Hopper on, data sheets state twice these rates, for sparse products.
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("B100", 1750.0),
@@ -152,13 +168,13 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
     ("V100S-PCIE", 130.0),
     ("V100-PCIE", 112.0),
     ("V100", 125.0),
-    # NVIDIA, workstation and desktop, accumulating in float32.
+    # NVIDIA, workstation and desktop, with accumulation in float32.
     ("RTX 6000 Ada Generation", 364.2),
     ("RTX A6000", 154.8),
     ("RTX 4090", 165.2),
     ("RTX 3090 Ti", 80.0),
     ("RTX 3090", 71.0),
-    # AMD. A card of the MI250 series is two devices, of half its rate each.
+    # AMD. A card of the MI250 series is two devices, each with half of the card's rate.
     ("MI325X", 1307.4),
     ("MI300X", 1307.4),
     ("MI300A", 980.6),
@@ -166,24 +182,5 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
     ("MI250", 362.1 / 2),
     ("MI210", 181.0),
 )
-"""Dense half-precision TFLOP/s of the makers' data sheets, most specific names first."""
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """Return the peak rate of dense half-precision products, in TFLOP/s.
-
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it.
-
-    Returns:
-        The rate of the maker's data sheet; ``None`` for a device that is not in the table.
-
-    Example:
-        >>> peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("NVIDIA H100 PCIe")
-        (989.4, 756.0)
-    """
-    for name, rate in _PEAK_TFLOPS:
-        # Whole words: a T400 is no T4.
-        if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", device_name):
-            return rate
-    return None
+"""Dense half-precision TFLOP/s in the makers' data sheets, most specific names first; ``None`` is
+unknown."""

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import numpy as np
 
-from mfwrap.callbacks.shared.run_size import RunPosition
+from mfwrap.callbacks.shared.progress import RunPosition
 from mfwrap.callbacks.shared.step_values import StepValues
 
 __all__ = ["StepRecord", "record_lines"]

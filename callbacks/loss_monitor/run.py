@@ -1,4 +1,4 @@
-"""From the steps of a run to the records that are printed."""
+"""One run of training as the loss monitor follows it: from steps to printed records."""
 
 import dataclasses
 import functools
@@ -7,27 +7,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads
+from mfwrap.callbacks.loss_monitor.flops import device_peak_tflops
 from mfwrap.callbacks.loss_monitor.record import StepRecord
-from mfwrap.callbacks.shared.run_size import RunLength, RunPosition
-from mfwrap.callbacks.shared.step_clock import StepClock
+from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
+from mfwrap.callbacks.shared.progress import (
+    RunPosition,
+    StepClock,
+    global_batch_size,
+    run_length,
+)
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
-from mfwrap.collectives import add_over_ranks
+from mfwrap.collectives import add_over_ranks, num_ranks
 
-__all__ = [
-    "EpochMean",
-    "MonitoredRun",
-    "SavedMean",
-]
+__all__ = ["EpochMean", "MonitoredRun", "SavedMean", "averages_loss"]
 
 
 class SavedMean(TypedDict):
-    """An `EpochMean` as JSON keeps it."""
+    """State of an `EpochMean`, as JSON can hold it."""
 
     global_step: int
-    """The step it was saved at."""
+    """Step after which the state was saved."""
 
     epoch: int
     total: float
@@ -35,58 +38,8 @@ class SavedMean(TypedDict):
     num_not_finite: int
 
 
-@final
-class EpochMean:
-    """Mean of the finite losses of one epoch; losses that are not finite are counted.
-
-    Args:
-        saved: Where to go on; ``None`` begins anew.
-    """
-
-    def __init__(self, saved: SavedMean | None = None) -> None:
-        self._epoch = (saved["epoch"], 0) if saved else None
-        self._total = saved["total"] if saved else 0.0
-        self._num_losses = saved["num_losses"] if saved else 0
-        self.num_not_finite = saved["num_not_finite"] if saved else 0
-        """Number of losses of the run that were not finite."""
-
-    @property
-    def value(self) -> float:
-        """The mean; nan if the epoch has had no finite loss."""
-        return self._total / self._num_losses if self._num_losses else math.nan
-
-    def add(self, loss: float, *, epoch: tuple[int, int], num_steps: int = 1) -> None:
-        """Add the loss of one step, or the mean loss of several.
-
-        Args:
-            loss: Any float.
-            epoch: Number of the epoch and of its passes over the data; another pair than that
-                of the loss before begins a new mean.
-            num_steps: Steps that `loss` stands for.
-        """
-        if epoch != self._epoch:
-            self._epoch, self._total, self._num_losses = epoch, 0.0, 0
-        if math.isfinite(loss):
-            self._total += loss * num_steps
-            self._num_losses += num_steps
-        else:
-            self.num_not_finite += num_steps
-
-    def save(self, global_step: int) -> SavedMean | None:
-        """Return the state, ``None`` before the first loss."""
-        if self._epoch is None:
-            return None
-        return {
-            "global_step": global_step,
-            "epoch": self._epoch[0],
-            "total": self._total,
-            "num_losses": self._num_losses,
-            "num_not_finite": self.num_not_finite,
-        }
-
-
 class _Rates(NamedTuple):
-    """What the clock says when a step ends that is printed."""
+    """Times of the steps since the last record, taken from the clock when a step ends."""
 
     seconds: float
     seconds_left: float
@@ -94,16 +47,18 @@ class _Rates(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """What is known on the host when a step ends."""
+    """What the host knows when a step ends."""
 
     position: RunPosition
     epoch: tuple[int, int]
+    """Number of the epoch, and number of passes over the data so far."""
+
     rates: _Rates | None
     """``None`` if the step is not printed."""
 
 
 class _Step(NamedTuple):
-    """A step whose values are on the device."""
+    """A step whose values are still on the device."""
 
     packed: PackedValues
     moment: _Moment
@@ -111,46 +66,48 @@ class _Step(NamedTuple):
 
 @final
 class MonitoredRun:
-    """One run of training as a monitor sees it.
+    """Collect the values of each step of a run and make a record of each step that is printed.
+
+    Values are copied to the host without synchronizing with the device. They are used at the end
+    of the next step, or at `flush`.
 
     Args:
-        length: Of the run.
-        emit: Takes each record.
-        clock: Of the steps.
-        global_step: Steps done before the first one.
-        per_print_times: Steps from one record to the next.
-        global_batch_size: Samples of one update on all processes; 0 is unknown.
-        num_processes: Over which they are spread.
-        averages_loss: Show the mean of all ranks' losses; each of them has such a run.
-        is_main: Whether this process reads and prints.
-        peak_tflops: Of this device; ``None`` is unknown.
-        saved_mean: Of the epoch that is gone on with; used if it is of `global_step`.
+        settings: Settings of the monitor.
+        emit: Called with each record.
+        args: Arguments of the Trainer; ``None`` in another loop.
+        state: State of the loop.
+        global_step: Steps finished before the first step of this run.
+        train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
+        model: Network, for the peak rate of its device; ``None`` if unknown.
+        saved_mean: Mean to continue; ignored unless it was saved at `global_step`.
+
+    Raises:
+        ValueError: If the length of the run is unknown.
     """
 
     def __init__(
         self,
-        length: RunLength,
+        settings: LossMonitorSettings,
         emit: Callable[[StepRecord], None],
         *,
-        clock: StepClock,
+        args: TrainingArguments | None,
+        state: TrainerState,
         global_step: int,
-        per_print_times: int,
-        global_batch_size: int,
-        num_processes: int,
-        averages_loss: bool,
-        is_main: bool,
-        peak_tflops: float | None,
-        saved_mean: SavedMean | None,
+        train_dataloader: Any = None,
+        model: nn.Module | None = None,
+        saved_mean: SavedMean | None = None,
     ) -> None:
-        self.clock = clock
-        self._length = length
+        self.clock = StepClock(settings.clock)
         self._emit = emit
-        self._per_print_times = per_print_times
-        self._global_batch_size = global_batch_size
-        self._num_processes = num_processes
-        self._averages_loss = averages_loss
-        self._is_main = is_main
-        self._peak_tflops = peak_tflops
+        self._length = run_length(settings, state, args, train_dataloader)
+        self._per_print_times = settings.per_print_times
+        self._global_batch_size = global_batch_size(settings, state, args)
+        self._num_processes = num_ranks()
+        self._averages_loss = averages_loss(settings)
+        self._is_main = state.is_world_process_zero
+        self._peak_tflops = settings.peak_tflops
+        if self._peak_tflops is None and settings.shows_flops:
+            self._peak_tflops = device_peak_tflops(model)
         fits = saved_mean is not None and saved_mean["global_step"] == global_step
         self._mean = EpochMean(saved_mean if fits else None)
         self._reads: DeferredReads | None = None
@@ -159,30 +116,30 @@ class MonitoredRun:
         self._pass_over_data = 0
         self._last_step = self._last_printed = self._last_logged = global_step
         self.has_outputs = False
-        """A step of this run has had an output."""
+        """Whether any step of this run has had an output."""
 
     @property
     def num_losses_not_finite(self) -> int:
-        """Number of losses so far, of those that were read, that were not finite."""
+        """Number of non-finite losses among those read so far."""
         return self._mean.num_not_finite
 
     def begin_epoch(self) -> None:
-        """Begin a new mean, unless the run has just begun, in the middle of an epoch maybe."""
+        """Begin a new mean, unless the run has just begun: it may resume within an epoch."""
         if self._num_steps:
             self._pass_over_data += 1
 
     def end_step(
         self, global_step: int, output: Any, flops: float | None, *, sends: bool = False
     ) -> None:
-        """Print the step before; keep what is needed of this one.
+        """Print the step before, and begin to copy the values of this one.
 
         Args:
-            global_step: Steps done, this one included.
-            output: Of the step; ``None`` if there is none.
-            flops: Of one update; ``None`` is unknown.
-            sends: Average losses over ranks now, though the step is not printed.
+            global_step: Finished steps, this one included.
+            output: Output of the step; ``None`` if the loop passes none.
+            flops: FLOPs of one update; ``None`` if unknown.
+            sends: Average the losses over ranks now even if this step is not printed.
         """
-        # Before the clock is read: the wait for the step before is time of a step.
+        # Flush before the clock is read: waiting for the last step belongs to the step time.
         self.flush()
         self.clock.end_step()
         self._num_steps += 1
@@ -196,17 +153,18 @@ class MonitoredRun:
             self.send()
 
     def send(self, *, alone: bool = False) -> None:
-        """Average the losses of the steps since the last time, and begin to copy their values.
+        """Average the losses of all steps since the last call, and begin to copy their values.
 
         Args:
-            alone: Take this rank's own losses: nothing says that the others are still there.
+            alone: Use this rank's own losses and send nothing, because the other ranks may have
+                left the loop.
         """
         steps, self._unsent = self._unsent, []
         if not steps:
             return
         packed = [step.packed for step in steps]
         if self._averages_loss and not alone:
-            packed = over_ranks(packed)
+            packed = _averaged_over_ranks(packed)
         if not self._is_main:
             return
         if self._reads is None:
@@ -216,12 +174,12 @@ class MonitoredRun:
             self._reads.submit(values.tensor, receive)
 
     def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
-        """Print what the Trainer logs, the mean loss of several steps, as a record.
+        """Make a record of an entry of the Trainer's log, whose loss is the mean of several steps.
 
         Args:
-            global_step: Steps done.
-            logs: Without a ``loss``, nothing is printed.
-            flops: Of one update; ``None`` is unknown.
+            global_step: Finished steps.
+            logs: Entry of the log; one without a ``loss`` is ignored.
+            flops: FLOPs of one update; ``None`` if unknown.
         """
         values = values_of_logs(logs)
         if values is None:
@@ -231,12 +189,12 @@ class MonitoredRun:
         self._keep(values, self._moment(global_step, flops), num_steps=num_steps)
 
     def flush(self) -> None:
-        """Wait for what is pending of the last step, and print it."""
+        """Wait for the pending values of the last step, and print them."""
         if self._reads is not None:
             self._reads.flush()
 
     def save_mean(self) -> SavedMean | None:
-        """Return the state of the running mean; call `flush` first."""
+        """Return the state of the running mean. Call `flush` first."""
         return self._mean.save(self._last_step)
 
     def _moment(self, global_step: int, flops: float | None) -> _Moment:
@@ -248,7 +206,7 @@ class MonitoredRun:
         )
 
     def _is_due(self, global_step: int) -> bool:
-        # As in MindFormers, a count that went back begins anew.
+        # As in MindFormers, a step is printed if the loop's count has gone back.
         if 0 < global_step - self._last_printed < self._per_print_times:
             return False
         self._last_printed = global_step
@@ -284,19 +242,74 @@ class MonitoredRun:
         )
 
 
-@torch.no_grad()
-def over_ranks(steps: Sequence[PackedValues]) -> list[PackedValues]:
-    """Put the mean over ranks in the place of this rank's losses, with one message for all steps.
-
-    Every rank has to call it, for the same steps. A loss that is not finite though the step's
-    gradients are is left out: that of a rank whose batch has no target.
+@final
+class EpochMean:
+    """Average the finite losses of an epoch, and count the non-finite losses of the run.
 
     Args:
-        steps: ``n`` of them, at least one, which all have a loss.
+        saved: State to continue from; ``None`` begins with no loss.
+    """
+
+    def __init__(self, saved: SavedMean | None = None) -> None:
+        self._epoch = (saved["epoch"], 0) if saved else None
+        self._total = saved["total"] if saved else 0.0
+        self._num_losses = saved["num_losses"] if saved else 0
+        self.num_not_finite = saved["num_not_finite"] if saved else 0
+        """Number of non-finite losses of the run."""
+
+    @property
+    def value(self) -> float:
+        """Mean of the epoch so far; nan if the epoch has no finite loss yet."""
+        return self._total / self._num_losses if self._num_losses else math.nan
+
+    def add(self, loss: float, *, epoch: tuple[int, int], num_steps: int = 1) -> None:
+        """Add the loss of one step, or the mean loss of several.
+
+        Args:
+            loss: Loss, finite or not.
+            epoch: Number of the epoch and number of passes over the data. If either has changed
+                since the last call, a new mean begins.
+            num_steps: Number of steps that `loss` is the mean of.
+        """
+        if epoch != self._epoch:
+            self._epoch, self._total, self._num_losses = epoch, 0.0, 0
+        if math.isfinite(loss):
+            self._total += loss * num_steps
+            self._num_losses += num_steps
+        else:
+            self.num_not_finite += num_steps
+
+    def save(self, global_step: int) -> SavedMean | None:
+        """Return the state; ``None`` before the first loss."""
+        if self._epoch is None:
+            return None
+        return {
+            "global_step": global_step,
+            "epoch": self._epoch[0],
+            "total": self._total,
+            "num_losses": self._num_losses,
+            "num_not_finite": self.num_not_finite,
+        }
+
+
+def averages_loss(settings: LossMonitorSettings) -> bool:
+    """Return whether ranks send each other their losses."""
+    return settings.loss_over_ranks and num_ranks() > 1
+
+
+@torch.no_grad()
+def _averaged_over_ranks(steps: Sequence[PackedValues]) -> list[PackedValues]:
+    """Replace this rank's losses by the means over all ranks, with one message for all steps.
+
+    Every rank must call this for the same steps. A rank's loss is left out of the mean if it is
+    non-finite although the step did not overflow: the batch of that rank had no target.
+
+    Args:
+        steps: ``n`` steps, at least one, each with a loss.
 
     Returns:
-        As many, with tensors of their own. Does not wait for the device, unless the process group
-        does, as gloo.
+        ``n`` steps with new tensors. No host-device synchronization, except with a process group
+        that synchronizes by itself, such as gloo.
     """
     losses = torch.stack([_value(step, "loss") for step in steps])
     overflows = torch.stack([_value(step, "overflow") for step in steps])

@@ -1,10 +1,10 @@
-"""Records as TensorBoard curves, under MindFormers' tags."""
+"""Step records as TensorBoard curves, under MindFormers' tags."""
 
-from pathlib import Path
-from typing import Any, final
+import os
+from typing import final
 
 from mfwrap.callbacks.loss_monitor.record import StepRecord
-from mfwrap.callbacks.shared.tensorboard import summary_writer_class
+from mfwrap.callbacks.shared.tensorboard import EventsFile
 
 __all__ = ["ScalarWriter"]
 
@@ -13,51 +13,47 @@ _SECONDS_PER_DAY = 86400
 
 @final
 class ScalarWriter:
-    """Write records to an events file, made at the first one.
+    """Write step records as curves.
 
-    A value that is unknown is not written. Curves are over steps, those that MindFormers has
-    twice also over samples, if the batch size is known.
+    The x-axis is the step. If the batch size is known, most curves are written a second time over
+    the number of samples, as ``<tag> vs samples``. Unknown values are left out.
 
     Source: MindFormers, ``MFLossMonitor`` with ``tensorboard`` in the configuration.
 
     Args:
-        directory: Where the events file goes.
-        loss_scale: Write ``loss-scale`` too.
-        timers: Write ``iteration-time``, ``throughput`` and ``B-samples-per-day`` too.
+        directory: Folder of the events file.
+        loss_scale: Also write ``loss-scale``.
+        timers: Also write ``iteration-time``, ``throughput`` and ``B-samples-per-day``.
 
     Raises:
         ImportError: If TensorBoard is not installed.
     """
 
-    def __init__(self, directory: Path, *, loss_scale: bool, timers: bool) -> None:
-        self._make_writer = summary_writer_class()
-        self._writer: Any = None
-        self._directory = directory
+    def __init__(
+        self, directory: str | os.PathLike[str], *, loss_scale: bool, timers: bool
+    ) -> None:
+        self._events = EventsFile(directory)
         self._loss_scale = loss_scale
         self._timers = timers
 
     def write(self, record: StepRecord) -> None:
-        """Write one record."""
-        if self._writer is None:
-            self._writer = self._make_writer(str(self._directory))
+        """Add a point for one step to each curve."""
         step = record.position.step
-        for tag, value in self._over_samples_too(record).items():
+        for tag, value in self._over_steps_and_samples(record).items():
             if value is not None:
-                self._writer.add_scalar(tag, value, global_step=step)
+                self._events.add(tag, value, step)
                 if record.global_batch_size:
                     num_samples = step * record.global_batch_size
-                    self._writer.add_scalar(f"{tag} vs samples", value, global_step=num_samples)
+                    self._events.add(f"{tag} vs samples", value, num_samples)
         for tag, value in self._over_steps(record).items():
             if value is not None:
-                self._writer.add_scalar(tag, value, global_step=step)
+                self._events.add(tag, value, step)
 
     def close(self) -> None:
-        """Write what is pending; a later record goes to a new file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Write all points to disk. A later record opens a new file."""
+        self._events.close()
 
-    def _over_samples_too(self, record: StepRecord) -> dict[str, float | None]:
+    def _over_steps_and_samples(self, record: StepRecord) -> dict[str, float | None]:
         values = record.values
         scalars: dict[str, float | None] = {
             "learning-rate": values.learning_rate,

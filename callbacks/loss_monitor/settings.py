@@ -1,66 +1,86 @@
 """Settings of the loss monitor."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import KW_ONLY, dataclass
 
-from mfwrap.arguments import check_bool, check_int, check_positive_number
+from mfwrap.arguments import check_int, check_positive_number, directory_name
+from mfwrap.callbacks.shared.progress import RunSettings
+from mfwrap.callbacks.shared.settings import check_bools
 
 __all__ = ["LossMonitorSettings"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossMonitorSettings:
-    """Settings of `MFLossMonitor`, which describes them; numbers, bools and strings alone."""
+@dataclass(frozen=True, slots=True)
+class LossMonitorSettings(RunSettings):
+    """Arguments of `mfwrap.callbacks.MFLossMonitor`.
 
-    per_print_times: int
-    origin_epochs: int | None
-    dataset_size: int | None
-    initial_epoch: int
-    initial_step: int
-    global_batch_size: int
-    loss_over_ranks: bool
-    flops_per_step: float | None
-    count_flops: bool
-    peak_tflops: float | None
-    tensorboard_dir: str | None
-    log_loss_scale_to_tensorboard: bool
-    log_timers_to_tensorboard: bool
+    Source: MindFormers, ``MFLossMonitor``; `loss_over_ranks` and the arguments after it are ours.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range or contradicts another one.
+    """
+
+    per_print_times: int = 1
+    """Steps from one record to the next."""
+
+    _: KW_ONLY
+
+    loss_over_ranks: bool = True
+    """Show the mean of all ranks' losses. ``False``: show the main process's own loss and send
+    nothing."""
+
+    flops_per_step: float | None = None
+    """FLOPs of one update on this device, if you know them."""
+
+    count_flops: bool = False
+    """Count the FLOPs of the first update, from ``on_step_begin`` to ``on_step_end``. Counting
+    makes that update slow. A compiled network cannot be counted.
+    `mfwrap.callbacks.loss_monitor.flops.StepFlops` lists the operations that count."""
+
+    peak_tflops: float | None = None
+    """Dense half-precision TFLOP/s of this device, for the ``mfu``. ``None`` takes the rate of the
+    maker's data sheet, if the device is a known GPU."""
+
+    tensorboard_dir: str | os.PathLike[str] | None = None
+    """Folder of the events file with MindFormers' curves. ``None`` writes no curves."""
+
+    log_loss_scale_to_tensorboard: bool = False
+    """Also write the loss scale as a curve."""
+
+    log_timers_to_tensorboard: bool = False
+    """Also write step time and throughput as curves."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            TypeError: If a setting has the wrong type.
-            ValueError: If one is out of range, or two do not go together.
-        """
+        folder = directory_name("tensorboard_dir", self.tensorboard_dir)
+        object.__setattr__(self, "tensorboard_dir", folder)
         check_int("per_print_times", self.per_print_times, minimum=1)
-        for name in ("origin_epochs", "dataset_size"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), minimum=1)
-        for name in ("initial_epoch", "initial_step", "global_batch_size"):
-            check_int(name, getattr(self, name), minimum=0)
+        self.check_run()
         for name in ("flops_per_step", "peak_tflops"):
             if getattr(self, name) is not None:
                 check_positive_number(name, getattr(self, name), finite=True)
-        for name in ("loss_over_ranks", "count_flops", *_TENSORBOARD_FLAGS):
-            check_bool(name, getattr(self, name))
+        check_bools(self)
         self._check_pairs()
 
     def _check_pairs(self) -> None:
         if self.count_flops and self.flops_per_step is not None:
-            msg = f"`count_flops` must be False where `flops_per_step` is {self.flops_per_step}"
+            msg = (
+                f"`count_flops` must be False if `flops_per_step` is given, got flops_per_step="
+                f"{self.flops_per_step}"
+            )
             raise ValueError(msg)
         if self.peak_tflops is not None and not self.shows_flops:
-            msg = f"`peak_tflops` needs `flops_per_step` or `count_flops`, got {self.peak_tflops}"
+            msg = (
+                f"`peak_tflops` needs `flops_per_step` or `count_flops=True`, got peak_tflops="
+                f"{self.peak_tflops} alone"
+            )
             raise ValueError(msg)
-        for name in _TENSORBOARD_FLAGS:
+        for name in ("log_loss_scale_to_tensorboard", "log_timers_to_tensorboard"):
             if getattr(self, name) and self.tensorboard_dir is None:
                 msg = f"`{name}` must be False without `tensorboard_dir`, got True"
                 raise ValueError(msg)
 
     @property
     def shows_flops(self) -> bool:
-        """FLOPs are given or to be counted."""
+        """FLOPs are given or will be counted."""
         return self.count_flops or self.flops_per_step is not None
-
-
-_TENSORBOARD_FLAGS = ("log_loss_scale_to_tensorboard", "log_timers_to_tensorboard")

@@ -1,1 +1,1 @@
-"""What several monitors need: numbers of a step, sizes, clocks, logs."""
+"""Parts that several callbacks use: values of a step, progress of a run, log, settings."""

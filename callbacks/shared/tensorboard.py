@@ -1,12 +1,42 @@
-"""TensorBoard's writer of curves, from whichever package has it."""
+"""Curves in TensorBoard."""
 
-from typing import Any
+import os
+from typing import Any, final
 
-__all__ = ["summary_writer_class"]
+__all__ = ["EventsFile", "summary_writer_class"]
+
+
+@final
+class EventsFile:
+    """Write curves to a TensorBoard events file, created with the first point.
+
+    Args:
+        folder: Folder of the file.
+
+    Raises:
+        ImportError: If TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = str(folder)
+        self._writer_class = summary_writer_class()
+        self._writer: Any = None
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        """Add a point to the curve `tag`."""
+        if self._writer is None:
+            self._writer = self._writer_class(self._folder)
+        self._writer.add_scalar(tag, value, global_step=step)
+
+    def close(self) -> None:
+        """Write all points to disk. A later point opens a new file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def summary_writer_class() -> Any:
-    """Return torch's writer of events files.
+    """Return ``torch.utils.tensorboard.SummaryWriter``.
 
     Raises:
         ImportError: If TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""What the training state monitor shows of a step: computed on the device, named on the host."""
+"""The metrics that the training state monitor shows of a step, computed on the device."""
 
 import re
 from collections.abc import Sequence
@@ -10,70 +10,55 @@ from torch.optim import Optimizer
 
 from mfwrap.callbacks.training_state.expert_load import drop_rate, imbalance
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers
-from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.callbacks.training_state.settings import (
+    Formats,
+    TrainingStateSettings,
+    stable_rank_settings,
+)
 from mfwrap.callbacks.training_state.stable_rank import tagged_spectra
 from mfwrap.tensors.sharded_norms import tensor_norms
-from mfwrap.tensors.wrappers import trainable
+from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
 
-__all__ = ["Metric", "PackedMetrics", "StateMetrics", "Target"]
+__all__ = ["Metric", "PackedMetrics", "StateMetrics"]
 
 _MOMENTS = {"adam_m_norm": "exp_avg", "adam_v_norm": "exp_avg_sq"}
 
 
 class Metric(NamedTuple):
-    """One number of a step."""
+    """Name of one number of a step, and where it is written."""
 
     tag: str
     formats: tuple[str, ...]
-    """Where it is written: of ``"log"``, ``"tensorboard"``, ``"jsonl"``, ``"trackers"``."""
+    """Of ``"log"``, ``"tensorboard"``, ``"jsonl"`` and ``"trackers"``."""
 
 
 class PackedMetrics(NamedTuple):
-    """The numbers of a step on the device."""
+    """Metrics of a step, on the device."""
 
     metrics: tuple[Metric, ...]
     values: Tensor | None
-    """Shape ``(len(metrics),)``, float32; ``None`` if there are none."""
-
-
-@final
-class Target:
-    """Which parameters are shown.
-
-    Source: MindFormers, ``monitor_config.target`` and ``invert``.
-
-    Args:
-        patterns: Searched for in names.
-        invert: Show those in which none is found.
-    """
-
-    def __init__(self, patterns: Sequence[str], *, invert: bool) -> None:
-        self._patterns = [re.compile(pattern) for pattern in patterns]
-        self._invert = invert
-
-    def holds(self, name: str) -> bool:
-        """Tell whether a parameter, or a group of parameters, is shown."""
-        return any(pattern.search(name) for pattern in self._patterns) != self._invert
+    """Shape ``(len(metrics),)``, float32; ``None`` without metrics."""
 
 
 @final
 class StateMetrics:
-    """Compute what is asked for of a step, without waiting for the device.
+    """Compute the metrics that the settings ask for, without host-device synchronization.
 
     Source: MindFormers, ``TrainingStateMonitor``, with its tags. Norms are those of unscaled
-    gradients, where MindFormers shows scaled ones.
+    gradients; MindFormers shows those of scaled ones.
 
     Args:
-        settings: Of the monitor.
+        settings: Settings of the monitor.
     """
 
     def __init__(self, settings: TrainingStateSettings) -> None:
         self._settings = settings
-        self._target = Target(settings.target, invert=settings.invert)
+        self._stable_rank = stable_rank_settings(settings.stable_rank_config)
+        self._patterns = [re.compile(pattern) for pattern in settings.target or ()]
         self._selected: tuple[tuple[str, ...], list[int], Tensor | None] | None = None
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a step is shown, stable ranks aside, which have an interval of their own."""
+        """Return whether a step is shown. Stable ranks have their own interval."""
         return step % self._settings.step_interval == 0
 
     def of_step(
@@ -82,18 +67,18 @@ class StateMetrics:
         output: Any,
         norm_names: Sequence[str],
         model: nn.Module | None,
-        optimizer: Optimizer | None,
+        optimizer: Any,
         forward: ForwardNumbers | None = None,
     ) -> PackedMetrics:
-        """Return the numbers of one step.
+        """Return the metrics of one step.
 
         Args:
-            step: Its number.
-            output: Of the step, a named tuple; ``None`` if there is none.
-            norm_names: Of the groups of its local norms.
-            model: Whose weights are shown; ``None`` if unknown.
-            optimizer: Whose state is shown; ``None`` if unknown.
-            forward: What was seen in its forwards.
+            step: Number of the step.
+            output: Output of the step, a named tuple or a loss; ``None`` if the loop passes none.
+            norm_names: Names of the groups of its local norms.
+            model: Network whose weights are shown; ``None`` if unknown.
+            optimizer: Optimizer whose state is shown, in its wrappers; ``None`` if unknown.
+            forward: What was seen in the forward passes of the step; ``None`` if not watched.
         """
         found = _Numbers()
         if self.is_due(step):
@@ -102,21 +87,26 @@ class StateMetrics:
                 self._add_states(found, model, optimizer)
             if forward is not None:
                 self._add_forward(found, forward)
-        stable_rank = self._settings.stable_rank_config
+        stable_rank = self._stable_rank
         if model is not None and stable_rank.format and step % stable_rank.step_interval == 0:
             tags, values = tagged_spectra(trainable(model), stable_rank)
             found.add(tags, stable_rank.format, *values)
         return found.packed()
 
+    def _is_target(self, name: str) -> bool:
+        """Return whether a parameter, or a group of parameters, is shown."""
+        return any(each.search(name) for each in self._patterns) != self._settings.invert
+
     def _add_output(self, found: "_Numbers", output: Any, norm_names: tuple[str, ...]) -> None:
+        settings = self._settings
         local_norm = getattr(output, "local_norm", None)
         if local_norm is not None:
             self._add_local_norms(found, local_norm, norm_names)
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if loss is not None:
             for tag, formats in (
-                ("local_loss", self._settings.local_loss_format),
-                ("device_accum_local_loss", self._settings.device_local_loss_format),
+                ("local_loss", settings.local_loss_format),
+                ("device_accum_local_loss", settings.device_local_loss_format),
             ):
                 if formats:
                     found.add([tag], formats, loss.detach().float().mean())
@@ -126,7 +116,7 @@ class StateMetrics:
         if settings.local_norm_format:
             numbers, index = self._selection(names, norms.device)
             tags = [f"local_norm/{names[i]}" for i in numbers]
-            # A copy in both cases: what is read later must not change meanwhile.
+            # Both ways copy: the values are read later, and `norms` may change until then.
             shown = norms.clone() if index is None else norms.index_select(0, index)
             found.add(tags, settings.local_norm_format, shown)
         if settings.device_local_norm_format:
@@ -136,32 +126,37 @@ class StateMetrics:
     def _selection(
         self, names: tuple[str, ...], device: torch.device
     ) -> tuple[list[int], Tensor | None]:
-        """Return which groups are shown, and the same as a tensor unless all are."""
+        """Return the indices of the groups that are shown, also as a tensor unless all are."""
         if self._selected is None or self._selected[0] != names:
-            numbers = [i for i, name in enumerate(names) if self._target.holds(name)]
+            numbers = [i for i, name in enumerate(names) if self._is_target(name)]
             whole = len(numbers) == len(names)
             index = None if whole else torch.tensor(numbers, dtype=torch.int64).to(device)
             self._selected = (names, numbers, index)
         return self._selected[1], self._selected[2]
 
-    def _add_states(self, found: "_Numbers", model: nn.Module, optimizer: Optimizer | None) -> None:
+    def _add_states(self, found: "_Numbers", model: nn.Module, optimizer: Any) -> None:
         settings = self._settings
-        if settings.optimizer_state_format and optimizer is not None:
-            shown = [(p, n) for n, p in trainable(model).items() if self._target.holds(n)]
-            for tag, key in _MOMENTS.items():
-                states = {
-                    name: optimizer.state[parameter][key]
-                    for parameter, name in shown
-                    if key in optimizer.state.get(parameter, ())
-                }
-                if states:
-                    tags = [f"{tag}/{name}" for name in states]
-                    norms = tensor_norms(list(states.values()))
-                    found.add(tags, settings.optimizer_state_format, norms)
+        if settings.optimizer_state_format:
+            inner = unwrapped_optimizer(optimizer)
+            if isinstance(inner, Optimizer):
+                self._add_moments(found, model, inner)
         if settings.weight_state_format:
             weights = list(trainable(model).values())
             norm = tensor_norms(weights).square().sum().sqrt() if weights else torch.zeros(())
             found.add(["weight_norm"], settings.weight_state_format, norm)
+
+    def _add_moments(self, found: "_Numbers", model: nn.Module, optimizer: Optimizer) -> None:
+        shown = [(p, n) for n, p in trainable(model).items() if self._is_target(n)]
+        for tag, key in _MOMENTS.items():
+            states = {
+                name: optimizer.state[parameter][key]
+                for parameter, name in shown
+                if key in optimizer.state.get(parameter, ())
+            }
+            if states:
+                tags = [f"{tag}/{name}" for name in states]
+                norms = tensor_norms(list(states.values()))
+                found.add(tags, self._settings.optimizer_state_format, norms)
 
     def _add_forward(self, found: "_Numbers", forward: ForwardNumbers) -> None:
         settings = self._settings
@@ -182,14 +177,14 @@ class StateMetrics:
 
 
 class _Numbers:
-    """Numbers of a step while they are gathered."""
+    """Metrics of a step while they are collected."""
 
     def __init__(self) -> None:
         self._metrics: list[Metric] = []
         self._values: list[Tensor] = []
 
-    def add(self, tags: Sequence[str], formats: tuple[str, ...], *values: Tensor) -> None:
-        self._metrics += [Metric(tag, formats) for tag in tags]
+    def add(self, tags: Sequence[str], formats: Formats, *values: Tensor) -> None:
+        self._metrics += [Metric(tag, tuple(formats or ())) for tag in tags]
         self._values += [value.float().reshape(-1) for value in values]
 
     def packed(self) -> PackedMetrics:

@@ -1,135 +1,141 @@
-"""One run of training as the training state monitor sees it."""
+"""One run of training as the training state monitor follows it."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
-from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog, rank_file
-from mfwrap.callbacks.culprit.finder import (
-    CulpritFinder,
-    StepEvidence,
-)
+from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
+from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.culprit.replay import StepRecorder, inner_network
-from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.run_size import (
-    RunLength,
+from mfwrap.callbacks.shared.progress import (
     RunPosition,
+    StepClock,
     global_batch_size,
     run_length,
 )
-from mfwrap.callbacks.shared.step_clock import StepClock
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
-    ReadStep,
     StepNumbers,
     StepValues,
     numbers_of,
-    pack_step,
+    pack,
     skip_flag,
-    unpack_step,
+    values_of_logs,
 )
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
-from mfwrap.callbacks.training_state.forward_watches import (
-    ForwardNumbers,
-    ForwardWatches,
-    forward_watches,
-)
+from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
-from mfwrap.callbacks.training_state.writers import MetricWriters
+from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
-from mfwrap.tensors.wrappers import trainable, unwrapped_network
+from mfwrap.tensors.wrappers import unwrapped_network
 
-__all__ = [
-    "RunParts",
-    "TrainingStateRun",
-    "log_structure",
-    "missing_values",
-    "run_parts",
-    "samples_per_process",
-]
+__all__ = ["TrainingStateRun"]
 
-
-_LINEARITY = "throughput_linearity"
-
-
-class RunParts(NamedTuple):
-    """What a run is monitored with."""
-
-    length: RunLength
-    writers: MetricWriters
-    finder: CulpritFinder | None
-    anomalies: AnomalyLog
-    spike_guard: SpikeGuard | None
-    spike_count: SpikeCount | None
-    watches: ForwardWatches | None
+_NO_EVIDENCE = StepEvidence((), None, None)
+_LARGEST_FLOAT16 = 65504.0
+_LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
+"""Largest norm whose square float32 can hold. A step with a larger one overflows."""
 
 
 class _Step(NamedTuple):
-    """What is known on the host when a step ends."""
+    """What the host knows when a step ends."""
 
     number: int
     position: RunPosition
     packed: PackedValues | None
+    """Values of the output, on the device; ``None`` if the loop passes no output."""
+
     metrics: tuple[Metric, ...]
+    """Metrics whose values are on the device."""
+
     linearity: float | None
     evidence: StepEvidence
 
 
 @final
 class TrainingStateRun:
-    """Follow the steps of a run; their values arrive a step late.
+    """Write the metrics of each step of a run, and judge each step.
+
+    Values are copied to the host without synchronizing with the device. They are used at the next
+    `flush`, or at the end of the next step.
 
     Args:
-        settings: Of the monitor.
-        parts: What it is monitored with.
-        clock: Of the steps.
-        global_step: Steps done before the first one.
-        samples_per_process: Of one update on one process; 0 is unknown.
-        is_main: Whether this is the main process.
+        settings: Settings of the monitor.
+        args: Arguments of the Trainer; ``None`` in another loop.
+        state: State of the loop.
+        global_step: Steps finished before the first step of this run.
+        model: Network, in its wrappers; ``None`` if unknown.
+        train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
+
+    Raises:
+        ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
+        ValueError: If the length of the run, or a folder that is needed, is unknown.
     """
 
     def __init__(
         self,
         settings: TrainingStateSettings,
-        parts: RunParts,
         *,
-        clock: StepClock,
+        args: TrainingArguments | None,
+        state: TrainerState,
         global_step: int,
-        samples_per_process: float,
-        is_main: bool,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
     ) -> None:
-        self.parts = parts
-        self.clock = clock
-        self._settings = settings
-        self._metrics = StateMetrics(settings)
-        self._samples = samples_per_process
-        self._is_main = is_main
-        self._reads: DeferredReads | None = None
-        self._weights_have_moved = False
-        self._is_watched = False
-        self._last_scale: float | None = None
+        folder = _folder(settings, args)
+        is_main = state.is_world_process_zero
+        threshold = settings.global_norm_spike_threshold
+        self.clock = StepClock(settings.clock)
+        self.finder = _finder(settings, args, model) if settings.find_culprit else None
+        self.writers = metric_writers(settings, args, folder, is_main=is_main)
         self.last_step = global_step
         self.has_outputs = False
-        """A step of this run has had an output."""
+        """Whether any step of this run has had an output."""
+        self._settings = settings
+        self._is_main = is_main
+        self._length = run_length(settings, state, args, train_dataloader)
+        self._samples_per_process = global_batch_size(settings, state, args) / num_ranks()
+        self._metrics = StateMetrics(settings)
+        self._watches = forward_watches(
+            settings,
+            None if model is None else unwrapped_network(model),
+            is_compiled=_is_compiled(model, args),
+        )
+        self._is_watched = False
+        self._anomalies = AnomalyLog(folder, this_rank())
+        self._spike_guard = (
+            SpikeGuard(threshold, folder, writes=is_main)
+            if settings.check_for_global_norm
+            else None
+        )
+        self._spike_count = (
+            SpikeCount(threshold, settings.global_norm_spike_count_threshold)
+            if settings.use_skip_data_by_global_norm
+            else None
+        )
+        self._reads: DeferredReads | None = None
+        self._weights_have_moved = False
+        self._last_scale: float | None = None
 
     def begin_step(self, global_step: int) -> None:
-        """Watch the forwards of a step, if it is one that is shown.
+        """Watch the forward passes of a step, if its metrics are shown.
 
         Args:
-            global_step: Steps done, this one included.
+            global_step: Finished steps, counting this one as finished.
         """
-        self._is_watched = self.parts.watches is not None and self._metrics.is_due(global_step)
-        if self.parts.watches is not None and self._is_watched:
-            self.parts.watches.begin()
+        self._is_watched = self._watches is not None and self._metrics.is_due(global_step)
+        if self._watches is not None and self._is_watched:
+            self._watches.begin()
 
     def end_step(
         self,
@@ -139,22 +145,22 @@ class TrainingStateRun:
         *,
         scale_before: Tensor | None,
         model: nn.Module | None,
-        optimizer: Optimizer | None,
+        optimizer: Any,
     ) -> None:
-        """Act on the step before; keep what is needed of this one. Does not wait for it.
+        """Use the values of the step before, and begin to copy those of this one.
 
         Args:
-            global_step: Steps done, this one included.
-            output: Of the step; ``None`` if there is none.
-            report: Of the step; ``None`` if there is none.
-            scale_before: Shape ``()``: the loss scale that the step used; ``None`` if unknown.
-            model: Whose weights are shown.
-            optimizer: Whose state is shown.
+            global_step: Finished steps, this one included.
+            output: Output of the step; ``None`` if the loop passes none.
+            report: Report of the step; ``None`` if the loop passes none.
+            scale_before: Loss scale that the step used, shape ``()``; ``None`` if unknown.
+            model: Network whose weights are shown; ``None`` if unknown.
+            optimizer: Optimizer whose state is shown, in its wrappers; ``None`` if unknown.
         """
-        # What is still pending was decided before this step's update, which is done by now.
+        # Pending values belong to the step before. This step's update has changed the weights.
         self.flush(weights_have_moved=True)
-        if self.parts.finder is not None and self.parts.finder.recorder is not None:
-            self.parts.finder.recorder.end_step()
+        if self.finder is not None and self.finder.recorder is not None:
+            self.finder.recorder.end_step()
         self.clock.end_step()
         self.last_step = global_step
         names = () if report is None else report.local_norm_names
@@ -162,17 +168,22 @@ class TrainingStateRun:
             global_step, output, names, model, optimizer, self._forward_numbers()
         )
         skipped = skip_flag(output, report)
-        evidence = StepEvidence((), None, None)
-        if self.parts.finder is not None:
+        evidence = _NO_EVIDENCE
+        if self.finder is not None:
             applied = None if skipped is None else ~skipped
-            evidence = self.parts.finder.end_step(output, names, applied)
+            evidence = self.finder.end_step(output, names, applied)
         packed = None
         if output is not None:
             self.has_outputs = True
-            packed = pack_step(output, report, skipped=skipped, scale_before=scale_before)
+            packed = pack(
+                output,
+                skipped=skipped,
+                consecutive_skips=None if report is None else report.consecutive_skips,
+                scale_before=scale_before,
+            )
         step = _Step(
             number=global_step,
-            position=self.parts.length.position(global_step),
+            position=self._length.position(global_step),
             packed=packed,
             metrics=shown.metrics,
             linearity=self._linearity() if self._metrics.is_due(global_step) else None,
@@ -180,11 +191,82 @@ class TrainingStateRun:
         )
         self._submit(step, shown.values)
 
+    def flush(self, *, weights_have_moved: bool = False) -> None:
+        """Wait for the pending values of the last step, write them, and judge the step.
+
+        Args:
+            weights_have_moved: Whether a later update has changed the weights already.
+
+        Raises:
+            RuntimeError: As `SpikeGuard.check`.
+            ValueError: As `check_finite` and `SpikeCount.check`.
+        """
+        if self._reads is not None:
+            self._weights_have_moved = weights_have_moved
+            self._reads.flush()
+
+    def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
+        """Judge a step by the loss and norm that a loop without outputs logs.
+
+        Raises:
+            RuntimeError: As `flush`.
+            ValueError: As `flush`.
+        """
+        values = values_of_logs(logs)
+        if values is None:
+            return
+        norm = values.global_norm
+        overflow = norm is not None and not math.isfinite(norm)
+        values = dataclasses.replace(values, overflow=overflow)
+        self._judge(numbers_of(global_step, values), _NO_EVIDENCE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run, as JSON can hold it. Call `flush` first."""
+        finder, spike_count = self.finder, self._spike_count
+        return {
+            "global_step": self.last_step,
+            "last_scale": self._last_scale,
+            "finder": None if finder is None else finder.state_dict(),
+            "spike_count": None if spike_count is None else spike_count.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; one of another step than the run begins at is ignored.
+
+        Args:
+            state: Returned by `state_dict`.
+        """
+        if state["global_step"] != self.last_step:
+            return
+        self._last_scale = state["last_scale"]
+        if self.finder is not None and state["finder"] is not None:
+            self.finder.load_state_dict(state["finder"])
+        if self._spike_count is not None and state["spike_count"] is not None:
+            self._spike_count.load_state_dict(state["spike_count"])
+
+    def close(self) -> None:
+        """Close all files, and remove all hooks from the network."""
+        self.writers.close()
+        if self._watches is not None:
+            self._watches.close()
+        if self.finder is not None and self.finder.recorder is not None:
+            self.finder.recorder.close()
+
     def _forward_numbers(self) -> ForwardNumbers | None:
         watched, self._is_watched = self._is_watched, False
-        return self.parts.watches.end() if watched and self.parts.watches is not None else None
+        return self._watches.end() if watched and self._watches is not None else None
+
+    def _linearity(self) -> float | None:
+        baseline = self._settings.throughput_baseline
+        if baseline is None:
+            return None
+        seconds = self.clock.end_lap()
+        if not seconds or not self._samples_per_process:
+            return None
+        return self._samples_per_process / seconds / baseline
 
     def _submit(self, step: _Step, shown: Tensor | None) -> None:
+        """Begin to copy the values of a step to the host, all in one tensor."""
         values = [] if step.packed is None else [step.packed.tensor]
         if shown is not None:
             values.append(shown)
@@ -197,184 +279,47 @@ class TrainingStateRun:
         together = torch.cat([value.to(device, non_blocking=True) for value in values])
         self._reads.submit(together, functools.partial(self._receive, step))
 
-    def flush(self, *, weights_have_moved: bool = False) -> None:
-        """Wait for what is pending of the last step, and act on it.
-
-        Args:
-            weights_have_moved: A later update has been done already.
-
-        Raises:
-            RuntimeError: As `SpikeGuard.check`.
-            ValueError: As `check_finite` and `SpikeCount.check`.
-        """
-        if self._reads is not None:
-            self._weights_have_moved = weights_have_moved
-            self._reads.flush()
-
-    def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
-        """Judge what a loop without outputs logs.
-
-        Raises:
-            RuntimeError: As `flush`.
-            ValueError: As `flush`.
-        """
-        numbers = {
-            name: float(value)
-            for name in ("loss", "grad_norm")
-            if isinstance(value := logs.get(name), (int, float))
-        }
-        if "loss" not in numbers:
-            return
-        norm = numbers.get("grad_norm")
-        overflow = norm is not None and not math.isfinite(norm)
-        values = StepValues(loss=numbers["loss"], overflow=overflow, global_norm=norm)
-        self._judge(numbers_of(global_step, values), StepEvidence((), None, None))
-
     def _receive(self, step: _Step, host_values: Sequence[float]) -> None:
-        num_values = 0 if step.packed is None else len(step.packed.names)
-        read = None if step.packed is None else unpack_step(step.packed, host_values[:num_values])
-        self._write(step, host_values[num_values:], read)
-        if read is None:
+        if step.packed is None:
+            self._write(step, host_values, None)
             return
-        numbers = numbers_of(step.number, *read, last_scale=self._last_scale)
-        self._last_scale = read.values.loss_scale
+        num_values = len(step.packed.names)
+        values = step.packed.unpack(host_values[:num_values])
+        self._write(step, host_values[num_values:], values)
+        numbers = numbers_of(step.number, values, last_scale=self._last_scale)
+        self._last_scale = values.loss_scale
         self._judge(numbers, step.evidence)
 
-    def _write(self, step: _Step, values: Sequence[float], read: ReadStep | None) -> None:
-        metrics, shown = list(step.metrics), list(values)
+    def _write(self, step: _Step, host_values: Sequence[float], values: StepValues | None) -> None:
+        metrics, shown = list(step.metrics), list(host_values)
         if step.linearity is not None:
-            formats = {"log"} | self._settings.formats
-            if self._settings.tensorboard_dir is not None:
-                formats |= {"tensorboard"}
-            metrics.append(Metric(_LINEARITY, tuple(sorted(formats))))
+            metrics.append(Metric("throughput_linearity", self._settings.throughput_formats))
             shown.append(step.linearity)
         if metrics:
-            numbers = {} if read is None else read.shown()
-            self.parts.writers.write(step.position, metrics, shown, numbers)
+            numbers = {} if values is None else values.to_record()
+            self.writers.write(step.position, metrics, shown, numbers)
 
     def _judge(self, numbers: StepNumbers, evidence: StepEvidence) -> None:
-        parts, settings = self.parts, self._settings
         anomaly = None
-        if parts.finder is not None:
+        if self.finder is not None:
             moved = self._weights_have_moved
-            anomaly = parts.finder.judge(numbers, evidence, weights_have_moved=moved)
+            anomaly = self.finder.judge(numbers, evidence, weights_have_moved=moved)
+            # All ranks find an overflow or a spike, so one record is enough; a lone bad loss is
+            # known to its own rank only.
             is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")
             if anomaly is not None and (self._is_main or not is_shared):
-                parts.anomalies.write(anomaly)
-        is_ordinary = numbers.overflow and parts.finder is not None and anomaly is None
-        if settings.check_for_nan_in_loss_and_grad and not is_ordinary:
+                self._anomalies.write(anomaly)
+        is_ordinary = numbers.overflow and self.finder is not None and anomaly is None
+        if self._settings.check_for_nan_in_loss_and_grad and not is_ordinary:
             check_finite(numbers)
         if numbers.global_norm is not None and not numbers.overflow:
-            for check in (parts.spike_guard, parts.spike_count):
+            for check in (self._spike_guard, self._spike_count):
                 if check is not None:
                     check.check(numbers.step, numbers.global_norm)
 
-    def _linearity(self) -> float | None:
-        baseline = self._settings.throughput_baseline
-        if baseline is None:
-            return None
-        seconds = self.clock.end_lap()
-        return self._samples / seconds / baseline if seconds and self._samples else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what goes on after a resume, as JSON can hold it; call `flush` first."""
-        parts = self.parts
-        return {
-            "global_step": self.last_step,
-            "last_scale": self._last_scale,
-            "finder": None if parts.finder is None else parts.finder.state_dict(),
-            "spike_count": None if parts.spike_count is None else parts.spike_count.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, if it is of the step that the run begins at."""
-        if state["global_step"] != self.last_step:
-            return
-        self._last_scale = state["last_scale"]
-        for part, saved in (
-            (self.parts.finder, state["finder"]),
-            (self.parts.spike_count, state["spike_count"]),
-        ):
-            if part is not None and saved is not None:
-                part.load_state_dict(saved)
-
-    def close(self) -> None:
-        """Close files, and let go of what was recorded."""
-        self.parts.writers.close()
-        if self.parts.watches is not None:
-            self.parts.watches.close()
-        if self.parts.finder is not None and self.parts.finder.recorder is not None:
-            self.parts.finder.recorder.close()
-
-
-_LARGEST_FLOAT16 = 65504.0
-_LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
-"""The largest norm whose square float32 can hold: beyond it the step sees an overflow."""
-
-
-def run_parts(
-    settings: TrainingStateSettings,
-    args: TrainingArguments | None,
-    state: TrainerState,
-    known: Mapping[str, Any],
-    clock: Callable[[], float],
-    log_to: Callable[[dict[str, float], int], None] | None,
-) -> tuple[RunParts, StepClock]:
-    """Make the parts of a run, and its clock.
-
-    Args:
-        settings: Of the monitor.
-        args: Of the Trainer; ``None`` in another loop.
-        state: Of the loop.
-        known: What else the event tells: ``model``, ``train_dataloader``.
-        clock: Returns seconds from an arbitrary start.
-        log_to: Takes what is for trackers; ``None`` for none.
-
-    Raises:
-        ValueError: If the length of the run, or a folder that is needed, is not known.
-    """
-    folder = _folder(settings, args)
-    rank, is_main = this_rank(), state.is_world_process_zero
-    events = None if settings.tensorboard_dir is None else Path(settings.tensorboard_dir)
-    if events is not None and rank:
-        events /= f"rank_{rank}"
-    lines = "jsonl" in settings.formats and folder is not None
-    threshold = settings.global_norm_spike_threshold
-    model = known.get("model")
-    parts = RunParts(
-        length=_length(settings, args, state, known.get("train_dataloader")),
-        writers=MetricWriters(
-            logs=is_main,
-            tensorboard=events,
-            json_lines=rank_file(folder, "training_state", rank) if lines and folder else None,
-            log_to=log_to if is_main else None,
-            max_grad_norm=None if args is None else args.max_grad_norm or None,
-        ),
-        finder=_finder(settings, args, model) if settings.find_culprit else None,
-        anomalies=AnomalyLog(folder, rank),
-        spike_guard=SpikeGuard(threshold, folder, writes=is_main)
-        if settings.check_for_global_norm
-        else None,
-        spike_count=SpikeCount(threshold, settings.global_norm_spike_count_threshold)
-        if settings.use_skip_data_by_global_norm
-        else None,
-        watches=forward_watches(
-            settings,
-            None if model is None else unwrapped_network(model),
-            is_compiled=_is_compiled(model, args),
-        ),
-    )
-    return parts, StepClock(clock)
-
-
-def samples_per_process(
-    settings: TrainingStateSettings, args: TrainingArguments | None, state: TrainerState
-) -> float:
-    """Return the samples of one update on one process; 0 if they are not known."""
-    return (settings.global_batch_size or global_batch_size(args, state)) / num_ranks()
-
 
 def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> Path | None:
+    """Return the run folder; ``None`` if it is unknown and nothing needs it."""
     if settings.folder is not None:
         return Path(settings.folder)
     if args is not None and args.output_dir is not None:
@@ -383,23 +328,6 @@ def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> 
         msg = "`folder` must be given for the format 'jsonl' in a loop of your own, got None"
         raise ValueError(msg)
     return None
-
-
-def _length(
-    settings: TrainingStateSettings,
-    args: TrainingArguments | None,
-    state: TrainerState,
-    train_dataloader: Any,
-) -> RunLength:
-    return run_length(
-        state,
-        args,
-        train_dataloader,
-        origin_epochs=settings.origin_epochs,
-        dataset_size=settings.dataset_size,
-        initial_epoch=settings.initial_epoch,
-        initial_step=settings.initial_step,
-    )
 
 
 def _finder(
@@ -414,14 +342,15 @@ def _finder(
 
 
 def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRecorder | None:
-    network = None if model is None or _is_compiled(model, args) else inner_network(model)
-    if network is not None:
-        return StepRecorder(network)
-    if model is not None:
+    if model is None:
+        return None
+    network = None if _is_compiled(model, args) else inner_network(model)
+    if network is None:
         run_logger(__package__).warning(
             "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded"
         )
-    return None
+        return None
+    return StepRecorder(network)
 
 
 def _is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> bool:
@@ -431,40 +360,11 @@ def _is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> boo
 
 
 def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:
-    """Return the largest gradient that is finite, in float16 wherever that may be in use."""
+    """Return the largest finite gradient of a network; that of float16 if it may use float16."""
     if model is None or (args is not None and args.fp16):
         return _LARGEST_FLOAT16
-    # accelerate has put its autocast around the forward, in a type that only it knows.
+    # accelerate wraps the forward in autocast without telling the dtype.
     may_be_float16 = hasattr(model, "_original_forward") and not (args is not None and args.bf16)
     if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
         return _LARGEST_FLOAT16
     return _LARGEST_NORM
-
-
-def missing_values(
-    settings: TrainingStateSettings, output: Any, known: Mapping[str, Any]
-) -> list[str]:
-    """Say what cannot be shown in a loop.
-
-    Args:
-        settings: Of the monitor.
-        output: Of a step; ``None`` if the loop passes none.
-        known: What else the end of a step tells: ``model``, ``optimizer``.
-    """
-    missing = []
-    if output is None:
-        missing.append("without `step_output`: local norms, losses, the layer of an anomaly")
-    elif not hasattr(output, "local_norm"):
-        missing.append("without StepConfig(local_norm=True): local norms, the layer of an anomaly")
-    if known.get("model") is None:
-        if settings.weight_state_format or settings.optimizer_state_format or settings.replay:
-            missing.append("without `model`: weights, optimizer state, a replay")
-    elif known.get("optimizer") is None and settings.optimizer_state_format:
-        missing.append("without `optimizer`: optimizer state")
-    return missing
-
-
-def log_structure(model: nn.Module | None) -> None:
-    """Log names and shapes of all trainable parameters."""
-    for name, parameter in {} if model is None else trainable(model).items():
-        run_logger(__package__).info("%s %s", name, tuple(parameter.shape))

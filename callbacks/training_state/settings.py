@@ -1,85 +1,157 @@
 """Settings of the training state monitor."""
 
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
-from mfwrap.arguments import check_bool, check_int, check_positive_number
+from mfwrap.arguments import check_int, check_positive_number, described, directory_name
+from mfwrap.callbacks.shared.progress import RunSettings
+from mfwrap.callbacks.shared.settings import check_bools
 from mfwrap.callbacks.training_state.stable_rank import StableRankSettings
 
-__all__ = [
-    "FORMAT_SETTINGS",
-    "TrainingStateSettings",
-    "checked_formats",
-    "checked_stable_rank",
-    "checked_target",
-]
+__all__ = ["Formats", "TrainingStateSettings", "stable_rank_settings"]
+
+Formats: TypeAlias = str | Sequence[str] | None
+"""Where a metric is written: a name of `FORMATS`, several names, or ``None`` for nowhere. Settings
+keep it as a tuple."""
 
 FORMATS = ("log", "tensorboard", "jsonl", "trackers")
-FORMAT_SETTINGS = (
-    "local_norm_format",
-    "device_local_norm_format",
-    "local_loss_format",
-    "device_local_loss_format",
-    "optimizer_state_format",
-    "weight_state_format",
-    "max_attention_logit_format",
-    "expert_load_format",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingStateSettings:
-    """Settings of `TrainingStateMonitor`, which describes them; what JSON can hold alone."""
+class TrainingStateSettings(RunSettings):
+    """Arguments of `mfwrap.callbacks.TrainingStateMonitor`.
 
-    target: tuple[str, ...]
-    invert: bool
-    step_interval: int
-    local_norm_format: tuple[str, ...]
-    device_local_norm_format: tuple[str, ...]
-    local_loss_format: tuple[str, ...]
-    device_local_loss_format: tuple[str, ...]
-    optimizer_state_format: tuple[str, ...]
-    weight_state_format: tuple[str, ...]
-    max_attention_logit_format: tuple[str, ...]
-    expert_load_format: tuple[str, ...]
-    expert_capacity_factor: float | None
-    stable_rank_config: StableRankSettings
-    throughput_baseline: float | None
-    print_struct: bool
-    check_for_nan_in_loss_and_grad: bool
-    check_for_global_norm: bool
-    use_skip_data_by_global_norm: bool
-    global_norm_spike_threshold: float
-    global_norm_spike_count_threshold: int
-    find_culprit: bool
-    replay: bool
-    spike_factor: float
-    folder: str | None
-    tensorboard_dir: str | None
-    origin_epochs: int | None
-    dataset_size: int | None
-    initial_epoch: int
-    initial_step: int
-    global_batch_size: int
+    A setting ``..._format`` says where a metric is written: ``"log"``, ``"tensorboard"``,
+    ``"jsonl"`` or ``"trackers"``, a list of these, or ``None``. A metric with ``None`` is not
+    computed.
+
+    Source: MindFormers, ``monitor_config``. Ours are `expert_load_format`,
+    `expert_capacity_factor`, `find_culprit`, `replay`, `spike_factor`, `folder`, `log_to`, and the
+    formats ``"jsonl"`` and ``"trackers"``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range or contradicts another one.
+    """
+
+    target: Sequence[str] | None = None
+    """Regular expressions. ``local_norm/`` and ``adam_*_norm/`` show the parameters in whose names
+    one of them is found. ``None`` shows all."""
+
+    invert: bool = False
+    """Show the parameters in whose names no expression of `target` is found."""
+
+    step_interval: int = 1
+    """Steps from one record to the next."""
+
+    local_norm_format: Formats = None
+    """``local_norm/<parameter>``: L2 norm of this rank's unscaled gradients of a parameter, or of a
+    group of parameters if the step has ``local_norm_groups``."""
+
+    device_local_norm_format: Formats = None
+    """``device_local_norm``: L2 norm of all of this rank's unscaled gradients."""
+
+    local_loss_format: Formats = None
+    """``local_loss``: loss of this rank over all of its micro-batches."""
+
+    device_local_loss_format: Formats = None
+    """``device_accum_local_loss``: the same number as ``local_loss``."""
+
+    optimizer_state_format: Formats = None
+    """``adam_m_norm/<parameter>`` and ``adam_v_norm/<parameter>``: L2 norms of Adam's moments after
+    the update. Each step that is shown reads the moments once."""
+
+    weight_state_format: Formats = None
+    """``weight_norm``: L2 norm of all trainable weights after the update. Each step that is shown
+    reads the weights once."""
+
+    max_attention_logit_format: Formats = None
+    """``max_attention_logit/<module>/head_<i>``, ``/mean`` and ``/max``: largest attention logit of
+    each head over all micro-batches. The logits are computed a second time.
+    `mfwrap.callbacks.training_state.attention_logits.AttentionLogits` says which attention is
+    seen."""
+
+    expert_load_format: Formats = None
+    """``expert_load/<module>/expert_<i>``: share of the tokens that an expert gets, in a
+    mixture-of-experts network. ``expert_imbalance/<module>``: largest share over the mean share."""
+
+    expert_capacity_factor: float | None = None
+    """Capacity of an expert over its mean share. ``expert_load_format`` then also writes
+    ``drop_rate/<module>``, the share of assignments that experts of this capacity would drop."""
+
+    stable_rank_config: Mapping[str, Any] | StableRankSettings | None = None
+    """``weight_stable_rank/<parameter>`` and ``weight_eigenvalue/<parameter>``; for the weights of
+    experts with ``/expert_<i>``, ``/expert_max``, ``/expert_min`` and ``/expert_mean``. A mapping
+    with the fields of `StableRankSettings` as keys."""
+
+    throughput_baseline: float | None = None
+    """Samples per second and process that count as 1. ``throughput_linearity`` is the measured
+    throughput over it. It is written to the log, to TensorBoard if `tensorboard_dir` is given, and
+    in every format that another metric has. ``None`` writes nothing."""
+
+    print_struct: bool = False
+    """Log names and shapes of all trainable parameters, and stop after the first step."""
+
+    check_for_nan_in_loss_and_grad: bool = False
+    """Raise ``ValueError`` when the loss is non-finite, or the gradients are and the loss scale is
+    not the reason. An update with non-finite gradients was skipped."""
+
+    check_for_global_norm: bool = False
+    """Raise ``RuntimeError`` at a global norm of at least `global_norm_spike_threshold`. A resumed
+    run continues if the norm is as large again at the same step."""
+
+    use_skip_data_by_global_norm: bool = False
+    """Raise ``ValueError`` after `global_norm_spike_count_threshold` global norms in a row of at
+    least `global_norm_spike_threshold`. The step skips such updates with
+    ``StepConfig(use_skip_data_by_global_norm=True)``."""
+
+    global_norm_spike_threshold: float = 3.0
+    """Smallest global norm that `check_for_global_norm` and `use_skip_data_by_global_norm` regard
+    as a spike."""
+
+    global_norm_spike_count_threshold: int = 10
+    """Number of spikes in a row that stops the training."""
+
+    find_culprit: bool = True
+    """Write ``anomalies.jsonl``: which layer and rank a step went wrong in."""
+
+    replay: bool = False
+    """Repeat a step with non-finite gradients on its own inputs and random numbers, to name the
+    first module whose output or gradient is non-finite. The monitor then keeps references to the
+    inputs of two steps."""
+
+    spike_factor: float = 10.0
+    """A global norm of this many times the usual one is an anomaly."""
+
+    folder: str | os.PathLike[str] | None = None
+    """Run folder; ``None`` takes ``args.output_dir``."""
+
+    tensorboard_dir: str | os.PathLike[str] | None = None
+    """Folder of the curves. Ranks other than 0 write to ``rank_<n>`` in it."""
+
+    log_to: Callable[[dict[str, float], int], None] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Called on the main process with the numbers of the format ``"trackers"``, by their tags, and
+    the step. For a loop of your own: `accelerate.Accelerator.log` fits."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            TypeError: If a setting has the wrong type.
-            ValueError: If one is out of range, or two do not go together.
-        """
-        for name in _BOOLS:
-            check_bool(name, getattr(self, name))
+        forms = {
+            "target": _target(self.target),
+            **{name: _formats(name, getattr(self, name)) for name in _format_settings()},
+            "stable_rank_config": stable_rank_settings(self.stable_rank_config),
+            "folder": directory_name("folder", self.folder),
+            "tensorboard_dir": directory_name("tensorboard_dir", self.tensorboard_dir),
+        }
+        for name, value in forms.items():
+            object.__setattr__(self, name, value)
+        check_bools(self)
+        self.check_run()
         for name in ("step_interval", "global_norm_spike_count_threshold"):
             check_int(name, getattr(self, name), minimum=1)
-        for name in ("origin_epochs", "dataset_size"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), minimum=1)
-        for name in ("initial_epoch", "initial_step", "global_batch_size"):
-            check_int(name, getattr(self, name), minimum=0)
         for name in ("global_norm_spike_threshold", "spike_factor"):
             check_positive_number(name, getattr(self, name), finite=True)
         for name in ("throughput_baseline", "expert_capacity_factor"):
@@ -95,7 +167,7 @@ class TrainingStateSettings:
             )
             raise ValueError(msg)
         for name in ("replay", "check_for_nan_in_loss_and_grad"):
-            # What tells an ordinary overflow from a fault is the search for who is to blame.
+            # Both need the culprit finder, which tells an ordinary overflow from a fault.
             if getattr(self, name) and not self.find_culprit:
                 msg = f"`{name}` must be False without `find_culprit`, got True"
                 raise ValueError(msg)
@@ -109,70 +181,76 @@ class TrainingStateSettings:
 
     @property
     def formats(self) -> frozenset[str]:
-        """All formats that something is written in."""
+        """All formats that some metric has."""
         return frozenset(one for formats in self._formats_by_name().values() for one in formats)
 
-    def _formats_by_name(self) -> dict[str, tuple[str, ...]]:
-        named = {name: getattr(self, name) for name in FORMAT_SETTINGS}
-        return {**named, "stable_rank_config.format": self.stable_rank_config.format}
+    @property
+    def throughput_formats(self) -> tuple[str, ...]:
+        """Formats of ``throughput_linearity``."""
+        curves = set() if self.tensorboard_dir is None else {"tensorboard"}
+        return tuple(sorted({"log"} | curves | self.formats))
+
+    def _formats_by_name(self) -> dict[str, Sequence[str]]:
+        by_name = {name: getattr(self, name) for name in _format_settings()}
+        of_stable_rank = stable_rank_settings(self.stable_rank_config).format
+        return {**by_name, "stable_rank_config.format": of_stable_rank}
 
 
-_BOOLS = (
-    "invert",
-    "print_struct",
-    "check_for_nan_in_loss_and_grad",
-    "check_for_global_norm",
-    "use_skip_data_by_global_norm",
-    "find_culprit",
-    "replay",
-)
-
-
-def checked_formats(**settings: Any) -> dict[str, tuple[str, ...]]:
-    """Return settings of formats as tuples, without repetitions.
-
-    Args:
-        settings: By name: ``None``, one of ``"log"``, ``"tensorboard"``, ``"jsonl"`` and
-            ``"trackers"``, or a list of them.
+def stable_rank_settings(
+    value: Mapping[str, Any] | StableRankSettings | None,
+) -> StableRankSettings:
+    """Return MindFormers' ``stable_rank_config`` as settings. ``None`` shows no stable rank.
 
     Raises:
-        TypeError: If one is none of these.
-        ValueError: If one holds another word.
+        TypeError: If `value` is not a mapping, or a setting in it has the wrong type.
+        ValueError: If `value` has an unknown key, or a setting in it is out of range.
     """
-    return {name: _formats(name, value) for name, value in settings.items()}
+    if value is None:
+        return StableRankSettings()
+    if isinstance(value, StableRankSettings):
+        return value
+    if not isinstance(value, Mapping):
+        msg = f"`stable_rank_config` must be a dict or None, got {described(value)}"
+        raise TypeError(msg)
+    known = [each.name for each in fields(StableRankSettings)]
+    unknown = [key for key in value if key not in known]
+    if unknown:
+        msg = f"`stable_rank_config` must have keys of {known}, got {unknown}"
+        raise ValueError(msg)
+    settings = dict(value)
+    return StableRankSettings(
+        format=_formats("stable_rank_config.format", settings.pop("format", None)),
+        target=_target(settings.pop("target", None)),
+        **settings,
+    )
+
+
+def _format_settings() -> list[str]:
+    return [each.name for each in fields(TrainingStateSettings) if each.name.endswith("_format")]
 
 
 def _formats(name: str, value: Any) -> tuple[str, ...]:
+    """Return formats as a tuple without repetitions."""
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(one, str) for one in listed):
-        msg = (
-            f"`{name}` must be a str, a list of str or None, got {value!r} of type "
-            f"{type(value).__name__}"
-        )
+        msg = f"`{name}` must be a str, a list of str or None, got {described(value)}"
         raise TypeError(msg)
     unknown = [one for one in listed if one not in FORMATS]
     if unknown:
-        msg = f"`{name}` must be of {list(FORMATS)}, got {unknown}"
+        msg = f"`{name}` must hold formats of {list(FORMATS)}, got {unknown}"
         raise ValueError(msg)
     return tuple(dict.fromkeys(listed))
 
 
-def checked_target(value: Any) -> tuple[str, ...]:
-    """Return patterns of parameters' names as a tuple; ``None`` is ``(".*",)``.
-
-    Raises:
-        TypeError: If `value` is no list of str.
-        ValueError: If it is empty, or a pattern is no regular expression.
-    """
+def _target(value: Any) -> tuple[str, ...]:
+    """Return regular expressions as a tuple; ``None`` becomes one that fits every name."""
     if value is None:
         return (".*",)
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        msg = (
-            f"`target` must be a list of str or None, got {value!r} of type {type(value).__name__}"
-        )
+        msg = f"`target` must be a list of str or None, got {described(value)}"
         raise TypeError(msg)
     if not value:
-        msg = "`target` must hold at least one pattern, got none"
+        msg = "`target` must hold at least one pattern, got an empty list"
         raise ValueError(msg)
     for pattern in value:
         try:
@@ -181,30 +259,3 @@ def checked_target(value: Any) -> tuple[str, ...]:
             msg = f"`target` must hold regular expressions, got {pattern!r}: {error}"
             raise ValueError(msg) from error
     return tuple(value)
-
-
-def checked_stable_rank(value: Any) -> StableRankSettings:
-    """Return MindFormers' ``stable_rank_config`` as settings; ``None`` shows nothing.
-
-    Raises:
-        TypeError: If `value` is no mapping, or a setting in it has the wrong type.
-        ValueError: If it has another key than MindFormers', or a setting is out of range.
-    """
-    if value is None:
-        return StableRankSettings()
-    if not isinstance(value, Mapping):
-        kind = type(value).__name__
-        msg = f"`stable_rank_config` must be a dict or None, got {value!r} of type {kind}"
-        raise TypeError(msg)
-    known = [field.name for field in fields(StableRankSettings)]
-    unknown = [key for key in value if key not in known]
-    if unknown:
-        msg = f"`stable_rank_config` must have keys of {known}, got {unknown}"
-        raise ValueError(msg)
-    given = dict(value)
-    formats = checked_formats(**{"stable_rank_config.format": given.pop("format", None)})
-    return StableRankSettings(
-        format=formats["stable_rank_config.format"],
-        target=checked_target(given.pop("target", None)),
-        **given,
-    )

@@ -1,32 +1,34 @@
-"""Where the numbers of a step go: the log, TensorBoard, a file of JSON lines, trackers."""
+"""Where the metrics of a step are written: the log, TensorBoard, a JSON Lines file, trackers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
+from transformers import TrainingArguments
 
+from mfwrap.callbacks.culprit.anomaly_log import rank_file
+from mfwrap.callbacks.shared.progress import RunPosition
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.run_size import RunPosition
-from mfwrap.callbacks.shared.tensorboard import (
-    summary_writer_class,
-)
+from mfwrap.callbacks.shared.tensorboard import EventsFile
 from mfwrap.callbacks.training_state.metrics import Metric
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.collectives import this_rank
 from mfwrap.records.json_lines import JsonLines
 
-__all__ = ["MetricWriters"]
+__all__ = ["MetricWriters", "metric_writers"]
 
 
 @final
 class MetricWriters:
-    """Write the numbers of a step in the formats that each asks for.
+    """Write each metric of a step in its formats.
 
     Args:
-        logs: Write to the log; otherwise what is for the log is left out.
-        tensorboard: Folder of the events file; ``None`` for none.
-        json_lines: File of JSON lines; ``None`` for none.
-        log_to: Takes what is for trackers, with the step; ``None`` keeps it in `tracked`.
-        max_grad_norm: What stands in the first JSON line besides; ``None`` for nothing.
+        logs: Write to the log. Without it, metrics with the format ``"log"`` are not logged.
+        tensorboard: Folder of the events file; ``None`` writes no curves.
+        json_lines: JSON Lines file; ``None`` writes no records.
+        log_to: Called with the metrics for trackers and the step; ``None`` keeps them in `tracked`.
+        max_grad_norm: Added to the first record; ``None`` adds nothing.
 
     Raises:
         ImportError: If `tensorboard` is given and TensorBoard is not installed.
@@ -45,10 +47,8 @@ class MetricWriters:
         self._log_to = log_to
         self._once = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
         self.tracked: dict[str, float] = {}
-        """What was for trackers last, by its tag."""
-        self._events_folder = tensorboard
-        self._make_events = None if tensorboard is None else summary_writer_class()
-        self._events: Any = None
+        """Newest values of the metrics for trackers, by tag."""
+        self._events = None if tensorboard is None else EventsFile(tensorboard)
         self._lines = None if json_lines is None else JsonLines(json_lines)
 
     def write(
@@ -58,14 +58,14 @@ class MetricWriters:
         values: Sequence[float],
         step_numbers: Mapping[str, float],
     ) -> None:
-        """Write the numbers of one step, each where it belongs.
+        """Write the metrics of one step.
 
         Args:
-            position: Of the step.
-            metrics: What is shown.
-            values: As many.
-            step_numbers: Loss, norm and so on, by their names: they stand in each record, and
-                go to `log_to`.
+            position: Position of the step in the run.
+            metrics: Metrics that are shown.
+            values: Value of each metric.
+            step_numbers: Loss, norm and other numbers of the step, by name. They are added to the
+                record and to what `log_to` gets.
         """
         by_format: dict[str, dict[str, float]] = {}
         for metric, value in zip(metrics, values, strict=True):
@@ -73,7 +73,9 @@ class MetricWriters:
                 by_format.setdefault(one, {})[metric.tag] = value
         if self._logs:
             self._log(position, by_format.get("log", {}))
-        self._write_events(position, by_format.get("tensorboard", {}))
+        if self._events is not None:
+            for tag, value in by_format.get("tensorboard", {}).items():
+                self._events.add(tag, value, position.step)
         if self._lines is not None and "jsonl" in by_format:
             place = {"step": position.step, "epoch": position.epoch}
             once, self._once = self._once, {}
@@ -82,9 +84,14 @@ class MetricWriters:
             self._track(position.step, by_format["trackers"], step_numbers)
 
     def write_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Write what an evaluation has found to the file of JSON lines."""
+        """Add a record of an evaluation to the JSON Lines file."""
         if self._lines is not None and results:
             self._lines.append({"step": step, **results})
+
+    def close(self) -> None:
+        """Write all curves to disk. A later step opens a new events file."""
+        if self._events is not None:
+            self._events.close()
 
     def _track(
         self, step: int, scalars: Mapping[str, float], step_numbers: Mapping[str, float]
@@ -107,16 +114,34 @@ class MetricWriters:
                 np.float32(value),
             )
 
-    def _write_events(self, position: RunPosition, scalars: Mapping[str, float]) -> None:
-        if not scalars or self._make_events is None:
-            return
-        if self._events is None:
-            self._events = self._make_events(str(self._events_folder))
-        for tag, value in scalars.items():
-            self._events.add_scalar(tag, value, global_step=position.step)
 
-    def close(self) -> None:
-        """Write what is pending; a later step goes to a new events file."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+def metric_writers(
+    settings: TrainingStateSettings,
+    args: TrainingArguments | None,
+    folder: Path | None,
+    *,
+    is_main: bool,
+) -> MetricWriters:
+    """Return the writers that the settings ask for on this rank.
+
+    Args:
+        settings: Settings of the monitor.
+        args: Arguments of the Trainer; ``None`` in another loop.
+        folder: Run folder; ``None`` if unknown.
+        is_main: Whether this is the main process. It alone writes to the log and to trackers.
+
+    Raises:
+        ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
+    """
+    rank, curves, lines = this_rank(), None, None
+    if settings.tensorboard_dir is not None:
+        curves = Path(settings.tensorboard_dir, f"rank_{rank}" if rank else "")
+    if folder is not None and "jsonl" in settings.formats:
+        lines = rank_file(folder, "training_state", rank)
+    return MetricWriters(
+        logs=is_main,
+        tensorboard=curves,
+        json_lines=lines,
+        log_to=settings.log_to if is_main else None,
+        max_grad_norm=None if args is None else args.max_grad_norm or None,
+    )

@@ -57,8 +57,8 @@ SHOWN = {
 }
 SAID = {
     "MFTrainer": ["the load of experts"],
-    "Trainer": ["the load of experts", "without `step_output`", "to trackers"],
-    "Model": ["without `global_batch_size`: throughput_linearity", "the load of experts"],
+    "Trainer": ["the load of experts", "no `step_output`", "metrics in trackers"],
+    "Model": ["throughput_linearity: the batch size is unknown", "the load of experts"],
     "attached loop": ["the load of experts"],
 }
 SHOWS_NOT = "TrainingStateMonitor cannot show"

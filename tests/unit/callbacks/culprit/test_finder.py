@@ -147,8 +147,8 @@ def test_without_local_norms(tmp_path, caplog):
     assert (record["step"], "layer" in record) == (25, False)
     assert said == [
         (
-            "TrainingStateMonitor cannot show without StepConfig(local_norm=True): local norms, "
-            "the layer of an anomaly"
+            "TrainingStateMonitor cannot show local norms and the layer of an anomaly: set "
+            "StepConfig(local_norm=True)"
         )
     ]
 

@@ -13,7 +13,7 @@ from support.small_llama import byte_batch, small_llama
 def counted(network: nn.Module, *batches) -> float:
     """Return the operations counted while a cell does one update."""
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
-    cell, flops = MFTrainOneStepCell(network, optimizer, use_clip_grad=True), StepFlops(count=True)
+    cell, flops = MFTrainOneStepCell(network, optimizer, use_clip_grad=True), StepFlops()
     flops.start(network)
     cell.step(batches)
     flops.stop()
@@ -78,12 +78,15 @@ def test_every_update_but_the_first_is_left_alone():
         torch.manual_seed(0)
         network = LinearMean()
         cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        flops = StepFlops(count=count)
+        loop = Loop(model=network, count_flops=count)
+        loop.send("on_train_begin")
         for _ in range(3):
-            flops.start(network)
+            loop.send("on_step_begin")
             active.append(counting())
-            losses.append(cell(torch.ones(2, 12)).loss.item())
-            flops.stop()
+            step_output = cell(torch.ones(2, 12))
+            losses.append(step_output.loss.item())
+            loop.state.global_step += 1
+            loop.send("on_step_end", step_output=step_output)
             assert not counting()
 
     assert losses[:3] == losses[3:]
@@ -144,7 +147,7 @@ def test_a_compiled_network(make_network, caplog):
     assert shown(caplog, r"global_norm: \[3.\](.*)") == ["", ""]
     (warning,) = warnings(caplog)
     assert warning == (
-        "No FLOPs are shown: operations of a compiled network cannot be counted. "
+        "MFLossMonitor cannot show FLOPs: operations of a compiled network cannot be counted. "
         "Give `flops_per_step` instead of `count_flops`."
     )
 
@@ -158,7 +161,7 @@ def warnings(caplog) -> list[str]:
 def test_nothing_to_count(caplog):
     """An update without a product, or one that began unseen, is said once to have no count."""
     for begin in (True, False):
-        flops = StepFlops(count=True)
+        flops = StepFlops()
         for _ in range(2):
             if begin:
                 flops.start(None)

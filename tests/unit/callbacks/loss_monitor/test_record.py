@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfwrap.callbacks.loss_monitor.record import StepRecord, record_lines
-from mfwrap.callbacks.shared.run_size import RunLength
+from mfwrap.callbacks.shared.progress import RunLength
 from mfwrap.callbacks.shared.step_values import StepValues
 
 FLOAT32 = st.floats(width=32)

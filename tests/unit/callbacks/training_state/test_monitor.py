@@ -216,8 +216,8 @@ def test_a_stock_trainer(tmp_path, caplog):
     }
     assert said == [
         (
-            "TrainingStateMonitor cannot show without `step_output`: local norms, losses, the "
-            "layer of an anomaly"
+            "TrainingStateMonitor cannot show local norms, losses and the layer of an anomaly: the "
+            "loop passes no `step_output`"
         )
     ]
 

@@ -83,7 +83,7 @@ def test_state_makes_the_same_monitor(tmp_path):
     [
         ({"target": "layers"}, TypeError, "`target` must be a list of str or None, got 'layers'"),
         ({"target": [1]}, TypeError, "`target` must be a list of str or None, got [1]"),
-        ({"target": []}, ValueError, "`target` must hold at least one pattern, got none"),
+        ({"target": []}, ValueError, "`target` must hold at least one pattern, got an empty list"),
         ({"target": ["("]}, ValueError, "`target` must hold regular expressions, got '('"),
         ({"invert": 1}, TypeError, "`invert` must be a bool, got 1"),
         ({"step_interval": 0}, ValueError, "`step_interval` must be >= 1, got 0"),
@@ -97,8 +97,8 @@ def test_state_makes_the_same_monitor(tmp_path):
             {"weight_state_format": ["log", "csv"]},
             ValueError,
             (
-                "`weight_state_format` must be of ['log', 'tensorboard', 'jsonl', 'trackers'], got "
-                "['csv']"
+                "`weight_state_format` must hold formats of ['log', 'tensorboard', 'jsonl', "
+                "'trackers'], got ['csv']"
             ),
         ),
         (
@@ -141,7 +141,7 @@ def test_state_makes_the_same_monitor(tmp_path):
         (
             {"stable_rank_config": {"format": "csv"}},
             ValueError,
-            "`stable_rank_config.format` must be of",
+            "`stable_rank_config.format` must hold formats of",
         ),
         (
             {"stable_rank_config": {"format": "tensorboard"}},

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import TrainerState, TrainingArguments
 
-from mfwrap.callbacks.shared.run_size import RunLength, global_batch_size, run_length
+from mfwrap.callbacks.shared.progress import (
+    RunLength,
+    RunSettings,
+    StepClock,
+    global_batch_size,
+    run_length,
+)
 
 
 def state(max_steps=0, epochs=0, **settings) -> TrainerState:
@@ -44,7 +50,7 @@ def test_trainer(loop, batches, accumulation, expected):
     loader = iter(()) if batches is None else range(batches)
     args = arguments(gradient_accumulation_steps=accumulation)
 
-    assert size(run_length(loop, args, loader)) == expected
+    assert size(run_length(RunSettings(), loop, args, loader)) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_trainer(loop, batches, accumulation, expected):
 )
 def test_own_loop(loop, loader, expected):
     """In a loop without arguments its state decides, and a loader where it fits the state."""
-    assert size(run_length(loop, None, loader)) == expected
+    assert size(run_length(RunSettings(), loop, None, loader)) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,14 +81,14 @@ def test_own_loop(loop, loader, expected):
 )
 def test_what_is_given_comes_first(given, loop, expected):
     """Arguments of the monitor are taken before what the loop says."""
-    assert size(run_length(loop, None, None, **given)) == expected
+    assert size(run_length(RunSettings(**given), loop, None, None)) == expected
 
 
 def test_arguments_stand_in_for_a_bare_state():
     """What a state leaves at 0 is taken from the arguments."""
     args = arguments(max_steps=12)
 
-    assert size(run_length(state(), args, None)) == (1, 12, 12)
+    assert size(run_length(RunSettings(), state(), args, None)) == (1, 12, 12)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,7 @@ def test_arguments_stand_in_for_a_bare_state():
 def test_a_length_that_is_not_known(loop, given):
     """A loop that does not say how long it is gets told how to."""
     with pytest.raises(ValueError, match=r"`state.max_steps` must be set .* got 0"):
-        run_length(loop, None, None, **given)
+        run_length(RunSettings(**given), loop, None, None)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
@@ -111,10 +117,9 @@ def test_positions_count_through_the_epochs(epochs, steps, data):
 
 def test_steps_before_this_run():
     """A loop that counts from 0 again goes on where the epochs and steps before it ended."""
-    length = run_length(state(4, 1), None, None, dataset_size=4, origin_epochs=3, initial_epoch=1)
-    later = run_length(
-        state(), None, None, dataset_size=4, origin_epochs=3, initial_epoch=1, initial_step=2
-    )
+    settings = {"dataset_size": 4, "origin_epochs": 3, "initial_epoch": 1}
+    length = run_length(RunSettings(**settings), state(4, 1), None, None)
+    later = run_length(RunSettings(**settings, initial_step=2), state(), None, None)
     places = [(p.epoch, p.step_of_epoch, p.step) for p in map(length.position, (1, 4))]
 
     assert places == [(2, 1, 5), (2, 4, 8)]
@@ -131,10 +136,10 @@ def test_a_loop_that_goes_on_too_long():
 
 def test_global_batch_size():
     """Samples of an update are those of its batches; a state without a size has none."""
-    assert global_batch_size(None, state(train_batch_size=8)) == 8
+    assert global_batch_size(RunSettings(), state(train_batch_size=8), None) == 8
     args = arguments(gradient_accumulation_steps=4)
-    assert global_batch_size(args, state(train_batch_size=8)) == 32
-    assert global_batch_size(args, state()) == 0
+    assert global_batch_size(RunSettings(), state(train_batch_size=8), args) == 32
+    assert global_batch_size(RunSettings(), state(), args) == 0
 
 
 def test_several_processes():
@@ -143,6 +148,82 @@ def test_several_processes():
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
     try:
-        assert global_batch_size(None, state(train_batch_size=8)) == 32
+        assert global_batch_size(RunSettings(), state(train_batch_size=8), None) == 32
     finally:
         torch.distributed.destroy_process_group()
+
+
+def clock_of(*times: float) -> StepClock:
+    """Return a clock that reads these times, one after the other."""
+    return StepClock(iter(times).__next__)
+
+
+def run_steps(*seconds: float) -> StepClock:
+    """Return a clock after steps of these lengths."""
+    times = [0.0]
+    for step in seconds:
+        times.append(times[-1] + step)
+    clock = clock_of(*times)
+    clock.restart()
+    for _ in seconds:
+        clock.end_step()
+    return clock
+
+
+def test_a_lap_is_the_mean_of_its_steps():
+    """A lap is the mean over the steps since the last one."""
+    clock = clock_of(0.0, 1.0, 3.0, 7.0)
+    clock.restart()
+    clock.end_step()
+    clock.end_step()
+    assert clock.end_lap() == 1.5
+
+    clock.end_step()
+    assert clock.end_lap() == 4.0
+    assert clock.end_lap() == 0.0
+
+
+def test_time_between_steps_is_left_out():
+    """What comes before a restart is no part of the next step."""
+    clock = clock_of(0.0, 1.0, 100.0, 102.0)
+    clock.restart()
+    clock.end_step()
+    clock.restart()
+    clock.end_step()
+
+    assert clock.end_lap() == 1.5
+
+
+def test_a_step_that_began_unseen_has_no_time():
+    """Without a restart before it, a step is not measured; the next one is."""
+    clock = clock_of(50.0, 52.0)
+    clock.end_step()
+    assert (clock.end_lap(), clock.typical_seconds) == (0.0, 0.0)
+
+    clock.end_step()
+    assert clock.end_lap() == 2.0
+
+
+def test_a_clock_that_is_set_back():
+    """A step never takes less than no time."""
+    clock = clock_of(10.0, 4.0)
+    clock.restart()
+    clock.end_step()
+
+    assert clock.end_lap() == 0.0
+
+
+def test_the_first_step_is_left_out():
+    """The first step, which warms up, counts only as long as there is no other."""
+    assert run_steps(600.0).typical_seconds == 600.0
+    assert run_steps(600.0, 2.0).typical_seconds == pytest.approx(2.0)
+    assert run_steps(600.0, *[2.0] * 30).typical_seconds == pytest.approx(2.0)
+
+
+@given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=30))
+def test_typical_time_is_an_exponential_mean(seconds):
+    """The typical time weighs a step by 0.9 to the number of steps after it."""
+    weights = [0.9**age for age in range(len(seconds))][::-1]
+    mean = sum(w * s for w, s in zip(weights, seconds, strict=True)) / sum(weights)
+
+    assert run_steps(5.0, *seconds).typical_seconds == pytest.approx(mean, rel=1e-9)

@@ -1,0 +1,256 @@
+"""How long a run is, where in the run a step is, and how long steps take."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
+
+from mfwrap.arguments import check_int
+from mfwrap.collectives import num_ranks
+
+__all__ = [
+    "RunLength",
+    "RunPosition",
+    "RunSettings",
+    "StepClock",
+    "global_batch_size",
+    "run_length",
+]
+
+_DECAY = 0.9
+"""Of the exponential mean of step times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """Settings of every monitor that follows the steps of a run."""
+
+    origin_epochs: int | None = None
+    """Number of epochs of the run; ``None`` takes the loop's."""
+
+    dataset_size: int | None = None
+    """Number of updates in an epoch; ``None`` takes the loop's."""
+
+    initial_epoch: int = 0
+    """Epochs finished before ``state.global_step`` was 0."""
+
+    initial_step: int = 0
+    """Updates finished before ``state.global_step`` was 0, in addition to `initial_epoch`."""
+
+    global_batch_size: int = 0
+    """Samples of one update on all processes. 0 takes ``state.train_batch_size`` times
+    ``args.gradient_accumulation_steps`` (1 without ``args``) times the number of processes."""
+
+    clock: Callable[[], float] = field(default=time.perf_counter, repr=False, compare=False)
+    """Returns seconds since an arbitrary start."""
+
+    def check_run(self) -> None:
+        """Check these settings; a subclass calls it in its ``__post_init__``.
+
+        Raises:
+            TypeError: If a setting has the wrong type.
+            ValueError: If a setting is out of range.
+        """
+        for name in ("origin_epochs", "dataset_size"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), minimum=1)
+        for name in ("initial_epoch", "initial_step", "global_batch_size"):
+            check_int(name, getattr(self, name), minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLength:
+    """Length of a run, at least one step."""
+
+    num_epochs: int
+    steps_per_epoch: int
+    num_steps: int
+    """Steps of the whole run; it may end in the middle of the last epoch."""
+
+    first_step: int = 0
+    """Steps finished before the loop's ``global_step`` was 0."""
+
+    def position(self, global_step: int) -> "RunPosition":
+        """Return the position of a step.
+
+        Args:
+            global_step: The loop's number of finished steps, this one included.
+        """
+        step = global_step + self.first_step
+        epoch, step_before = divmod(max(step, 1) - 1, self.steps_per_epoch)
+        return RunPosition(epoch=epoch + 1, step_of_epoch=step_before + 1, step=step, length=self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPosition:
+    """Position of a step in a run; all numbers count from 1."""
+
+    epoch: int
+    step_of_epoch: int
+    step: int
+    length: RunLength
+
+    @property
+    def percent(self) -> float:
+        """Finished part of the run, in percent."""
+        length = self.length
+        whole_epochs = length.num_epochs * length.steps_per_epoch
+        # MindFormers' order of divisions: its rounding decides on the last block of the bar.
+        percent = self.step / length.num_epochs / length.steps_per_epoch * 100
+        return percent * (whole_epochs / length.num_steps)
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps after this one."""
+        return max(self.length.num_steps - self.step, 0)
+
+
+@final
+class StepClock:
+    """Measure the time of steps, without the time that the loop spends between them.
+
+    A step's time runs from the last `restart` to `end_step`. `end_step` restarts the clock too, so
+    a loop that sends no event at the begin of a step is measured from end to end.
+
+    Args:
+        clock: Returns seconds since an arbitrary start.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._start: float | None = None
+        self._lap_seconds = 0.0
+        self._lap_steps = 0
+        self._first_seconds: float | None = None
+        self._smoothed = 0.0
+        self._weight = 0.0
+
+    def restart(self) -> None:
+        """Start the time of a step now."""
+        self._start = self._clock()
+
+    def end_step(self) -> None:
+        """Take the time since the last restart as the time of a step; ignored if there was none."""
+        start, self._start = self._start, self._clock()
+        if start is None:
+            return
+        seconds = max(self._start - start, 0.0)
+        self._lap_seconds += seconds
+        self._lap_steps += 1
+        if self._first_seconds is None:
+            self._first_seconds = seconds
+        else:
+            self._smoothed = _DECAY * self._smoothed + (1 - _DECAY) * seconds
+            self._weight = _DECAY * self._weight + (1 - _DECAY)
+
+    def end_lap(self) -> float:
+        """Return the mean time of the steps since the last call, in seconds; 0 without any."""
+        seconds = self._lap_seconds / self._lap_steps if self._lap_steps else 0.0
+        self._lap_seconds, self._lap_steps = 0.0, 0
+        return seconds
+
+    @property
+    def typical_seconds(self) -> float:
+        """Exponential mean of the step times, bias-corrected, in seconds; 0 without any.
+
+        The first step includes warm-up. It is left out as soon as there is another one.
+        """
+        if self._weight:
+            return self._smoothed / self._weight
+        return self._first_seconds or 0.0
+
+
+def run_length(
+    settings: RunSettings,
+    state: TrainerState,
+    args: TrainingArguments | None,
+    train_dataloader: Any,
+) -> RunLength:
+    """Work out how long a run is, from the monitor's settings and from the loop.
+
+    The number of updates in an epoch is the first of these that is known: ``dataset_size``; the
+    data loader's batches in groups of ``args.gradient_accumulation_steps``, if that agrees with
+    `state`; the ``max_steps`` of `state` divided by its epochs. A run over data of unknown length
+    is one epoch of ``max_steps``.
+
+    Args:
+        settings: Settings of the monitor.
+        state: State of the loop. ``max_steps`` and ``num_train_epochs`` are read; 0 is unknown.
+        args: Arguments of the Trainer, for what `state` does not know; ``None`` in another loop.
+        train_dataloader: Data loader with or without a length, or ``None``.
+
+    Raises:
+        ValueError: If the length is unknown.
+    """
+    max_steps = _max_steps(state, args)
+    epochs = settings.origin_epochs or _num_epochs(state, args, max_steps)
+    steps_per_epoch = settings.dataset_size or _steps_per_epoch(
+        max_steps, epochs, _num_updates(train_dataloader, args)
+    )
+    if steps_per_epoch is None or not (epochs or max_steps):
+        msg = (
+            "the length of the run is unknown: `state.max_steps` must be set in a loop of your "
+            "own, got 0; or give the monitor `origin_epochs` and `dataset_size`"
+        )
+        raise ValueError(msg)
+    if settings.dataset_size and max_steps and not settings.origin_epochs:
+        epochs = None
+    epochs = epochs or math.ceil(max_steps / steps_per_epoch)
+    first_step = settings.initial_epoch * steps_per_epoch + settings.initial_step
+    whole_epochs = epochs * steps_per_epoch
+    # After a resume, a loop that counts from 0 again has a `max_steps` without the earlier steps.
+    within_last = 0 < max_steps < whole_epochs and not first_step
+    return RunLength(
+        num_epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=max_steps if within_last else whole_epochs,
+        first_step=first_step,
+    )
+
+
+def global_batch_size(
+    settings: RunSettings, state: TrainerState, args: TrainingArguments | None
+) -> int:
+    """Return the number of samples of one update on all processes; 0 if it is unknown."""
+    if settings.global_batch_size:
+        return settings.global_batch_size
+    batches_per_update = 1 if args is None else args.gradient_accumulation_steps
+    return (state.train_batch_size or 0) * batches_per_update * num_ranks()
+
+
+def _max_steps(state: TrainerState, args: TrainingArguments | None) -> int:
+    if state.max_steps > 0 or args is None:
+        return max(state.max_steps, 0)
+    return max(args.max_steps, 0)
+
+
+def _num_epochs(state: TrainerState, args: TrainingArguments | None, max_steps: int) -> int | None:
+    epochs: float = state.num_train_epochs
+    if epochs <= 0 and args is not None and args.max_steps <= 0:
+        epochs = args.num_train_epochs
+    # For data of unknown length the Trainer sets the number of epochs to sys.maxsize.
+    if epochs <= 0 or 0 < max_steps < epochs:
+        return None
+    return math.ceil(epochs)
+
+
+def _num_updates(train_dataloader: Any, args: TrainingArguments | None) -> int | None:
+    """Return the number of updates in one pass over the data; ``None`` if unknown."""
+    if train_dataloader is None or not has_length(train_dataloader):
+        return None
+    batches_per_update = 1 if args is None else args.gradient_accumulation_steps
+    return math.ceil(len(train_dataloader) / batches_per_update) or None
+
+
+def _steps_per_epoch(max_steps: int, epochs: int | None, num_updates: int | None) -> int | None:
+    if not max_steps:
+        return num_updates
+    # A loop of your own may use several batches for an update, and then the number of batches does
+    # not fit the loop's number of epochs.
+    if num_updates and (epochs is None or math.ceil(max_steps / num_updates) == epochs):
+        return num_updates
+    return math.ceil(max_steps / (epochs or 1))
