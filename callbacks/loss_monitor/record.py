@@ -1,4 +1,4 @@
-"""The record of one step, in MindFormers' two lines, which scripts parse."""
+"""The record of one step, as the two lines that MindFormers prints and scripts parse."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,18 +13,18 @@ __all__ = ["StepRecord", "record_lines"]
 _UNKNOWN = "unavailable"
 _BAR_WIDTH = 50
 _MOST_SECONDS = 86_399_999_999_999
-"""More do not fit in a ``datetime.timedelta``."""
+"""Longest time that ``datetime.timedelta`` can hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Everything that is printed of a step."""
+    """Everything that is printed about a step."""
 
     position: RunPosition
     values: StepValues
     mean_loss: float
     seconds: float
-    """Mean time of a step; 0 is unknown."""
+    """Mean time of a step since the last record; 0 is unknown."""
 
     seconds_left: float
     global_batch_size: int
@@ -38,16 +38,16 @@ class StepRecord:
 
     @property
     def throughput(self) -> float:
-        """Samples a second and process; 0 if unknown."""
+        """Samples per second and process; 0 if unknown."""
         if not self.seconds:
             return 0.0
         return self.global_batch_size / self.num_processes / self.seconds
 
 
 def record_lines(record: StepRecord) -> tuple[str, str]:
-    """Return the two lines of a record.
+    """Format a record as two lines.
 
-    Source: MindFormers, ``MFLossMonitor.print_output_info``; the utilisation is ours.
+    Source: MindFormers, ``MFLossMonitor.print_output_info``; the ``mfu`` is ours.
     """
     return _numbers(record), _progress(record)
 
@@ -87,13 +87,14 @@ def _progress(record: StepRecord) -> str:
 
 
 def _float32(value: float) -> str:
-    """Return the fewest digits that tell a float32 from its neighbours."""
-    # A number from the Trainer's logs may be too large for float32: inf, without a warning.
+    """Format a number with the fewest digits that identify a float32."""
+    # A number from the Trainer's log may be too large for float32. It is shown as inf; numpy's
+    # warning would be noise.
     with np.errstate(over="ignore"):
         return str(np.float32(value))
 
 
 def _vector(value: float) -> str:
-    """Return a number as the array of one element that the norm is in MindFormers: [3.]."""
+    """Format a number as MindFormers' norm, an array of one element: ``[3.]``."""
     with np.errstate(over="ignore"):
         return str(np.array([value]).astype(np.float32))

@@ -1,4 +1,4 @@
-"""The log that the callbacks print to."""
+"""Logger and standard output of the callbacks."""
 
 import logging
 import sys
@@ -13,16 +13,17 @@ _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def run_logger(name: str) -> logging.Logger:
-    """Return the logger of a module, heard at level INFO.
+    """Return a logger whose messages of level INFO are shown, even if logging is not configured.
 
-    Call it when there is something to say, not at import. A level that was set for ``mfwrap`` or
-    ``mfwrap.callbacks`` stays. Where nobody has configured logging, ``mfwrap`` gets a handler
-    that writes to standard output, lines that begin as MindFormers' do; it keeps silent once
-    the root logger has a handler of its own.
+    Levels that the user has set for ``mfwrap`` or ``mfwrap.callbacks`` stay. If no handler is
+    configured, ``mfwrap`` gets one that writes to standard output in MindFormers' format. This
+    handler is silent as soon as the root logger has a handler of its own.
+
+    Call this when there is something to log, not at import: an import must not configure logging.
 
     Args:
-        name: ``__name__`` of a module of `mfwrap.callbacks`, or ``__package__`` inside a package:
-            a filter that a user sets by name must survive when a module is split.
+        name: ``__name__`` of a module of `mfwrap.callbacks`; inside a package of it
+            ``__package__``, because users filter by this name and modules may be split.
     """
     library, callbacks = logging.getLogger("mfwrap"), logging.getLogger("mfwrap.callbacks")
     if library.level == callbacks.level == logging.NOTSET:
@@ -36,15 +37,12 @@ def run_logger(name: str) -> logging.Logger:
 def _standard_output() -> logging.Handler:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(_FORMAT))
-    # Records propagate, so a handler of the root would print each a second time.
+    # Records also propagate to the root logger: its handlers would print each a second time.
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     return handler
 
 
 def print_line(line: str) -> None:
-    """Write a line to standard output, now.
-
-    To whatever stands there at the moment of the call, as ``print`` does.
-    """
+    """Write a line to the current ``sys.stdout`` and flush it, as ``print(line, flush=True)``."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

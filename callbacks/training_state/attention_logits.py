@@ -1,4 +1,4 @@
-"""The largest attention logits of a forward, by module and head."""
+"""The largest attention logits in the forward passes of a step, by module and head."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["AttentionLogits", "largest_logits"]
 
 _MOST_LOGITS = 2**24
-"""How many of them are held at once."""
+"""Largest number of logits that is held in memory at once."""
 
 
 @torch.no_grad()
@@ -27,18 +27,19 @@ def largest_logits(
 ) -> Tensor:
     """Compute the largest attention logit of each head, before the softmax.
 
-    The logits are made in float32 for some queries at a time, so that the matrix of all is never
-    held.
+    The logits are computed in float32 for some queries at a time, so the whole matrix of logits is
+    never in memory. No host-device synchronization.
 
     Args:
-        query: Shape ``(..., H, L, E)``; ``(L, E)`` and no more dimensions is one head.
-        key: Shape ``(..., K, S, E)``; each of its ``K`` heads serves ``H / K`` of the query's.
-        mask: Broadcast to ``(..., H, L, S)``: bool, true where a query attends, or added.
-        is_causal: Query ``i`` attends to keys up to ``i``.
-        scale: What products are multiplied by; ``None`` for ``1 / sqrt(E)``.
+        query: Shape ``(..., H, L, E)``; a tensor of shape ``(L, E)`` is one head.
+        key: Shape ``(..., K, S, E)``; each of its ``K`` heads serves ``H / K`` heads of `query`.
+        mask: Any shape that broadcasts to ``(..., H, L, S)``. A bool mask is true where a query
+            attends to a key; any other mask is added to the logits.
+        is_causal: Query ``i`` attends to keys up to ``i`` only.
+        scale: Factor of the products; ``None`` takes ``1 / sqrt(E)``.
 
     Returns:
-        Shape ``(H,)``, float32; ``-inf`` where nothing is attended to. Does not wait.
+        Shape ``(H,)``, float32; ``-inf`` for a head that attends to nothing.
     """
     query, key = (x.detach().float().reshape(-1, *_heads_last(x)) for x in (query, key))
     if mask is not None:
@@ -71,17 +72,21 @@ def _heads_last(tensor: Tensor) -> tuple[int, ...]:
 
 @final
 class AttentionLogits:
-    """Watch the forward of a network, between `begin` and `end`, for attention.
+    """Find the largest attention logits in the forward passes of a network.
 
-    Seen are ``torch.nn.functional.scaled_dot_product_attention``, whose logits are made once more,
-    and a softmax over the last of four dimensions, of what it is given: GPT-OSS has taken the
-    largest logit off before. Another kernel is not seen, and what is repeated in the backward
-    (gradient checkpointing) is not looked at again.
+    Two kinds of attention are seen, in training mode only:
+
+    - ``torch.nn.functional.scaled_dot_product_attention``, whose logits are computed a second time;
+    - a softmax over the last of four dimensions, whose inputs are taken as the logits. GPT-OSS
+      subtracts the largest logit before its softmax, so it shows zeros.
+
+    Other attention kernels are not seen. Forward passes that are repeated in the backward pass
+    (gradient checkpointing) are not looked at a second time.
 
     Source: MindFormers, ``max_attention_logit_format``.
 
     Args:
-        network: Whose forward is watched; compiled into nothing.
+        network: Network to watch, not compiled. It has hooks between `begin` and `end` only.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -92,7 +97,7 @@ class AttentionLogits:
         self._mode: contextlib.ExitStack | None = None
 
     def begin(self) -> None:
-        """Watch from now on, and know nothing of before."""
+        """Begin to watch, and forget what was seen before."""
         self.close()
         for name, module in self._network.named_modules():
             for hook in (
@@ -102,17 +107,18 @@ class AttentionLogits:
                 self._hooks.callback(hook.remove)
 
     def end(self) -> dict[str, Tensor]:
-        """Watch no longer.
+        """Stop watching.
 
         Returns:
-            By the name of the module that attends: shape ``(H,)``, float32.
+            Largest logits by the name of the module that computes the attention: shape ``(H,)``,
+            float32.
         """
         self._hooks.close()
         largest, self._largest = self._largest, {}
         return largest
 
     def close(self) -> None:
-        """Watch no longer, and forget."""
+        """Stop watching, and forget what was seen."""
         self.end()
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
@@ -130,7 +136,7 @@ class AttentionLogits:
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             if self._mode is None:
                 return
-            # What has raised within has left names behind.
+            # A module inside that raised an error has left its name on the path.
             while self._path and self._path.pop() != name:
                 pass
             if module is self._network:
@@ -149,7 +155,7 @@ class AttentionLogits:
 
 
 class _Attention(TorchFunctionMode):
-    """Hand on the largest logits of each attention that is computed."""
+    """Call `see` with the largest logits of each attention that is computed."""
 
     def __init__(self, see: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -178,15 +184,15 @@ def _is_attention(tensor: Tensor, dim: int | None = None, *_: Any, **__: Any) ->
     return tensor.dim() == 4 and dim in {-1, 3}
 
 
-def _of_product(  # noqa: PLR0917  (in torch's order)
+def _of_product(  # noqa: PLR0917  (the signature of torch's function)
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002  (torch's)
+    is_causal: bool = False,  # noqa: FBT001, FBT002  (the signature of torch's function)
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002  (torch's)
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002  (the signature of torch's function)
 ) -> Tensor:
     del value, dropout_p, enable_gqa
     return largest_logits(query, key, attn_mask, is_causal=is_causal, scale=scale)

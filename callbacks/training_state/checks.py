@@ -1,4 +1,4 @@
-"""What ends a training: numbers that are not finite, and spikes of the global norm."""
+"""Checks that stop a training: non-finite numbers, and spikes of the global norm."""
 
 import json
 import math
@@ -14,39 +14,42 @@ __all__ = ["SpikeCount", "SpikeGuard", "check_finite"]
 
 
 def check_finite(numbers: StepNumbers) -> None:
-    """Raise if the loss or the global norm of a step is not finite.
+    """Raise if the loss or the global norm of a step is non-finite.
 
     Source: MindFormers, ``check_for_nan_in_loss_and_grad``.
 
     Args:
-        numbers: Of a step whose overflow is not an ordinary one of the loss scale.
+        numbers: Numbers of a step. Leave out steps whose overflow the loss scale explains.
 
     Raises:
-        ValueError: If one is nan or infinite, or the gradients overflowed.
+        ValueError: If loss or norm is nan or infinite, or the gradients overflowed.
     """
     for name, value in (("loss", numbers.loss), ("global_norm", numbers.global_norm)):
         if value is not None and not math.isfinite(value):
             kind = "nan" if math.isnan(value) else "inf"
             msg = (
-                f"there is {kind} in {name} of step {numbers.step} with value {value}, terminate "
-                "training"
+                f"the training stops: there is {kind} in {name} of step {numbers.step} with value "
+                f"{value}"
             )
             raise ValueError(msg)
     if numbers.overflow:
-        msg = f"the gradients of step {numbers.step} are not finite, terminate training"
+        msg = f"the training stops: the gradients of step {numbers.step} are not finite"
         raise ValueError(msg)
 
 
 @final
 class SpikeGuard:
-    """Stop a training at a spike of the global norm; let it pass if it comes back.
+    """Stop a training at a spike of the global norm, unless it is a repetition.
+
+    All spikes are written to ``abnormal_global_norm.json``. A resumed run continues if it has a
+    spike again at a step that is in this file.
 
     Source: MindFormers, ``check_for_global_norm``.
 
     Args:
-        threshold: Norms from it on are spikes.
-        folder: Of ``abnormal_global_norm.json``, which a resumed run reads; ``None`` for none.
-        writes: Whether this process writes the file.
+        threshold: Smallest norm that is a spike.
+        folder: Folder of the file; ``None`` writes none.
+        writes: Whether this process writes the file. All processes read it.
     """
 
     def __init__(self, threshold: float, folder: Path | None, *, writes: bool) -> None:
@@ -58,10 +61,10 @@ class SpikeGuard:
             self._norms = json.loads(self._path.read_text(encoding="utf-8"))
 
     def check(self, step: int, norm: float) -> None:
-        """Look at the global norm of a step.
+        """Raise if the global norm of a step is a spike.
 
         Raises:
-            RuntimeError: If it is the first spike at this step.
+            RuntimeError: If this is the first spike at this step.
         """
         if norm < self._threshold:
             return
@@ -71,12 +74,11 @@ class SpikeGuard:
         if is_first:
             msg = (
                 f"`global_norm` of step {step} must be < {self._threshold}, got {norm}; resume "
-                "from a checkpoint before it: if the norm is as large again, training continues"
+                "from an earlier checkpoint: if this step has a spike again, training continues"
             )
             raise RuntimeError(msg)
         run_logger(__package__).warning(
-            "The global norm %s of step %d is still greater or equal than threshold %s, continue "
-            "training.",
+            "The global norm %s of step %d has reached the threshold %s again; training continues.",
             norm,
             step,
             self._threshold,
@@ -91,13 +93,15 @@ class SpikeGuard:
 
 @final
 class SpikeCount:
-    """Count consecutive updates that the step skipped because of their global norm.
+    """Stop a training after too many spikes of the global norm in a row.
 
-    Source: MindFormers, ``use_skip_data_by_global_norm``. A norm that is nan counts, too.
+    The step has skipped these updates. A norm that is nan counts as a spike.
+
+    Source: MindFormers, ``use_skip_data_by_global_norm``.
 
     Args:
-        threshold: That of the step, ``StepConfig.global_norm_spike_threshold``.
-        limit: How many in a row end the training.
+        threshold: Smallest norm that is a spike, as ``StepConfig.global_norm_spike_threshold``.
+        limit: Number of spikes in a row that stops the training.
     """
 
     def __init__(self, threshold: float, limit: int) -> None:
@@ -106,28 +110,28 @@ class SpikeCount:
         self.num_in_a_row = 0
 
     def check(self, step: int, norm: float) -> None:
-        """Count a step.
+        """Count a step, and raise if too many in a row were spikes.
 
         Raises:
-            ValueError: If there are too many spikes in a row.
+            ValueError: If this step is the `limit`-th spike in a row.
         """
         if norm < self._threshold:
             self.num_in_a_row = 0
             return
         self.num_in_a_row += 1
         text = (
-            f"Current global norm {norm} of step {step} has been {self.num_in_a_row} consecutive "
-            f"times greater than threshold {self._threshold}"
+            f"the global norm has reached the threshold {self._threshold} in {self.num_in_a_row} "
+            f"consecutive steps, last in step {step} with {norm}"
         )
         if self.num_in_a_row >= self._limit:
-            msg = f"{text}, stop training..."
+            msg = f"the training stops: {text}"
             raise ValueError(msg)
         run_logger(__package__).info("%s", text)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count, as JSON can hold it."""
+        """Return the count."""
         return {"num_in_a_row": self.num_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
         self.num_in_a_row = int(state["num_in_a_row"])

@@ -1,4 +1,4 @@
-"""How the tokens of a step spread over the experts of a network."""
+"""How the tokens of a step are distributed over the experts of a network."""
 
 import contextlib
 import inspect
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 __all__ = ["ExpertLoad", "drop_rate", "imbalance"]
 
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")
-"""What the forward of transformers' experts calls the experts that were chosen for each token."""
+"""Arguments that hold the chosen experts of each token in the forward of transformers' experts."""
 
 
 def imbalance(shares: Tensor) -> Tensor:
-    """Return the share of the busiest expert over the mean share: 1 is balance, ``E`` is collapse.
+    """Return the largest share over the mean share: 1 is balanced, ``E`` is a single expert.
 
     Args:
-        shares: Shape ``(E,)``.
+        shares: Share of each expert, shape ``(E,)``.
     """
     return shares.max() * shares.numel()
 
@@ -30,7 +30,7 @@ def drop_rate(shares: Tensor, capacity_factor: float) -> Tensor:
     Source: MindFormers, ``MoEDropRateCallback``.
 
     Args:
-        shares: Shape ``(E,)``.
+        shares: Share of each expert, shape ``(E,)``.
         capacity_factor: Capacity of an expert over its mean share.
     """
     return (shares - capacity_factor / shares.numel()).clamp(min=0).sum()
@@ -38,14 +38,14 @@ def drop_rate(shares: Tensor, capacity_factor: float) -> Tensor:
 
 @final
 class ExpertLoad:
-    """Count, between `begin` and `end`, to which experts tokens go.
+    """Count how many tokens each expert of a network gets, in training mode.
 
-    Experts are modules with ``num_experts`` whose forward takes the chosen experts as integers
-    under the name of ``top_k_index``, ``router_indices`` or ``selected_experts``, as those of
-    transformers do: whatever chose them, what they get is counted. Tokens of padding count, too.
+    Experts are recognized by an attribute ``num_experts`` and a forward with an argument
+    ``top_k_index``, ``router_indices`` or ``selected_experts`` that holds the numbers of the chosen
+    experts, as in transformers. Padding tokens count, too.
 
     Args:
-        network: In which they are.
+        network: Network to watch. It has hooks between `begin` and `end` only.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -56,27 +56,27 @@ class ExpertLoad:
         self._hooks = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Count from now on, from zero."""
+        """Begin to count, from zero."""
         self.close()
         for name, module in self.experts.items():
             hook = module.register_forward_pre_hook(self._count(name), with_kwargs=True)
             self._hooks.callback(hook.remove)
 
     def end(self) -> dict[str, Tensor]:
-        """Count no longer.
+        """Stop counting.
 
         Returns:
-            By name of the module: shape ``(E,)``, float32, the share of each expert; their sum
-            is 1.
+            Share of each expert by the name of the module, shape ``(E,)``, float32; the shares of
+            a module add up to 1.
         """
         self._hooks.close()
         counts, self._counts = self._counts, {}
-        # A forward that is repeated in the backward (gradient checkpointing) counts twice: shares
-        # stay what they are.
+        # Gradient checkpointing repeats the forward in the backward pass. All tokens then count
+        # twice, and the shares stay the same.
         return {name: (each / each.sum()).float() for name, each in counts.items()}
 
     def close(self) -> None:
-        """Count no longer, and forget."""
+        """Stop counting, and forget the counts."""
         self.end()
 
     def _count(self, name: str) -> Any:
@@ -89,8 +89,8 @@ class ExpertLoad:
                 return
             if chosen.is_floating_point() or chosen.dtype == torch.bool:
                 return
-            num_experts = int(module.num_experts)  # type: ignore[arg-type]
-            # Of those that are elsewhere the number is `num_experts`.
+            num_experts = int(module.num_experts)  # type: ignore[arg-type]  # (`_choice_of` has checked that it is an int)
+            # An expert on another rank has the number `num_experts`: count it apart and drop it.
             counts = torch.zeros(num_experts + 1, dtype=torch.float64, device=chosen.device)
             flat = chosen.detach().reshape(-1).long()
             ones = torch.ones((), dtype=torch.float64, device=chosen.device).expand(flat.shape)
@@ -101,7 +101,7 @@ class ExpertLoad:
 
 
 def _choice_of(module: nn.Module) -> tuple[str, int] | None:
-    """Return name and position of the argument that chooses experts; ``None`` without one."""
+    """Return name and position of the argument with the chosen experts; ``None`` without one."""
     if not isinstance(getattr(module, "num_experts", None), int):
         return None
     names = list(inspect.signature(module.forward).parameters)

@@ -1,4 +1,4 @@
-"""What the training state monitor sees in the forwards of a step."""
+"""What the training state monitor watches in the forward passes of a step."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, final
@@ -14,7 +14,7 @@ __all__ = ["ForwardNumbers", "ForwardWatches", "forward_watches"]
 
 
 class ForwardNumbers(NamedTuple):
-    """Seen in the forwards of a step, by name of the module; on the device."""
+    """What was seen in the forward passes of a step, by the name of the module; on the device."""
 
     max_attention_logits: Mapping[str, Tensor]
     """Shape ``(heads,)``, float32."""
@@ -25,11 +25,11 @@ class ForwardNumbers(NamedTuple):
 
 @final
 class ForwardWatches:
-    """Watch the forwards of the steps that are shown, and no others.
+    """Watch the forward passes of those steps that are shown.
 
     Args:
-        attention: ``None`` where attention logits are not asked for.
-        experts: ``None`` where their load is not asked for.
+        attention: Finds attention logits; ``None`` if they are not shown.
+        experts: Counts tokens of experts; ``None`` if their load is not shown.
     """
 
     def __init__(self, attention: AttentionLogits | None, experts: ExpertLoad | None) -> None:
@@ -38,25 +38,25 @@ class ForwardWatches:
         self._has_said = False
 
     def begin(self) -> None:
-        """Watch the forwards from now on."""
+        """Begin to watch."""
         for watch in (self._attention, self._experts):
             if watch is not None:
                 watch.begin()
 
     def end(self) -> ForwardNumbers:
-        """Return what was seen since `begin`."""
+        """Stop watching, and return what was seen since `begin`."""
         logits = {} if self._attention is None else self._attention.end()
         shares = {} if self._experts is None else self._experts.end()
         if self._attention is not None and not logits and not self._has_said:
             self._has_said = True
             run_logger(__package__).warning(
-                "TrainingStateMonitor cannot show attention logits: in the forward there is "
-                "neither torch's scaled_dot_product_attention nor a softmax over four dimensions"
+                "TrainingStateMonitor cannot show attention logits: the forward calls neither "
+                "torch's scaled_dot_product_attention nor a softmax over four dimensions"
             )
         return ForwardNumbers(logits, shares)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for watch in (self._attention, self._experts):
             if watch is not None:
                 watch.close()
@@ -65,27 +65,30 @@ class ForwardWatches:
 def forward_watches(
     settings: TrainingStateSettings, network: nn.Module | None, *, is_compiled: bool
 ) -> ForwardWatches | None:
-    """Return what watches the forwards of a network; ``None`` if nothing of them is asked for.
+    """Return the watches that the settings ask for; ``None`` if there are none.
+
+    Logs a warning if they are asked for but not possible.
 
     Args:
-        settings: Of the monitor.
-        network: The one itself, in no wrapper; ``None`` if it is not known.
-        is_compiled: Whether it is compiled, in which case hooks would change that.
+        settings: Settings of the monitor.
+        network: Network without wrappers; ``None`` if unknown.
+        is_compiled: Whether the network is compiled. It is then not watched, because hooks would
+            change what is compiled.
     """
     asks = settings.max_attention_logit_format, settings.expert_load_format
     if not any(asks):
         return None
     if network is None or is_compiled:
-        why = "without `model`" if network is None else "of a network that is compiled"
+        why = "the loop passes no `model`" if network is None else "the network is compiled"
         run_logger(__package__).warning(
-            "TrainingStateMonitor cannot show attention logits and the load of experts %s", why
+            "TrainingStateMonitor cannot show attention logits and the load of experts: %s", why
         )
         return None
     attention = AttentionLogits(network) if asks[0] else None
     experts = ExpertLoad(network) if asks[1] else None
     if experts is not None and not experts.experts:
         run_logger(__package__).warning(
-            "TrainingStateMonitor cannot show the load of experts: the network has none that it "
-            "knows (modules with `num_experts` and an argument `top_k_index`)"
+            "TrainingStateMonitor cannot show the load of experts: no module of the network has "
+            "`num_experts` and a forward with an argument `top_k_index`"
         )
     return ForwardWatches(attention, experts)

@@ -101,7 +101,7 @@ class TrainingStateSettings(RunSettings):
 
     check_for_global_norm: bool = False
     """Raise ``RuntimeError`` at a global norm of at least `global_norm_spike_threshold`. A resumed
-    run continues if the norm is as large again at the same step."""
+    run continues if there is a spike again at the same step."""
 
     use_skip_data_by_global_norm: bool = False
     """Raise ``ValueError`` after `global_norm_spike_count_threshold` global norms in a row of at

@@ -1,4 +1,4 @@
-"""The stable rank of weights: how many directions of a matrix count."""
+"""The stable rank of weights: the effective number of dimensions of a matrix."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,67 +17,76 @@ MOE_SHOW_MODES = ("full", "statistics", "all")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StableRankSettings:
-    """MindFormers' ``stable_rank_config``, with its keys and defaults."""
+    """Keys and defaults of MindFormers' ``stable_rank_config``.
+
+    Raises:
+        TypeError: If a setting has the wrong type.
+        ValueError: If a setting is out of range.
+    """
 
     format: tuple[str, ...] = ()
+    """Formats of the metrics. Empty: no stable rank is computed."""
+
     step_interval: int = 100
+    """Steps from one computation to the next."""
+
     target: tuple[str, ...] = (".*",)
+    """Regular expressions. Weights in whose names one of them is found are shown."""
+
     do_aggregation: bool = False
-    """Of sharded weights, that of the whole weight; otherwise of this rank's shard."""
+    """Gather sharded weights and show the stable rank of the whole weight. ``False`` shows that of
+    this rank's shard."""
 
     moe_show_mode: str = "all"
-    """Of weights of experts: each one's (``"full"``), largest, smallest and mean
+    """What to show of experts: every expert (``"full"``), the largest, smallest and mean value
     (``"statistics"``), or both (``"all"``)."""
 
     power_iteration_num: int = 5
+    """Number of power iterations. Each reads the weight twice."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            TypeError: If a setting has the wrong type.
-            ValueError: If one is out of range.
-        """
         for name in ("step_interval", "power_iteration_num"):
             check_int(name, getattr(self, name), minimum=1)
         check_bool("do_aggregation", self.do_aggregation)
         if self.moe_show_mode not in MOE_SHOW_MODES:
-            msg = f"`moe_show_mode` must be of {list(MOE_SHOW_MODES)}, got {self.moe_show_mode!r}"
+            modes = list(MOE_SHOW_MODES)
+            msg = f"`moe_show_mode` must be one of {modes}, got {self.moe_show_mode!r}"
             raise ValueError(msg)
 
     def holds(self, name: str, weight: Tensor) -> bool:
-        """Tell whether a weight is shown: a matrix, or one for each expert."""
+        """Return whether a weight is shown: a matrix, or a stack of one matrix per expert."""
         fits = weight.dim() in {2, 3} and weight.is_floating_point()
         return fits and any(re.search(pattern, name) for pattern in self.target)
 
 
 class Spectrum(NamedTuple):
-    """What power iteration finds of matrices."""
+    """Results of power iteration, for one or several matrices."""
 
     stable_rank: Tensor
-    """Shape ``(N,)``, float32: the squared Frobenius norm over `eigenvalue`; at least 1 and at
-    most the rank, but for what the iteration lacks."""
+    """Shape ``(N,)``, float32: squared Frobenius norm over `eigenvalue`. Between 1 and the rank of
+    the matrix, up to the error of the iteration."""
 
     eigenvalue: Tensor
-    """Shape ``(N,)``, float32: the largest one of ``W.T @ W``, approached from below."""
+    """Shape ``(N,)``, float32: largest eigenvalue of ``W.T @ W``, approximated from below."""
 
 
 @torch.no_grad()
 def spectrum(weight: Tensor, num_iterations: int) -> Spectrum:
-    """Compute the stable rank of a matrix, or of each of several.
+    """Compute the stable rank of a matrix, or of each matrix in a stack.
 
-    Each iteration reads the weight twice. The start is the same in every call, and no random
-    number is drawn. Does not wait for the device.
+    The start vector is the same in every call; no random number is drawn. No host-device
+    synchronization.
 
     Source: MindFormers, ``stable_rank_config``.
 
     Args:
-        weight: Shape ``(m, n)`` or ``(N, m, n)``, any floating type.
-        num_iterations: Of power iteration.
+        weight: Shape ``(m, n)`` or ``(N, m, n)``, any floating dtype.
+        num_iterations: Number of power iterations. Each reads the weight twice.
     """
     matrices = weight.detach().float().reshape(-1, *weight.shape[-2:])
     size = matrices.shape[-1]
-    # No column can be at right angles to all of it by design, as to a vector of ones.
+    # A start that is orthogonal to the first singular vector never finds it. A vector of ones is
+    # orthogonal to all rows of a centered weight; cosines of squares fit no such regular structure.
     start = torch.arange(1, size + 1, device=weight.device, dtype=torch.float64)
     vector = torch.cos(start * start).float().reshape(1, size, 1)
     vector = (vector / vector.norm()).expand(len(matrices), size, 1)
@@ -91,14 +100,14 @@ def spectrum(weight: Tensor, num_iterations: int) -> Spectrum:
 def tagged_spectra(
     weights: Mapping[str, Tensor], settings: StableRankSettings
 ) -> tuple[list[str], Sequence[Tensor]]:
-    """Compute stable ranks and eigenvalues of weights that are shown, with MindFormers' tags.
+    """Compute stable ranks and eigenvalues of the weights that the settings show.
 
     Args:
-        weights: By name; of those that `settings` do not hold there is nothing.
-        settings: What is shown.
+        weights: Weights by name; those that are not shown are ignored.
+        settings: Which weights are shown, and how.
 
     Returns:
-        Tags, and tensors of one dimension with as many numbers altogether.
+        MindFormers' tags, and tensors of one dimension that hold one value per tag when joined.
     """
     tags: list[str] = []
     values: list[Tensor] = []
@@ -122,7 +131,7 @@ def tagged_spectra(
 
 
 def _gathered(weight: Tensor, *, whole: bool) -> Tensor:
-    """Return the whole of a sharded weight, which all ranks have to ask for, or this shard."""
+    """Return this rank's shard of a sharded weight, or the whole, for which all ranks must call."""
     gather: Any = getattr(weight, "full_tensor" if whole else "to_local", None)
     gathered: Tensor = weight if gather is None else gather()
     return gathered

@@ -1,4 +1,4 @@
-"""What ends a training: in a real loop, a step late at the most."""
+"""The checks that stop a training, alone and in a real loop."""
 
 import json
 import math
@@ -18,7 +18,7 @@ NAN, INF = math.nan, math.inf
 
 
 def numbers(**values) -> StepNumbers:
-    """Return the numbers of a step that is in order but for these."""
+    """Return the numbers of a healthy step, with some of them replaced."""
     fine = {
         "step": 3,
         "loss": 1.0,
@@ -34,14 +34,14 @@ def numbers(**values) -> StepNumbers:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"loss": NAN}, "there is nan in loss of step 3 with value nan, terminate training"),
+        ({"loss": NAN}, "the training stops: there is nan in loss of step 3 with value nan"),
         ({"loss": INF}, "there is inf in loss of step 3"),
         ({"global_norm": INF, "overflow": True}, "there is inf in global_norm of step 3"),
         ({"global_norm": None, "overflow": True}, "the gradients of step 3 are not finite"),
     ],
 )
 def test_what_is_not_finite(values, message):
-    """The name, the value and the step are said."""
+    """The error names the value, what it is of, and the step; finite numbers pass."""
     check_finite(numbers())
     check_finite(numbers(global_norm=None))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -49,7 +49,7 @@ def test_what_is_not_finite(values, message):
 
 
 def test_a_training_ends_at_a_nan(tmp_path):
-    """After the next backward, before its update; the culprit is on record."""
+    """A nan stops the training before the next update, and the anomaly is on record."""
     monitor = TrainingStateMonitor(check_for_nan_in_loss_and_grad=True, folder=tmp_path)
     with pytest.raises(ValueError, match="there is nan in loss of step 5"):
         train_blocks(monitor, [Fault(5, "activation")], num_steps=9)
@@ -58,7 +58,7 @@ def test_a_training_ends_at_a_nan(tmp_path):
 
 
 def test_an_ordinary_overflow_does_not_end_a_training(tmp_path):
-    """A loss scale may look for its level, where MindFormers would end."""
+    """Overflows by which a dynamic loss scale finds its value do not stop the training."""
     monitor = TrainingStateMonitor(check_for_nan_in_loss_and_grad=True, folder=tmp_path)
     scale = DynamicLossScaleUpdateCell(2.0**70, 2, 100)
     train_blocks(monitor, num_steps=9, scale=scale)
@@ -67,7 +67,7 @@ def test_an_ordinary_overflow_does_not_end_a_training(tmp_path):
 
 
 def test_a_spike_ends_a_training_once(tmp_path):
-    """At the same step of the run that is started again it is let pass, and both are on record."""
+    """A second run continues over a spike at the same step; both norms are in the file."""
     settings = {"check_for_global_norm": True, "global_norm_spike_threshold": 1e3}
     fault = Fault(4, "blow-up", block=1)
     with pytest.raises(RuntimeError, match=r"`global_norm` of step 4 must be < 1000.0, got \d+"):
@@ -81,7 +81,7 @@ def test_a_spike_ends_a_training_once(tmp_path):
 
 
 def test_a_norm_at_the_threshold_is_a_spike(tmp_path, caplog):
-    """As in MindFormers; one below is none. A second time is said in the log."""
+    """A norm equal to the threshold is a spike; a repeated spike is logged and passes."""
     guard = SpikeGuard(3.0, tmp_path, writes=False)
     guard.check(1, 2.999)
     for step in (2, 3):
@@ -90,16 +90,13 @@ def test_a_norm_at_the_threshold_is_a_spike(tmp_path, caplog):
     guard.check(2, NAN)
 
     assert [r.getMessage() for r in caplog.records] == [
-        (
-            "The global norm nan of step 2 is still greater or equal than threshold 3.0, continue "
-            "training."
-        )
+        ("The global norm nan of step 2 has reached the threshold 3.0 again; training continues.")
     ]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_spikes_in_a_row(caplog):
-    """A norm below the threshold starts the count anew; nan counts."""
+    """A norm below the threshold resets the count; nan counts as a spike; the count is saved."""
     count = SpikeCount(2.5, 3)
     for step, norm in enumerate([3.0, NAN, 1.0, 2.5, 3.0], start=1):
         count.check(step, norm)
@@ -107,20 +104,20 @@ def test_spikes_in_a_row(caplog):
     later = SpikeCount(2.5, 3)
     later.load_state_dict(count.state_dict())
     message = (
-        "Current global norm 3.0 of step 6 has been 3 consecutive times greater than threshold "
-        "2.5, stop training..."
+        "the training stops: the global norm has reached the threshold 2.5 in 3 consecutive "
+        "steps, last in step 6 with 3.0"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         later.check(6, 3.0)
 
 
 def test_skipped_spikes_end_a_training(tmp_path):
-    """Counted over the steps of a loop."""
+    """Three spikes in a row stop the training of a real loop."""
     monitor = TrainingStateMonitor(
         folder=tmp_path,
         use_skip_data_by_global_norm=True,
         global_norm_spike_threshold=1e3,
         global_norm_spike_count_threshold=3,
     )
-    with pytest.raises(ValueError, match="of step 7 has been 3 consecutive times greater"):
+    with pytest.raises(ValueError, match="in 3 consecutive steps, last in step 7 with"):
         train_blocks(monitor, [Fault(5, "blow-up", block=2)], num_steps=12)

@@ -156,7 +156,7 @@ def test_state_makes_the_same_monitor(tmp_path):
         (
             {"stable_rank_config": {"moe_show_mode": "some"}},
             ValueError,
-            "`moe_show_mode` must be of ['full', 'statistics', 'all'], got 'some'",
+            "`moe_show_mode` must be one of ['full', 'statistics', 'all'], got 'some'",
         ),
         (
             {"stable_rank_config": {"do_aggregation": 1}},
