@@ -1,17 +1,111 @@
-"""The mean of an epoch's losses."""
+"""One run as the loss monitor follows it, and the mean of an epoch's losses."""
 
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerState
 
-from mfwrap.callbacks.loss_monitor.run import EpochMean
+from mfwrap.callbacks.loss_monitor import LossMonitorSettings
+from mfwrap.callbacks.loss_monitor.run import EpochMean, MonitoredRun, averages_loss
+from support.monitored_loop import Clock, output
+
+
+def new_run(emitted, *, global_step=0, is_main=True, saved_mean=None, **settings) -> MonitoredRun:
+    """Return a run of six steps in two epochs, whose records are appended to a list."""
+    state = TrainerState(max_steps=6, num_train_epochs=2, train_batch_size=4)
+    state.is_world_process_zero = is_main
+    return MonitoredRun(
+        LossMonitorSettings(**settings),
+        emitted.append,
+        args=None,
+        state=state,
+        global_step=global_step,
+        saved_mean=saved_mean,
+    )
+
+
+def test_records_come_a_step_later():
+    """A step is emitted at the end of the next one, or at a flush, and only once."""
+    records, counts = [], []
+    run = new_run(records)
+    for step in (1, 2, 3):
+        run.end_step(step, output(float(step)), None)
+        counts.append(len(records))
+    run.flush()
+    run.flush()
+
+    assert counts == [0, 1, 2]
+    assert [record.values.loss for record in records] == [1.0, 2.0, 3.0]
+    assert [record.mean_loss for record in records] == [1.0, 1.5, 2.0]
+
+
+def test_times_and_rates():
+    """Times are means since the last record, rates are per second, the rest is extrapolated."""
+    records, clock = [], Clock()
+    run = new_run(records, per_print_times=2, peak_tflops=8.0, flops_per_step=6e12, clock=clock)
+    run.clock.restart()
+    for step in (1, 2):
+        clock.now += 1.0 if step == 1 else 2.0
+        run.end_step(step, output(), 6e12)
+    run.flush()
+    (record,) = records
+
+    assert record.seconds == 1.5
+    assert record.throughput == 4 / 1.5
+    assert record.tflops == 6 / 1.5
+    assert record.peak_tflops == 8.0
+    # The first step is warm-up: four steps of two seconds are left.
+    assert record.seconds_left == pytest.approx(8.0)
+
+
+def test_a_run_on_another_rank_emits_nothing():
+    """Only the main process makes records."""
+    records = []
+    run = new_run(records, is_main=False)
+    run.end_step(1, output(), None)
+    run.flush()
+
+    assert records == []
+
+
+def test_a_logged_mean_counts_for_its_steps():
+    """A logged loss is the mean of all steps since the last log, and is weighted by them."""
+    records = []
+    run = new_run(records)
+    run.log(1, {"loss": 1.0}, None)
+    run.log(3, {"loss": 4.0}, None)
+    run.log(3, {"eval_loss": 9.0}, None)
+
+    assert [record.mean_loss for record in records] == [1.0, (1.0 + 2 * 4.0) / 3]
+
+
+@pytest.mark.parametrize(("global_step", "mean"), [(2, 2.0), (1, 3.0)])
+def test_a_saved_mean_is_used_at_its_own_step(global_step, mean):
+    """The mean continues only if the run begins at the step at which it was saved."""
+    records = []
+    first = new_run(records)
+    for step in (1, 2):
+        first.end_step(step, output(1.5), None)
+    first.flush()
+    later = new_run(records, global_step=global_step, saved_mean=first.save_mean())
+    later.begin_epoch()
+    later.end_step(3, output(3.0), None)
+    later.flush()
+
+    assert records[-1].mean_loss == mean
+
+
+def test_one_process_does_not_average():
+    """Without other ranks, losses are not averaged over ranks."""
+    assert not averages_loss(LossMonitorSettings())
+    assert not averages_loss(LossMonitorSettings(loss_over_ranks=False))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
 def test_mean_of_an_epoch(losses):
-    """The mean is over the losses so far; another epoch begins anew."""
+    """The mean is that of the losses so far; a new epoch begins a new mean."""
     mean = EpochMean()
     mean.add(123.0, epoch=(1, 0))
     for number, loss in enumerate(losses, start=1):
@@ -20,8 +114,8 @@ def test_mean_of_an_epoch(losses):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite(loss):
-    """It is counted and left out of the mean; alone it leaves no mean."""
+def test_a_non_finite_loss(loss):
+    """A non-finite loss is counted and left out; a mean of no other losses is nan."""
     mean = EpochMean()
     mean.add(loss, epoch=(1, 0))
     assert math.isnan(mean.value)
@@ -32,7 +126,7 @@ def test_a_loss_that_is_not_finite(loss):
 
 
 def test_a_loss_that_stands_for_several_steps():
-    """The mean of several steps has their weight."""
+    """A mean of several steps is weighted by their number."""
     mean = EpochMean()
     mean.add(1.0, epoch=(1, 0))
     mean.add(5.0, epoch=(1, 0), num_steps=3)
@@ -40,8 +134,8 @@ def test_a_loss_that_stands_for_several_steps():
     assert mean.value == 4.0
 
 
-def test_a_saved_mean_goes_on():
-    """A mean that was saved goes on within its epoch, and ends with it."""
+def test_a_saved_mean_continues():
+    """A saved mean continues within its epoch; the next epoch begins a new one."""
     mean = EpochMean()
     assert mean.save(0) is None
     for loss in (1.0, math.nan, 2.0):
