@@ -1,7 +1,7 @@
 """Monitors of a training run.
 
-Those of MindFormers are transformers' callbacks, for a Trainer and for `Model`. Those of MindSpore
-are `Callback`s, for `Model`; `as_trainer_callback` makes one fit a Trainer.
+MindFormers' monitors are transformers callbacks, for a Trainer and for `Model`. MindSpore's are
+`Callback`s, for `Model`; `as_trainer_callback` converts one for a Trainer.
 """
 
 from mfwrap.callbacks.average.ema_callback import EMACallback

@@ -1,6 +1,7 @@
-"""MindFormers' checkpoint callback: when to save, what to keep, what is healthy."""
+"""Save checkpoints by steps or time, keep the newest and the healthy ones."""
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -26,47 +27,50 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
 
-__all__ = [
-    "CheckpointMonitor",
-    "rotate_checkpoints",
-]
+__all__ = ["CheckpointMonitor", "rotate_checkpoints"]
+
+_PREFIX = "checkpoint-"
+_SPIKE_FACTOR = 10.0
 
 
 @final
 class CheckpointMonitor(TrainerCallback, ExportableState):
-    """Let a Trainer save by steps or time, keep the last checkpoints, and record their health.
+    """Make a Trainer save by steps or time, keep the newest checkpoints, and record their health.
 
-    The Trainer writes ``checkpoint-<step>``; set its ``save_strategy`` to ``"no"``, unless it shall
-    save more, and leave its ``save_total_limit`` alone. The last update of a training is saved,
-    too.
+    The Trainer writes ``checkpoint-<step>``. Set its ``save_strategy`` to ``"no"``, unless it
+    should save additional checkpoints, and leave its ``save_total_limit`` unset. The last update of
+    a training is always saved.
 
-    ``checkpoint_health.jsonl`` in the run folder has a line for each checkpoint (`CheckpointHealth`
-    has the fields). It is healthy if its weights are finite, the loss of its last update was, too,
-    at most `most_skips` updates in a row had been skipped, and the norm of its gradients was usual:
-    on all ranks. `newest_healthy_checkpoint` finds the one to resume from. A file that breaks off
-    says nothing of a checkpoint, and then it is not healthy.
+    ``checkpoint_health.jsonl`` in the run folder gets one line for each checkpoint (fields:
+    `CheckpointHealth`). A checkpoint is healthy if on all ranks its weights are finite, the loss of
+    its last update is finite, at most `most_skips` updates in a row were skipped before it, and the
+    global norm is no spike. `newest_healthy_checkpoint` returns the checkpoint to resume from. A
+    checkpoint without a line, for example after a crash, does not count as healthy.
 
-    By time, the main process decides; the others hear of it a step later, without a wait. With a
-    Trainer, the usual norm is part of the checkpoint.
+    Time is measured on the main process. The other ranks learn one step later that a checkpoint is
+    due, without host-device synchronization. With a Trainer, the usual norm is saved in the
+    checkpoint.
 
     Source: MindFormers, ``CheckpointMonitor``.
 
     Args:
-        save_checkpoint_steps: Steps from one checkpoint to the next; 0 for none by steps.
-        save_checkpoint_seconds: Seconds from one to the next; 0 for none by time.
-        keep_checkpoint_max: How many are kept; 0 for all. The newest healthy one and the
-            Trainer's best one are kept besides.
-        use_checkpoint_health_monitor: Record their health.
-        embedding_local_norm_threshold: From which local norm of an embedding's gradient on a
-            checkpoint is not healthy; ``None`` for none. It is the norm, of which MindFormers'
-            number is the square.
-        embedding_pattern: Regular expression of groups of local norms that are embeddings.
-        most_skips: How many skipped updates in a row are no sign of illness.
+        save_checkpoint_steps: Steps from one checkpoint to the next; 0 turns saving by steps off.
+        save_checkpoint_seconds: Seconds from one checkpoint to the next; 0 turns saving by time
+            off.
+        keep_checkpoint_max: Number of newest checkpoints to keep; 0 keeps all. The newest healthy
+            checkpoint and the Trainer's best checkpoint are kept in addition.
+        use_checkpoint_health_monitor: Record the health of each checkpoint.
+        embedding_local_norm_threshold: A checkpoint is unhealthy if the local norm of an
+            embedding's gradient reaches this number; ``None`` turns the check off. This is a norm,
+            MindFormers' number is its square.
+        embedding_pattern: Regular expression for the names of groups that are embeddings.
+        most_skips: Largest number of skipped updates in a row that is still healthy.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or the Trainer deletes checkpoints, too.
+        ValueError: If an argument is out of range. At the start of training, if the Trainer has a
+            ``save_total_limit``.
     """
 
     def __init__(
@@ -114,11 +118,11 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._most_skips = most_skips
         self._clock = clock
         self.saved_run: dict[str, Any] | None = None
-        """What to go on with, if the next run begins at its step."""
+        """State of an earlier run; used if the next run starts at the same step."""
         self._begin(0)
 
     def _begin(self, global_step: int) -> None:
-        self._history = GlobalNormHistory(10.0)
+        self._history = GlobalNormHistory(_SPIKE_FACTOR)
         self._skips_before = 0
         if self.saved_run is not None and self.saved_run["global_step"] == global_step:
             self._history.load_state_dict(self.saved_run["global_norm"])
@@ -131,10 +135,10 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._saved_at = self._clock()
 
     def state(self) -> dict[str, Any]:
-        """Return what a Trainer writes into its checkpoint, after waiting for what is pending.
+        """Return the state for the Trainer's checkpoint; synchronizes with the device.
 
         Returns:
-            Settings as ``args``, what is known of usual norms as ``attributes``; JSON.
+            Settings as ``args`` and usual norms as ``attributes``, ready for JSON.
         """
         self._flush()
         saved = {
@@ -154,8 +158,9 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         """
         if self._keep and args.save_total_limit is not None:
             msg = (
-                "`save_total_limit` must be None where `keep_checkpoint_max` decides, got "
-                f"{args.save_total_limit}; or set keep_checkpoint_max=0"
+                f"the Trainer's save_total_limit={args.save_total_limit} and keep_checkpoint_max="
+                f"{self._keep} would both delete checkpoints; leave `save_total_limit` unset, or "
+                "set keep_checkpoint_max=0"
             )
             raise ValueError(msg)
         self._begin(state.global_step)
@@ -170,7 +175,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         step_report: StepReport | None = None,
         **__: Any,
     ) -> None:
-        """Ask for a checkpoint, if it is time; keep what tells its health."""
+        """Request a checkpoint if one is due; keep the values that tell its health."""
         del args
         self._flush()
         self._step = state.global_step
@@ -178,7 +183,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         if by_steps or self._is_time or state.global_step >= state.max_steps:
             control.should_save = True
             self._is_time = False
-            # From here, too, because all ranks come here at the same step.
+            # Also here, not only in `on_save`: all ranks pass here at the same step.
             self._saved_at = self._clock()
         self._keep_values(step_output, step_report)
 
@@ -190,25 +195,25 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Record the health of the checkpoint that has been written; delete what is too old."""
+        """Record the health of the checkpoint just written; delete old checkpoints."""
         del control
         self._flush()
         self._is_time = False
         run_folder = Path(args.output_dir or ".")
-        folder = run_folder / f"{PREFIX}{state.global_step}"
+        folder = run_folder / f"{_PREFIX}{state.global_step}"
         if self._records_health:
             health = self._health(folder.name, state.global_step, model)
             if state.is_world_process_zero and folder.is_dir():
                 record_health(run_folder, health)
                 if not health.healthy:
                     reasons = ", ".join(health.reasons)
-                    run_logger(__name__).warning("%s is not healthy: %s", folder.name, reasons)
+                    run_logger(__name__).warning("%s is unhealthy: %s", folder.name, reasons)
         if self._keep and state.is_world_process_zero:
             rotate_checkpoints(run_folder, self._keep, state.best_model_checkpoint)
         self._saved_at = self._clock()
 
     def _keep_values(self, output: Any, report: StepReport | None) -> None:
-        """Start copying what is asked for later; on several ranks, tell them the time."""
+        """Start copying values to the host; share the main process's clock with all ranks."""
         values: dict[str, Tensor] = {}
         if output is not None:
             values = {"loss": output.loss, "overflow": output.overflow}
@@ -279,7 +284,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             is_spike=self._is_spike,
             weights_are_bad=model is not None and has_bad_weights(model),
         )
-        reasons = tuple(dict.fromkeys(one for of_rank in gather_objects(own) for one in of_rank))
+        reasons = tuple(dict.fromkeys(itertools.chain.from_iterable(gather_objects(own))))
         return CheckpointHealth(
             checkpoint=name,
             step=step,
@@ -299,22 +304,19 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         return self._skips_before - before
 
 
-PREFIX = "checkpoint-"
-
-
 def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> None:
-    """Delete the oldest checkpoints.
+    """Delete the oldest checkpoints of a run.
 
     Args:
-        run_folder: Where they lie.
-        num_kept: How many of the last are kept, at least one; besides them the newest one that was
-            recorded as healthy.
-        best: Folder of one more that is kept; ``None`` for none.
+        run_folder: Folder of the checkpoints.
+        num_kept: Number of newest checkpoints to keep, >= 1. The newest checkpoint that was
+            recorded as healthy is kept in addition.
+        best: Folder of one more checkpoint to keep; ``None`` for none.
     """
     steps = {
-        int(path.name.removeprefix(PREFIX)): path
-        for path in run_folder.glob(f"{PREFIX}*")
-        if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in run_folder.glob(f"{_PREFIX}*")
+        if path.is_dir() and path.name.removeprefix(_PREFIX).isdigit()
     }
     ordered = [steps[step] for step in sorted(steps)]
     kept = set(ordered[-num_kept:])

@@ -1,4 +1,4 @@
-"""MindFormers' evaluation callback."""
+"""Call an evaluation function every few steps or epochs."""
 
 import time
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any, final
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from mfwrap.arguments import check_callable, described
 from mfwrap.callbacks.shared.run_log import run_logger
 
 __all__ = ["EvalCallback"]
@@ -13,18 +14,18 @@ __all__ = ["EvalCallback"]
 
 @final
 class EvalCallback(TrainerCallback):
-    """Call a function every few steps or epochs, and log what it returns.
+    """Call a function every few steps or epochs, and log its result.
 
-    ``Eval result: 0.97, eval time is 1.234000 s.``, at level INFO, on the main process;
-    the function is called on every process. An end of an epoch that has just been evaluated as a
-    step is not evaluated a second time.
+    The main process logs ``Eval result: 0.97, eval time is 1.234000 s.`` at level INFO. Every
+    process calls the function. If both a step and the end of its epoch are due, the function is
+    called once.
 
     Source: MindFormers, ``EvalCallBack``.
 
     Args:
-        eval_func: Takes nothing and returns what is logged.
-        step_interval: Steps from one evaluation to the next; none by steps if it is <= 0.
-        epoch_interval: Epochs from one to the next; none by epochs if it is <= 0.
+        eval_func: Function without arguments that returns the result.
+        step_interval: Steps from one evaluation to the next; <= 0 turns evaluation by steps off.
+        epoch_interval: Epochs from one evaluation to the next; <= 0 turns evaluation by epochs off.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
@@ -39,13 +40,10 @@ class EvalCallback(TrainerCallback):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not callable(eval_func):
-            kind = type(eval_func).__name__
-            msg = f"`eval_func` must be callable, got {eval_func!r} of type {kind}"
-            raise TypeError(msg)
+        check_callable("eval_func", eval_func)
         for name, value in (("step_interval", step_interval), ("epoch_interval", epoch_interval)):
             if isinstance(value, bool) or not isinstance(value, int):
-                msg = f"`{name}` must be an int, got {value!r} of type {type(value).__name__}"
+                msg = f"`{name}` must be an int, got {described(value)}"
                 raise TypeError(msg)
         self._eval_func = eval_func
         self._step_interval = step_interval
@@ -57,7 +55,7 @@ class EvalCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Count epochs from where the run begins."""
+        """Start counting epochs at the epoch that the run begins in."""
         del args
         self._num_epochs = int(state.epoch or 0)
         self._last_step = None
@@ -65,7 +63,7 @@ class EvalCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Evaluate, if it is the step's turn."""
+        """Evaluate if the step is due."""
         del args
         if self._step_interval > 0 and state.global_step % self._step_interval == 0:
             self._evaluate(state)
@@ -73,7 +71,7 @@ class EvalCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Evaluate, if it is the epoch's turn."""
+        """Evaluate if the epoch is due."""
         del args
         self._num_epochs += 1
         is_due = self._epoch_interval > 0 and self._num_epochs % self._epoch_interval == 0

@@ -1,4 +1,4 @@
-"""The local norms of all ranks, in the main process's files."""
+"""Write the local norms of all ranks to files of the main process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,10 @@ from typing import Any, final
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
-from mfwrap.arguments import (
-    check_int,
-    directory_name,
-)
+from mfwrap.arguments import check_int, directory_name
 from mfwrap.callbacks.culprit.anomaly_log import rank_file
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.shared.tensorboard import (
-    summary_writer_class,
-)
+from mfwrap.callbacks.shared.tensorboard import summary_writer_class
 from mfwrap.collectives import gather_on_main
 from mfwrap.records.json_lines import JsonLines
 
@@ -24,30 +19,34 @@ __all__ = ["LocalNormMonitor"]
 
 @final
 class LocalNormMonitor(TrainerCallback):
-    """Gather each rank's local norms on the main process, and write them there.
+    """Gather the local norms of all ranks on the main process and write them there.
 
-    Every `step_interval` steps each rank sends its ``(G,)`` norms, one message of ``4 G`` bytes,
-    to the main process, which copies them to the host without waiting and writes them a step
-    later: ``local_norms.jsonl`` in the run folder, ``local_norms_rank1.jsonl`` and so on for the
-    other ranks, one record ``{"step": ..., "local_norm/<group>": ...}`` each; and curves
-    ``local_norm/<group>``, each rank's in a folder ``rank_<n>``. The run page draws them layer by
-    rank.
+    Every `step_interval` steps each rank sends its ``(G,)`` norms to the main process, one message
+    of ``4 G`` bytes. The main process writes them one step later, without host-device
+    synchronization in the step:
 
-    All ranks have to have the callback. The step must have local norms
-    (``StepConfig(local_norm=True)``); without them a warning says so once and nothing is sent.
+    - ``local_norms.jsonl`` in the run folder, and ``local_norms_rank<rank>.jsonl`` for the other
+      ranks: records ``{"step": ..., "local_norm/<group>": ...}``. The run page draws them as a map
+      of layers and ranks.
+    - with `tensorboard_dir`, curves ``local_norm/<group>`` in a folder ``rank_<rank>`` for each
+      rank.
 
-    (`TrainingStateMonitor` writes each rank's norms from that rank, without a message, into files
-    that other machines may not see.)
+    All ranks must have the callback, and the step must compute local norms
+    (``StepConfig(local_norm=True)``). Otherwise one warning says so and nothing is sent.
+
+    `TrainingStateMonitor` writes the same norms without a message: each rank writes its own file,
+    possibly on a disk that other machines cannot read.
 
     Args:
         step_interval: Steps from one message to the next.
-        folder: Of the run; ``None`` for ``args.output_dir``.
-        tensorboard_dir: Where curves go; ``None`` writes none.
+        folder: Run folder; ``None`` for ``args.output_dir``.
+        tensorboard_dir: Folder for TensorBoard curves; ``None`` writes none.
 
     Raises:
         ImportError: If `tensorboard_dir` is given and TensorBoard is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If `step_interval` is < 1; at ``on_step_end`` if the folder is not known.
+        ValueError: If `step_interval` is < 1. At the end of a step, if the loop has no
+            ``args.output_dir`` and `folder` is missing.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class LocalNormMonitor(TrainerCallback):
         self._lines: list[JsonLines] = []
         self._events: list[Any] = []
         self._reads: DeferredReads | None = None
-        self._said_what_is_missing = False
+        self._has_warned = False
 
     def on_step_end(
         self,
@@ -75,13 +74,13 @@ class LocalNormMonitor(TrainerCallback):
         step_report: StepReport | None = None,
         **__: Any,
     ) -> None:
-        """Write what was gathered before; gather the norms of this step."""
+        """Write the norms gathered before; gather the norms of this step."""
         self._flush()
         if state.global_step % self._step_interval:
             return
         output = None if step_report is None else step_report.output
         if step_report is None or not isinstance(output, LocalNormStepOutput):
-            self._say_what_is_missing()
+            self._warn_once()
             return
         gathered = gather_on_main(output.local_norm)
         if gathered is None:
@@ -99,19 +98,19 @@ class LocalNormMonitor(TrainerCallback):
         self._reads.submit(gathered.reshape(-1), receive)
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """Write what is pending."""
+        """Write pending norms."""
         self._flush()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Write what is pending."""
+        """Write pending norms."""
         self._flush()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Write what is pending."""
+        """Write pending norms."""
         self._flush()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write what is pending and close the events files."""
+        """Write pending norms and close the TensorBoard files."""
         self._flush()
         self._lines = []
         for events in self._events:
@@ -127,7 +126,7 @@ class LocalNormMonitor(TrainerCallback):
         if folder is None and args is not None:
             folder = args.output_dir
         if folder is None:
-            msg = "`folder` must be given in a loop of your own, got None"
+            msg = "LocalNormMonitor needs `folder` in a loop without `args.output_dir`"
             raise ValueError(msg)
         ranks = range(num_ranks)
         self._lines = [JsonLines(rank_file(Path(folder), "local_norms", rank)) for rank in ranks]
@@ -142,10 +141,10 @@ class LocalNormMonitor(TrainerCallback):
             for tag, norm in tagged.items():
                 self._events[rank].add_scalar(tag, norm, global_step=step)
 
-    def _say_what_is_missing(self) -> None:
-        if not self._said_what_is_missing:
-            self._said_what_is_missing = True
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             run_logger(__name__).warning(
-                "LocalNormMonitor gets no local norms in this loop; "
+                "LocalNormMonitor writes nothing: the step has no local norms; "
                 "StepConfig(local_norm=True) computes them"
             )

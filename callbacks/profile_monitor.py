@@ -1,4 +1,4 @@
-"""MindFormers' profiler callback, over torch's profiler."""
+"""Profile some steps of a training with torch's profiler."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,11 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from mfwrap.arguments import (
-    check_bool,
-    check_int,
-    directory_name,
-)
+from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.collectives import this_rank
 
@@ -22,25 +18,27 @@ __all__ = ["ProfileMonitor"]
 
 @final
 class ProfileMonitor(TrainerCallback):
-    """Profile some steps of a training.
+    """Profile some steps of a training with torch's profiler.
 
-    ``<output_path>/rank_<n>`` gets ``trace.json``, for Perfetto or ``chrome://tracing``, and
-    ``operators.txt``, the operators by the time they took. Where `start_step` is > 1, the profiler
-    warms up in the step before it. A training that ends earlier leaves what there is.
+    Each rank writes two files to ``<output_path>/rank_<rank>``: ``trace.json`` for Perfetto or
+    ``chrome://tracing``, and ``operators.txt``, a table of operators sorted by time. If
+    `start_step` is > 1, the profiler warms up in the step before. If the training ends before
+    `stop_step`, the profile has the steps up to its end.
 
     Source: MindFormers, ``ProfileMonitor``.
 
     Args:
-        start_step: First step that is profiled, counted from 1 in each run, resumed or not.
-        stop_step: Last one.
-        output_path: Folder; ``None`` for ``profile`` in ``args.output_dir``.
+        start_step: First step to profile, counted from 1 in each run, resumed or not.
+        stop_step: Last step to profile.
+        output_path: Folder for the profiles; ``None`` for ``profile`` in ``args.output_dir``.
         profile_rank_ids: Ranks that profile; ``None`` for all.
-        profile_memory: Record allocations, too.
-        with_stack: Record Python's stack of each operator, too.
+        profile_memory: Also record memory allocations.
+        with_stack: Also record the Python stack of each operator.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the steps are in no order; at ``on_train_begin`` if no folder is known.
+        ValueError: If `start_step` is < 1 or `stop_step` < `start_step`. At the start of training,
+            if the loop has no ``args.output_dir`` and `output_path` is missing.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class ProfileMonitor(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Begin to profile, or to wait for the first step that is."""
+        """Start the profiler; it records from `start_step` on."""
         del state
         self._stop()
         rank = this_rank()
@@ -90,7 +88,7 @@ class ProfileMonitor(TrainerCallback):
         self._profiler.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Go on to the next step."""
+        """Count the step; write the profile after the last one."""
         if self._profiler is None:
             return
         self._num_steps += 1
@@ -99,13 +97,13 @@ class ProfileMonitor(TrainerCallback):
             self._stop()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write what there is."""
+        """Write the profile if the training ends before `stop_step`."""
         self._stop()
 
     def _schedule(self) -> Any:
         warmup = int(self._start_step > 1)
         with warnings.catch_warnings():
-            # Whoever wants the first step wants what it takes to start.
+            # Profiling step 1 is meant to include start-up, so torch's no-warm-up warning is noise.
             warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
             return schedule(
                 skip_first=self._start_step - 1 - warmup,
@@ -119,7 +117,7 @@ class ProfileMonitor(TrainerCallback):
         if self._output_path is not None:
             return Path(self._output_path)
         if args is None or args.output_dir is None:
-            msg = "`output_path` must be given in a loop of your own, got None"
+            msg = "ProfileMonitor needs `output_path` in a loop without `args.output_dir`"
             raise ValueError(msg)
         return Path(args.output_dir) / "profile"
 

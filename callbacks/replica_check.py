@@ -1,7 +1,7 @@
-"""Do all ranks still have the same weights?"""
+"""Compare the weights of all ranks of a data-parallel training, bit by bit."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -10,24 +10,24 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads
-from mfwrap.arguments import (
-    check_bool,
-    check_int,
-    directory_name,
-)
+from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.collectives import gather_on_all, num_ranks, this_rank
 from mfwrap.tensors.norm_groups import layer_of
+from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
 
-__all__ = [
-    "ReplicaCheck",
-    "bitwise_hashes",
-]
+__all__ = ["ReplicaCheck", "bitwise_hashes"]
+
+_CHUNK = 2**20
+_MULTIPLIER = 0x1E3779B97F4A7C15
+"""Spreads positions over 64 bits: 2**64 over the golden ratio, made positive."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Hashes(NamedTuple):
-    """What all ranks have at a step."""
+    """Hashes of the tensors of all ranks at a step."""
 
     step: int
     where: str
@@ -38,32 +38,34 @@ class _Hashes(NamedTuple):
     """Shape ``(ranks, len(names))``, int64."""
 
     before: Tensor | None = None
-    """The same right after the last update; ``None`` if not known."""
+    """Hashes right after the last update, same shape; ``None`` if not taken."""
 
 
 @final
 class ReplicaCheck(TrainerCallback):
-    """Compare weights, bit by bit, over the ranks of a data-parallel training.
+    """Check that all ranks of a data-parallel training have bitwise identical weights.
 
-    Every `step_interval` steps each rank hashes its trainable weights, after the update and again
-    before the next one, which reads them twice, and the ranks exchange 8 bytes a weight each time.
-    The comparison happens on the device and is heard of a step later, without a wait. Weights that
-    differ, and did not when they were compared last, are written to ``anomalies.jsonl`` in the run
-    folder (kind ``"replicas_differ"``) and to the log. Named is the rank whose weights have changed
-    between two updates, where nobody has; else the ranks that differ from most, and of two ranks
-    both: with `step_interval` 1 nothing but the update itself comes to that. One process, and
-    weights that are sharded, have nothing to compare.
+    Every `step_interval` steps each rank hashes its trainable weights after the update and again
+    before the next update. That reads the weights twice and sends 8 bytes per weight twice. The
+    hashes are compared on the device and read one step later, without host-device synchronization
+    in the step. A new difference is written to ``anomalies.jsonl`` in the run folder (kind
+    ``"replicas_differ"``) and to the log.
 
-    All ranks have to have the callback.
+    The record names the rank whose weights changed between two updates, when nothing may change
+    them. Otherwise it names the ranks that differ from the majority, or both of two ranks; with
+    `step_interval` 1 that means that the update itself differed.
+
+    All ranks must have the callback. With one process, or with sharded weights, there is nothing
+    to compare.
 
     Source: MindFormers, ``StressTestModelMonitor``, which compares losses and norms.
 
     Args:
         step_interval: Steps from one comparison to the next.
-        gradients: Compare the reduced gradients, too; for these, and for weights before an update,
-            a loop of your own sends ``on_pre_optimizer_step``.
+        gradients: Compare the reduced gradients, too. For this, and for the hashes before an
+            update, a loop of your own must send ``on_pre_optimizer_step``.
         stop: Raise ``RuntimeError`` on all ranks when replicas differ.
-        folder: Of the run; ``None`` for ``args.output_dir``.
+        folder: Run folder; ``None`` for ``args.output_dir``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -78,12 +80,9 @@ class ReplicaCheck(TrainerCallback):
         stop: bool = False,
         folder: str | Path | None = None,
     ) -> None:
-        check_int("step_interval", step_interval, minimum=1)
-        check_bool("gradients", gradients)
-        check_bool("stop", stop)
-        self._step_interval = step_interval
-        self._gradients = gradients
-        self._stops = stop
+        self._step_interval = check_int("step_interval", step_interval, minimum=1)
+        self._gradients = check_bool("gradients", gradients)
+        self._stops = check_bool("stop", stop)
         self._folder = directory_name("folder", folder)
         self._log: AnomalyLog | None = None
         self._forget()
@@ -94,11 +93,12 @@ class ReplicaCheck(TrainerCallback):
         self._differing: dict[str, frozenset[str]] = {}
 
     def on_train_begin(self, args: TrainingArguments | None, *_: Any, **__: Any) -> None:
-        """Find the run folder; forget what is pending of another run."""
+        """Find the run folder; drop pending values of an earlier run."""
         output_dir = None if args is None else args.output_dir
         folder = self._folder or output_dir
-        rank = this_rank()
-        self._log = AnomalyLog(None if folder is None else Path(folder)) if rank == 0 else None
+        self._log = None
+        if this_rank() == 0:
+            self._log = AnomalyLog(None if folder is None else Path(folder))
         self._forget()
 
     def on_pre_optimizer_step(
@@ -109,13 +109,13 @@ class ReplicaCheck(TrainerCallback):
         model: nn.Module | None = None,
         **__: Any,
     ) -> None:
-        """Hear of the last comparison; compare weights once more, and gradients on their turn."""
+        """Report the last comparison; compare weights again, and gradients if they are due."""
         del args
         self._flush()
         step = state.global_step + 1
         if self._after_update is not None and model is not None:
             before, self._after_update = self._after_update, None
-            self._compare(step, "weight", dict(trainable(model)), before)
+            self._compare(step, "weight", trainable(model), before)
         if self._gradients and model is not None and step % self._step_interval == 0:
             gradients = {
                 name: weight.grad
@@ -132,22 +132,21 @@ class ReplicaCheck(TrainerCallback):
         model: nn.Module | None = None,
         **__: Any,
     ) -> None:
-        """Hear of the last comparison; compare weights, if it is their turn."""
+        """Report the last comparison; compare weights if they are due."""
         del args
         self._flush()
         if model is not None and state.global_step % self._step_interval == 0:
-            weights = dict(trainable(model))
-            self._after_update = self._compare(state.global_step, "weight", weights)
+            self._after_update = self._compare(state.global_step, "weight", trainable(model))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Hear of the last comparison."""
+        """Report the last comparison."""
         self._flush()
 
     def _compare(
-        self, step: int, where: str, tensors: dict[str, Any], before: Tensor | None = None
+        self, step: int, where: str, tensors: Mapping[str, Tensor], before: Tensor | None = None
     ) -> Tensor | None:
-        """Begin to compare; return the hashes of all ranks, ``None`` if there are none."""
-        whole = {n: t for n, t in tensors.items() if not hasattr(t, "full_tensor")}
+        """Start a comparison; return the hashes of all ranks, or ``None`` without tensors."""
+        whole = {name: t for name, t in tensors.items() if not is_distributed(t)}
         if num_ranks() == 1 or not whole:
             return None
         of_ranks = gather_on_all(bitwise_hashes(list(whole.values())))
@@ -172,11 +171,10 @@ class ReplicaCheck(TrainerCallback):
         names = [name for name in differing if name not in known]
         if not names:
             return
-        ranks = _culprits(found, names)
         anomaly = Anomaly(
             step=found.step,
             kind="replicas_differ",
-            ranks=ranks,
+            ranks=_ranks_at_fault(found, names),
             layer=layer_of(names[0]),
             where=found.where,
             name=names[0],
@@ -193,13 +191,13 @@ class ReplicaCheck(TrainerCallback):
 
 
 def _differing(found: _Hashes) -> list[str]:
-    """Return the names of what differs. Waits for the device."""
+    """Return the names of tensors that differ between ranks. Synchronizes with the device."""
     columns = (found.of_ranks != found.of_ranks[0]).any(dim=0).tolist()
     return [name for name, differs in zip(found.names, columns, strict=True) if differs]
 
 
-def _culprits(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the ranks on which `names` have changed, or differ from most. Waits."""
+def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks whose tensors have changed or differ from the majority. Synchronizes."""
     numbers = [found.names.index(name) for name in names]
     columns = found.of_ranks[:, numbers].t().tolist()
     ranks: set[int] = set()
@@ -210,32 +208,26 @@ def _culprits(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
         return tuple(sorted(ranks))
     for column in columns:
         usual = max(column, key=column.count)
-        # Without a majority nobody knows who is right.
+        # Without a majority no rank can be called right, so all are named.
         has_majority = 2 * column.count(usual) > len(column)
         ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
     return tuple(sorted(ranks))
 
 
-_CHUNK = 2**20
-_MULTIPLIER = 0x1E3779B97F4A7C15
-"""Spreads positions over 64 bits: 2**64 over the golden ratio, made positive."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @torch.no_grad()
 def bitwise_hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute a hash of the bits of each tensor, reading each once.
+    """Hash the bits of each tensor, reading each tensor once.
 
-    The sum modulo ``2**64`` of the elements' bits, each times an odd number of its position's own.
-    One element that differs, in whatever bits, always gives another hash, because an odd number
-    has an inverse; several do but for one case in about ``2**64``.
+    A hash is the sum modulo ``2**64`` of the bits of all elements, each times an odd number that
+    depends on its position. A change of one element always changes the hash, because an odd number
+    has an inverse modulo ``2**64``. A change of several elements goes unnoticed with a probability
+    of about ``2**-64``.
 
     Args:
-        tensors: ``N`` dense tensors of any dtype, on one device, at least one.
+        tensors: ``N`` >= 1 dense tensors of any dtype, on one device.
 
     Returns:
-        Shape ``(N,)``, int64, on that device. Does not wait for it.
+        Shape ``(N,)``, int64, on that device, without host-device synchronization.
     """
     return torch.stack([_hash(tensor.detach()) for tensor in tensors])
 

@@ -5,11 +5,14 @@ import math
 import numbers
 import os
 import sys
+from collections.abc import Collection
 from typing import cast
 
 __all__ = [
     "callers_stacklevel",
     "check_bool",
+    "check_callable",
+    "check_choice",
     "check_int",
     "check_number",
     "check_positive_number",
@@ -42,6 +45,20 @@ def check_int(name: str, value: object, *, minimum: int = 1) -> int:
         msg = f"`{name}` must be >= {minimum}, got {value}"
         raise ValueError(msg)
     return value
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless `value` can be called."""
+    if not callable(value):
+        msg = f"`{name}` must be callable, got {described(value)}"
+        raise TypeError(msg)
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ``ValueError`` unless `value` is one of `choices`."""
+    if value not in choices:
+        msg = f"`{name}` must be one of {list(choices)}, got {value!r}"
+        raise ValueError(msg)
 
 
 def check_real(name: str, value: object) -> float:

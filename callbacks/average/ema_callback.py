@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -22,6 +21,7 @@ from mfwrap.callbacks.average.files import (
     save_state,
     saved_checkpoint,
 )
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 __all__ = ["AppliedUpdates", "EMACallback", "EvaluatedAverages"]
 
@@ -405,11 +405,7 @@ class AppliedUpdates:
         self._optimizer = optimizer
         self._was_called = False
         self._applied: Tensor | None = None
-        # Not `inner_optimizer`: accelerate's wrapper of DeepSpeed's optimizer is itself a
-        # torch.optim.Optimizer, so that function returns the wrapper, on which hooks do not work.
-        inner = optimizer
-        while isinstance(inner, AcceleratedOptimizer):
-            inner = inner.optimizer
+        inner = unwrapped_optimizer(optimizer)
         self._handle: Any = None
         if isinstance(inner, torch.optim.Optimizer):
             # A hook before the update: the scaler removes `found_inf` after it.

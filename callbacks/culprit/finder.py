@@ -14,7 +14,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
 from mfwrap.tensors.norm_groups import layer_of, layer_of_module
-from mfwrap.tensors.wrappers import plain_name
+from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 
 __all__ = ["CulpritFinder", "StepEvidence"]
 
@@ -246,7 +246,7 @@ class CulpritFinder:
         if self._network is None:
             # The loop does not pass its network; by default each group is one parameter.
             return layer_of(name)
-        named = self._network.named_parameters(remove_duplicate=False)
+        named = unwrapped_network(self._network).named_parameters(remove_duplicate=False)
         is_parameter = any(name == plain_name(parameter) for parameter, _ in named)
         return layer_of(name) if is_parameter else layer_of_module(name)
 

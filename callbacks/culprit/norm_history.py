@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.anomaly_log import WeightNorm
 from mfwrap.tensors.sharded_norms import tensor_norms
+from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
 
 __all__ = ["GlobalNormHistory", "RunningNorms", "WeightWatch"]
@@ -159,7 +160,7 @@ class WeightWatch:
         weights = trainable(self._network)
         self._before = {}
         # The norm of a sharded weight is a collective, and not every rank may call this.
-        if weights and not any(hasattr(w, "full_tensor") for w in weights.values()):
+        if weights and not any(map(is_distributed, weights.values())):
             norms = tensor_norms(list(weights.values())).unbind()
             sizes = [weight.numel() for weight in weights.values()]
             self._before = dict(zip(weights, zip(norms, sizes, strict=True), strict=True))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import unwrapped_network
 
 __all__ = ["NetworkInputs", "Origin", "RandomState", "StepRecorder", "inner_network", "replay_step"]
@@ -115,7 +116,7 @@ def inner_network(model: nn.Module) -> nn.Module | None:
         ``None`` if the network cannot be recorded: its weights are sharded, so one rank alone
         cannot repeat a call; or it is compiled, and hooks would force a recompilation.
     """
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    sharded = any(map(is_distributed, model.parameters()))
     compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
     return None if sharded or compiled else unwrapped_network(model)
 

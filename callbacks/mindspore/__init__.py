@@ -1,1 +1,1 @@
-"""Callbacks of MindSpore, for `Model`."""
+"""MindSpore's callbacks, for `Model`."""

@@ -1,4 +1,4 @@
-"""When MindSpore's checkpoints are written, and which are kept."""
+"""When `ModelCheckpoint` writes checkpoints, and which ones it keeps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from mfwrap.arguments import check_bool, check_int
-from mfwrap.callbacks.mindspore.monitored_value import check_one_of
+from mfwrap.arguments import check_bool, check_choice, check_int, described
 
 __all__ = ["CheckpointConfig"]
 
@@ -16,61 +15,60 @@ __all__ = ["CheckpointConfig"]
 class CheckpointConfig:
     """Settings of `ModelCheckpoint`.
 
-    Source: MindSpore, ``train.CheckpointConfig``, where of two settings that exclude each other the
-    first wins in silence, be it by its default.
+    Source: MindSpore, ``train.CheckpointConfig``. There, of two settings that exclude each other,
+    the first silently wins, even if only by its default.
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is out of range, has no meaning here, or two exclude each
-            other.
+        ValueError: If a value is out of range or not supported, or two settings exclude each other.
     """
 
     save_checkpoint_steps: int = 1
-    """Steps from one checkpoint to the next; 0 for seconds."""
+    """Steps from one checkpoint to the next; 0 to save by seconds instead."""
 
     save_checkpoint_seconds: int = 0
-    """Seconds from one checkpoint to the next, looked at after each step; 0 for steps."""
+    """Seconds from one checkpoint to the next, checked after each step; 0 to save by steps."""
 
     keep_checkpoint_max: int = 5
-    """Checkpoints that are kept, the newest ones; 0 for minutes, or to keep all."""
+    """Number of newest checkpoints to keep; 0 to keep by minutes, or all."""
 
     keep_checkpoint_per_n_minutes: int = 0
-    """Keep the first checkpoint of each such span, and the newest; 0 for none of it."""
+    """Keep the first checkpoint of each span of so many minutes, and the newest; 0 turns it off."""
 
     integrated_save: bool = True
-    """Only True: every rank has whole weights."""
+    """Must be True: every rank has whole weights."""
 
     async_save: bool = False
-    """Only False: a checkpoint is in place when the step's callbacks are done."""
+    """Must be False: a checkpoint is complete when the callback returns."""
 
     saved_network: nn.Module | None = None
-    """What is saved, if it is not the network that is trained."""
+    """Network to save; ``None`` for the network that is trained."""
 
     append_info: Sequence[str | Mapping[str, Any]] | None = None
-    """Mappings of numbers, strings and tensors that are saved, too. (MindSpore's ``"epoch_num"``
-    and ``"step_num"`` are always there.)"""
+    """Mappings of numbers, strings and tensors to add to the checkpoint. (MindSpore's entries
+    ``"epoch_num"`` and ``"step_num"`` are allowed; both numbers are always saved.)"""
 
     enc_key: bytes | None = None
-    """Only ``None``: no encryption."""
+    """Must be ``None``: encryption is not supported."""
 
     enc_mode: str = "AES-GCM"
-    """Only the default."""
+    """Must be the default: encryption is not supported."""
 
     exception_save: bool = False
-    """Save when the training raises, as ``<prefix>-<epoch>_<step>_breakpoint``."""
+    """Save ``<prefix>-<epoch>_<step>_breakpoint`` when the training raises an error."""
 
     crc_check: bool = False
-    """Only False: a file has check sums anyway, which are compared when it is loaded."""
+    """Must be False: ``torch.save`` always writes checksums, and ``torch.load`` compares them."""
 
     remove_redundancy: bool = False
-    """Only False: one rank saves, once."""
+    """Must be False: only the main process saves, so nothing is redundant."""
 
     format: Literal["ckpt", "safetensors"] = "ckpt"
-    """``"ckpt"``: network, optimizer, training cell and numbers, for ``torch.load(file,
-    weights_only=True)``. ``"safetensors"``: the network's weights alone."""
+    """``"ckpt"``: network, optimizer, training cell and counters, for ``torch.load(file,
+    weights_only=True)``. ``"safetensors"``: the network's weights only."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit."""
+        """Check the settings."""
         for name in (
             "save_checkpoint_steps",
             "save_checkpoint_seconds",
@@ -80,24 +78,24 @@ class CheckpointConfig:
             check_int(name, getattr(self, name), minimum=0)
         if bool(self.save_checkpoint_steps) == bool(self.save_checkpoint_seconds):
             msg = (
-                "one of `save_checkpoint_steps` and `save_checkpoint_seconds` must be 0, the other "
-                f"not, got {self.save_checkpoint_steps} and {self.save_checkpoint_seconds}"
+                "exactly one of `save_checkpoint_steps` and `save_checkpoint_seconds` must be 0, "
+                f"got {self.save_checkpoint_steps} and {self.save_checkpoint_seconds}"
             )
             raise ValueError(msg)
         if self.keep_checkpoint_max and self.keep_checkpoint_per_n_minutes:
             msg = (
-                "one of `keep_checkpoint_max` and `keep_checkpoint_per_n_minutes` must be 0, got "
+                "`keep_checkpoint_max` or `keep_checkpoint_per_n_minutes` must be 0, got "
                 f"{self.keep_checkpoint_max} and {self.keep_checkpoint_per_n_minutes}"
             )
             raise ValueError(msg)
         for name, only in _ONLY.items():
             if getattr(self, name) != only:
-                msg = f"`{name}` must be {only!r}, got {getattr(self, name)!r}"
+                msg = f"`{name}` must be {only!r}, got {getattr(self, name)!r}; leave it out"
                 raise ValueError(msg)
         check_bool("exception_save", self.exception_save)
-        check_one_of("format", self.format, ("ckpt", "safetensors"))
+        check_choice("format", self.format, ("ckpt", "safetensors"))
         if self.saved_network is not None and not isinstance(self.saved_network, nn.Module):
-            msg = f"`saved_network` must be a module, got {type(self.saved_network).__name__}"
+            msg = f"`saved_network` must be a torch.nn.Module, got {described(self.saved_network)}"
             raise TypeError(msg)
         self._check_info()
 
@@ -107,12 +105,15 @@ class CheckpointConfig:
                 msg = f'`append_info` must hold "epoch_num", "step_num" and mappings, got {entry!r}'
                 raise TypeError(msg)
         if self.format == "safetensors" and self.info:
-            msg = "`append_info` must hold no mapping with format='safetensors', weights alone"
+            msg = (
+                "`append_info` must have no mapping with format='safetensors', which holds "
+                "weights only; use format='ckpt'"
+            )
             raise ValueError(msg)
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is saved beside."""
+        """Entries of all mappings in `append_info`."""
         mappings = [entry for entry in self.append_info or () if isinstance(entry, Mapping)]
         return {name: value for mapping in mappings for name, value in mapping.items()}
 
@@ -125,4 +126,4 @@ _ONLY: Mapping[str, object] = {
     "crc_check": False,
     "remove_redundancy": False,
 }
-"""Settings that nothing stands for, with the one value that they may have."""
+"""Settings that are not supported, with the only value they may have."""

@@ -1,4 +1,4 @@
-"""End a training that does not become better."""
+"""End a training that no longer improves."""
 
 import math
 from typing import final
@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_bool, check_int
+from mfwrap.arguments import check_bool, check_int, check_real
 from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
 from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
@@ -18,20 +18,23 @@ __all__ = ["EarlyStopping"]
 class EarlyStopping(Callback):
     """End a training after `patience` epochs without an improvement.
 
-    Epochs whose value is unknown, those without an evaluation for example, do not count. The value
-    is the same on every rank, and so is the decision.
+    An epoch whose value is unknown, for example without an evaluation, does not count. The value is
+    the same on every rank, so all ranks stop together.
 
-    Source: MindSpore, ``train.EarlyStopping``. There ``patience=0`` ends each training after its
-    first epoch, `baseline` is replaced by `min_delta`, and a value of 0 counts as unknown.
+    Source: MindSpore, ``train.EarlyStopping``. There ``patience=0`` ends every training after its
+    first epoch, `min_delta` overwrites `baseline`, and a value of 0 counts as unknown.
 
     Args:
-        monitor: Name of a metric, ``"eval_loss"``, or ``"loss"`` for the last step's.
-        min_delta: By how much a value has to be better than the best, >= 0.
-        patience: Epochs without an improvement; 0 and 1 both end a training at the first.
-        verbose: Print when it ends.
-        mode: ``"min"``, ``"max"``, or ``"auto"``: ``"min"`` for losses and errors.
-        baseline: An improvement counts only if it is better than this, too; ``None`` for any.
-        restore_best_weights: End with the weights of the best epoch, of which the CPU keeps a copy.
+        monitor: Name of the value: a metric, ``"eval_loss"``, or ``"loss"`` for the loss of the
+            last step.
+        min_delta: Smallest improvement that counts, >= 0.
+        patience: Epochs without an improvement after which training ends. 0 means 1.
+        verbose: Print a line when training ends early.
+        mode: ``"min"`` or ``"max"``: whether a smaller or a larger value is better. ``"auto"``:
+            ``"min"`` for losses and errors, else ``"max"``.
+        baseline: Only improvements to a value better than this reset the patience; ``None`` for
+            all improvements.
+        restore_best_weights: End with the weights of the best epoch. A copy is kept on the CPU.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -52,11 +55,8 @@ class EarlyStopping(Callback):
         check_int("patience", patience, minimum=0)
         check_bool("verbose", verbose)
         check_bool("restore_best_weights", restore_best_weights)
-        if baseline is not None and (
-            isinstance(baseline, bool) or not isinstance(baseline, (int, float))
-        ):
-            msg = f"`baseline` must be a number or None, got {type(baseline).__name__}"
-            raise TypeError(msg)
+        if baseline is not None:
+            check_real("baseline", baseline)
         self._patience = max(patience, 1)
         self._verbose = verbose
         self._baseline = baseline
@@ -69,16 +69,16 @@ class EarlyStopping(Callback):
         self.wait = 0
         """Epochs since the last improvement."""
         self.stopped_epoch = 0
-        """Number of the epoch, from 1, at which the training was ended; 0 if it was not."""
+        """Epoch, counted from 1, after which training ended early; 0 if it did not."""
         self._best_weights: dict[str, Tensor] = {}
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Forget the training before."""
+        """Forget the last training."""
         del run_context
         self._restart()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Compare; ask for the end after too many epochs without an improvement."""
+        """Compare the value of the epoch; end training if the patience is used up."""
         parameters = run_context.original_args()
         value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:
@@ -97,7 +97,7 @@ class EarlyStopping(Callback):
                 parameters.network.load_state_dict(self._best_weights)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Print when the training was ended."""
+        """Print a line if training ended early."""
         main = run_context.original_args().is_world_process_zero
         if self.stopped_epoch and self._verbose and main:
             best = "none" if math.isinf(self.best) else self.best

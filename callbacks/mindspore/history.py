@@ -1,4 +1,4 @@
-"""Losses and metrics of a training, epoch by epoch."""
+"""Collect losses and metrics of each epoch."""
 
 from typing import Any, final
 
@@ -10,27 +10,27 @@ __all__ = ["History"]
 
 @final
 class History(Callback):
-    """Keep the last loss and the metrics of each epoch.
+    """Collect the last loss and the metrics of each epoch.
 
-    Reading the loss waits for the device, once an epoch.
+    Synchronizes with the device once per epoch, to read the loss.
 
     Source: MindSpore, ``train.History``.
     """
 
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}
-        """``net_output``, the loss of the last step of each epoch on this rank, and each metric of
-        each evaluation."""
+        """Values by name: ``net_output``, the loss of the last step of each epoch on this rank, and
+        the metrics of each evaluation."""
         self.epoch: dict[str, list[int]] = {"epoch": []}
-        """Numbers of the epochs, from 1."""
+        """Numbers of the epochs, counted from 1."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Forget the training before."""
+        """Forget the last training."""
         del run_context
         self.history, self.epoch = {}, {"epoch": []}
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Keep what is known of the epoch."""
+        """Collect the values of the epoch."""
         parameters = run_context.original_args()
         self.epoch["epoch"].append(parameters.cur_epoch_num)
         loss = loss_of(parameters.net_outputs)

@@ -1,38 +1,39 @@
-"""A callback made of functions."""
+"""Build a callback from functions."""
 
 from collections.abc import Callable
 from typing import final
 
+from mfwrap.arguments import check_callable
 from mfwrap.model import Callback, RunContext
 
 __all__ = ["LambdaCallback"]
 
 Hook = Callable[[RunContext], object]
-"""Called with the run; what it returns is ignored."""
+"""Called with the context of the run; its result is ignored."""
 
 
 @final
 class LambdaCallback(Callback):
-    """Call a function at each event that one is given for.
+    """Call one function per event.
 
     Source: MindSpore, ``train.LambdaCallback``.
 
     Args:
-        on_train_epoch_begin: As in `Callback`, like all others.
-        on_train_epoch_end: See there.
-        on_train_step_begin: See there.
-        on_train_step_end: See there.
-        on_train_begin: See there.
-        on_train_end: See there.
-        on_eval_epoch_begin: See there.
-        on_eval_epoch_end: See there.
-        on_eval_step_begin: See there.
-        on_eval_step_end: See there.
-        on_eval_begin: See there.
-        on_eval_end: See there.
+        on_train_epoch_begin: Called before each epoch of training.
+        on_train_epoch_end: Called after each epoch of training.
+        on_train_step_begin: Called before each step of training.
+        on_train_step_end: Called after each step of training.
+        on_train_begin: Called before training.
+        on_train_end: Called after training.
+        on_eval_epoch_begin: Called before the pass over the evaluation data.
+        on_eval_epoch_end: Called after the pass over the evaluation data.
+        on_eval_step_begin: Called before each batch of an evaluation.
+        on_eval_step_end: Called after each batch of an evaluation.
+        on_eval_begin: Called before an evaluation.
+        on_eval_end: Called after an evaluation.
 
     Raises:
-        TypeError: If one cannot be called.
+        TypeError: If an argument is not callable.
 
     Example:
         >>> print_step = LambdaCallback(
@@ -71,9 +72,6 @@ class LambdaCallback(Callback):
             "on_eval_end": on_eval_end,
         }
         for name, hook in hooks.items():
-            if hook is None:
-                continue
-            if not callable(hook):
-                msg = f"`{name}` must be callable or None, got {type(hook).__name__}"
-                raise TypeError(msg)
-            setattr(self, name, hook)
+            if hook is not None:
+                check_callable(name, hook)
+                setattr(self, name, hook)

@@ -1,42 +1,38 @@
-"""A learning rate that is a function of the last one and the step."""
+"""Compute each learning rate from the last one and the step."""
 
 import math
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
+from mfwrap.arguments import check_callable
 from mfwrap.model import Callback, RunContext
 
-__all__ = ["LearningRateScheduler"]
+__all__ = ["LearningRateScheduler", "set_rate"]
 
 
 @final
 class LearningRateScheduler(Callback):
-    """Set the learning rate after each step.
+    """Set the learning rate of each parameter group after each step.
 
-    Every parameter group gets a rate of its own, from its own. A rate that is a tensor is changed
-    in place, and read, which waits for its device. With a schedule (`lr_scheduler`), which sets
-    rates too, the later of the two wins.
+    The function is called once per group with the rate of that group. A rate that is a tensor is
+    changed in place; reading it synchronizes with its device. If there is also an `lr_scheduler`,
+    the one that sets a rate last wins.
 
-    Source: MindSpore, ``train.LearningRateScheduler``, which works only where `Model` was given
-    the optimizer.
+    Source: MindSpore, ``train.LearningRateScheduler``, which works only if `Model` has the
+    optimizer.
 
     Args:
-        learning_rate_function: From a group's rate and the number of steps done, from 1, to the
-            rate of the next step.
+        learning_rate_function: Called with the current rate and the number of steps done, >= 1;
+            returns the rate of the next step.
 
     Raises:
-        TypeError: If it cannot be called.
+        TypeError: If `learning_rate_function` is not callable.
     """
 
     def __init__(self, learning_rate_function: Callable[[float, int], float]) -> None:
-        if not callable(learning_rate_function):
-            msg = (
-                "`learning_rate_function` must be callable, got "
-                f"{type(learning_rate_function).__name__}"
-            )
-            raise TypeError(msg)
+        check_callable("learning_rate_function", learning_rate_function)
         self._function = learning_rate_function
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -45,9 +41,13 @@ class LearningRateScheduler(Callback):
         for group in parameters.optimizer.param_groups:
             rate = float(group["lr"])
             new_rate = float(self._function(rate, parameters.cur_step_num))
-            if math.isclose(rate, new_rate, rel_tol=1e-10):
-                continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(new_rate)
-            else:
-                group["lr"] = new_rate
+            if not math.isclose(rate, new_rate, rel_tol=1e-10):
+                set_rate(group, new_rate)
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group; a rate that is a tensor is changed in place."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -1,4 +1,4 @@
-"""MindSpore's loss monitor: one line for a step."""
+"""Print one line with the loss for each step."""
 
 import math
 from collections.abc import Sequence
@@ -17,28 +17,29 @@ __all__ = ["LossMonitor"]
 
 @final
 class LossMonitor(Callback):
-    """Print the loss of steps, and end a training whose loss is not finite.
+    """Print the loss of steps, and end a training whose loss is non-finite.
 
     ::
 
         epoch: 1 step: 1, loss is 2.302503824234009
 
-    The line of a step is printed, on the main process, at the end of the next step, or of the
-    epoch, so that the device is not waited for. After an evaluation, `Model.fit` ends the epoch
-    with ``Eval result: epoch 1, metrics: {...}``.
+    The main process prints the line of a step at the end of the next step, or of the epoch, so
+    that no step synchronizes with the device. After an evaluation in `Model.fit` it also prints
+    ``Eval result: epoch 1, metrics: {...}``.
 
-    A loss that is not finite ends the training, unless the update was dropped for its overflow:
-    with a dynamic loss scale that is part of a training. A step of one's own says so by the second
-    of its values, a flag: ``(loss, overflow, loss_scale, ...)``, named or not.
+    A non-finite loss ends the training, unless the update was skipped because of an overflow: with
+    a dynamic loss scale, overflows are normal. A training step of your own reports an overflow as
+    its second value: ``(loss, overflow, loss_scale, ...)``, as a named or a plain tuple.
 
-    Source: MindSpore, ``train.LossMonitor``, which looks for such losses only where a cell returns
-    nothing beside the loss, and then ends trainings with a dynamic loss scale, too.
+    Source: MindSpore, ``train.LossMonitor``, which checks the loss only if the cell returns nothing
+    else, and then also ends trainings with a dynamic loss scale.
 
     Args:
-        per_print_times: Steps from one line to the next; 0 prints none.
+        per_print_times: Steps from one line to the next; 0 prints no lines.
 
     Raises:
-        ValueError: If `per_print_times` is no int or negative; when a loss is not finite.
+        ValueError: If `per_print_times` is not an int >= 0. During training, if a loss is
+            non-finite.
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
@@ -48,19 +49,19 @@ class LossMonitor(Callback):
         self._per_print_times = per_print_times
         self._last_print_step = 0
         self._reads: DeferredReads | None = None
-        self._said_what_is_missing = False
+        self._has_warned = False
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Count steps from here."""
+        """Start counting steps."""
         self._last_print_step = run_context.original_args().cur_step_num
         self._reads = None
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Print the step before; begin to copy the loss of this one."""
+        """Print the last step; start copying the loss of this step to the host."""
         parameters = run_context.original_args()
         loss = loss_of(parameters.net_outputs)
         if loss is None:
-            self._say_what_is_missing()
+            self._warn_once()
             return
         self._flush()
         if self._reads is None:
@@ -69,8 +70,8 @@ class LossMonitor(Callback):
         epoch, step = parameters.cur_epoch_num, _step_in_epoch(parameters)
 
         def receive(values: Sequence[float]) -> None:
-            value, dropped = values
-            if not math.isfinite(value) and not dropped:
+            value, skipped = values
+            if not math.isfinite(value) and not skipped:
                 msg = (
                     f"In epoch: {epoch} step: {step}, loss is NAN or INF, training process cannot "
                     "continue, terminating training."
@@ -82,12 +83,12 @@ class LossMonitor(Callback):
         self._reads.submit(_packed(loss, parameters.net_outputs), receive)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        """Print what is pending."""
+        """Print the pending line."""
         del run_context
         self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Print what is pending, and the metrics of an evaluation."""
+        """Print the pending line and the metrics of an evaluation."""
         self._flush()
         parameters = run_context.original_args()
         metrics = parameters.get("metrics")
@@ -95,7 +96,7 @@ class LossMonitor(Callback):
             print_line(f"Eval result: epoch {parameters.cur_epoch_num}, metrics: {metrics}")
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Print what is pending."""
+        """Print the pending line."""
         del run_context
         self._flush()
 
@@ -110,12 +111,12 @@ class LossMonitor(Callback):
         if self._reads is not None:
             self._reads.flush()
 
-    def _say_what_is_missing(self) -> None:
-        if not self._said_what_is_missing:
-            self._said_what_is_missing = True
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             run_logger(__package__).warning(
-                "LossMonitor gets no step's output in this loop, and prints no loss. MFTrainer and "
-                "Model have one; MFLossMonitor prints what a Trainer logs."
+                "LossMonitor prints no loss, because this loop does not pass the output of a step. "
+                "Use it with MFTrainer or Model; MFLossMonitor prints what a stock Trainer logs."
             )
 
 
@@ -125,8 +126,8 @@ def _step_in_epoch(parameters: CallbackParameters) -> int:
 
 
 def _packed(loss: Tensor, outputs: Any) -> Tensor:
-    """Return the mean loss and whether the update was dropped, shape ``(2,)``."""
+    """Return the mean loss and whether the update was skipped, shape ``(2,)``."""
     mean = loss.detach().float().mean()
     overflow = getattr(named_output(outputs), "overflow", None)
-    dropped = torch.zeros_like(mean) if overflow is None else overflow.float().reshape(())
-    return torch.stack((mean, dropped))
+    skipped = torch.zeros_like(mean) if overflow is None else overflow.float().reshape(())
+    return torch.stack((mean, skipped))

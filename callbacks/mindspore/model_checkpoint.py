@@ -1,4 +1,4 @@
-"""MindSpore's checkpoints: files that are whole or not there, the newest ones kept."""
+"""Save checkpoints in files, and keep the newest ones."""
 
 import re
 import time
@@ -12,6 +12,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from mfwrap.arguments import described
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.model import Callback, CallbackParameters, RunContext
@@ -20,7 +21,7 @@ __all__ = ["ModelCheckpoint"]
 
 
 class _Saved(NamedTuple):
-    """A checkpoint and when it was written."""
+    """A checkpoint and the time it was written."""
 
     path: Path
     seconds: float
@@ -28,13 +29,19 @@ class _Saved(NamedTuple):
 
 @final
 class ModelCheckpoint(Callback):
-    """Save checkpoints in the course of a training, and one at its end.
+    """Save checkpoints during a training and at its end.
 
-    ``<directory>/<prefix>-<epoch>_<step in the epoch>.ckpt`` holds ``network``, ``optimizer``,
-    ``cell`` (what the training cell's ``state_dict`` has: loss scale, counters, average), and
-    ``lr_scheduler`` where there is a schedule, ``loss_fn`` where the loss function has weights,
-    ``epoch_num``, ``step_num`` and what `append_info` adds. It is written beside and moved into
-    place, by the main process; saving waits for the device. To go on from it::
+    The main process writes ``<directory>/<prefix>-<epoch>_<step in the epoch>.ckpt`` under a
+    temporary name and renames it. Saving synchronizes with the device. The file holds a dictionary
+    with these entries:
+
+    - ``network`` and ``optimizer``: their ``state_dict()``.
+    - ``cell``: the ``state_dict()`` of the training cell: loss scale, counters, average.
+    - ``lr_scheduler``: if there is a schedule.
+    - ``loss_fn``: if the loss function has weights.
+    - ``epoch_num`` and ``step_num``, and the entries of `CheckpointConfig.append_info`.
+
+    To resume from it::
 
         state = torch.load(file, weights_only=True)
         network.load_state_dict(state["network"])
@@ -42,15 +49,16 @@ class ModelCheckpoint(Callback):
         cell.load_state_dict(state["cell"])
         schedule.load_state_dict(state["lr_scheduler"])
 
-    If `directory` has checkpoints of the prefix already, those of this training are named
-    ``<prefix>_1``, and so on.
+    If `directory` already has checkpoints with the prefix, this training uses ``<prefix>_1``, and
+    so on.
 
-    Source: MindSpore, ``train.ModelCheckpoint``, which writes a graph, too, and a file in place.
+    Source: MindSpore, ``train.ModelCheckpoint``, which also writes a graph, and writes files in
+    place.
 
     Args:
-        prefix: Begin of the files' names, without ``/``.
-        directory: Where they are; made when it is needed. By default the working directory.
-        config: When to save, and what to keep; ``None`` for each step and the newest five.
+        prefix: Start of the file names, without ``/``.
+        directory: Folder for the files, created if missing; ``None`` for the working directory.
+        config: When to save and what to keep; ``None`` saves each step and keeps the newest five.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
@@ -70,7 +78,7 @@ class ModelCheckpoint(Callback):
             msg = f"`prefix` must be a name without `/`, got {prefix!r}"
             raise ValueError(msg)
         if config is not None and not isinstance(config, CheckpointConfig):
-            msg = f"`config` must be a CheckpointConfig or None, got {type(config).__name__}"
+            msg = f"`config` must be a CheckpointConfig or None, got {described(config)}"
             raise TypeError(msg)
         self._given_prefix = self._prefix = prefix
         self._directory = Path("." if directory is None else directory)
@@ -81,17 +89,17 @@ class ModelCheckpoint(Callback):
         self._last_step: int | None = None
         self._last_seconds = 0.0
         self.latest_ckpt_file_name = ""
-        """The newest checkpoint's path; empty before the first."""
+        """Path of the newest checkpoint; empty before the first."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Choose the files' names."""
+        """Choose a prefix that no earlier checkpoint has."""
         self._parameters = run_context.original_args()
         self._prefix = _free_prefix(self._directory, self._given_prefix, self._config.format)
         self._saved, self._last_step = [], None
         self._last_seconds = self._clock()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Save, if it is time."""
+        """Save if a checkpoint is due."""
         step: int = run_context.original_args().cur_step_num
         if self._config.save_checkpoint_steps:
             due = step % self._config.save_checkpoint_steps == 0
@@ -101,7 +109,7 @@ class ModelCheckpoint(Callback):
             self._save(run_context.original_args())
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Save, if the last step was not."""
+        """Save if the last step has no checkpoint yet."""
         self._save(run_context.original_args())
 
     def __exit__(
@@ -137,7 +145,7 @@ class ModelCheckpoint(Callback):
         if self._config.format == "safetensors":
             save_model(network, str(path))
             return
-        # First, because it brings the schedule and with it the optimizer's rates up to date.
+        # First: flushing the cell updates the schedule and so the learning rates of the optimizer.
         state = _state_of(parameters)
         state |= {
             "network": network.state_dict(),
@@ -146,7 +154,7 @@ class ModelCheckpoint(Callback):
             "step_num": parameters.cur_step_num,
         }
         if taken := state.keys() & self._config.info.keys():
-            msg = f"`append_info` must have names of its own, got {sorted(taken)}"
+            msg = f"`append_info` must not use names that checkpoints have: {sorted(taken)}"
             raise ValueError(msg)
         torch.save(state | self._config.info, path)
 
@@ -155,7 +163,7 @@ class ModelCheckpoint(Callback):
         if self._config.keep_checkpoint_max:
             old = self._saved[: -self._config.keep_checkpoint_max]
         elif self._config.keep_checkpoint_per_n_minutes:
-            # The one before the newest goes if the one before it is in the same span.
+            # The second newest is deleted if the third newest belongs to the same span.
             span = self._config.keep_checkpoint_per_n_minutes * 60
             last = self._saved[-3:]
             old = [last[1]] if len(last) == 3 and last[1].seconds - last[0].seconds < span else []
@@ -167,7 +175,7 @@ class ModelCheckpoint(Callback):
 
 
 def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
-    """Return the states of training cell, schedule and loss function, where there are any."""
+    """Return the states of training cell, schedule and loss function, if they have any."""
     cell, schedule = parameters.train_network, parameters.get("lr_scheduler")
     loss_fn = parameters.get("loss_fn")
     state: dict[str, Any] = {}
@@ -182,7 +190,7 @@ def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
 
 
 def _free_prefix(directory: Path, prefix: str, suffix: str) -> str:
-    """Return the prefix, with the first number that no file of the directory has."""
+    """Return the prefix, numbered if files with the prefix exist."""
     names = [path.name for path in directory.glob(f"*.{suffix}")] if directory.is_dir() else []
     taken = {
         int(match[1] or 0)

@@ -1,13 +1,13 @@
-"""The value that a callback watches, and whether it has become better."""
+"""Read the value that a callback monitors, and decide whether it has improved."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import reduce
 from torch import Tensor
 
+from mfwrap.arguments import check_choice, check_number, described
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.model import CallbackParameters
 
@@ -20,10 +20,10 @@ _SMALLER_IS_BETTER = {
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss in what a training cell returns, of any shape; ``None`` without one.
+    """Return the loss in the output of a training cell, of any shape; ``None`` without a loss.
 
     Args:
-        outputs: The loss, or a tuple that has it by name or first.
+        outputs: The loss, an object with an attribute `loss`, or a tuple that starts with the loss.
     """
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, (tuple, list)) and outputs:
@@ -34,20 +34,21 @@ def loss_of(outputs: Any) -> Tensor | None:
 
 
 def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
-    """Return a value at the end of an epoch; ``None`` if it is not known.
+    """Return the monitored value at the end of an epoch; ``None`` if it is unknown.
 
-    That is a metric of this epoch's evaluation, by its name or with ``eval_`` before it, which is
-    how a Trainer names it; or else, for ``"loss"``, the loss of the last step, as a mean over
-    ranks, which waits for the device.
+    The value is a metric of this epoch's evaluation, under its name or, as a Trainer names it, with
+    the prefix ``eval_``. Without such a metric, ``"loss"`` is the loss of the last step, as a mean
+    over ranks; reading it synchronizes with the device.
 
     Args:
-        parameters: Of the run.
+        parameters: Parameters of the run.
         monitor: Name of the value.
 
     Raises:
-        TypeError: If the metric is not one number.
+        TypeError: If the metric is not a single number.
     """
-    # `eval_results` stays for later epochs; `metrics` is there only after an evaluation.
+    # `eval_results` stays in the parameters for later epochs; `metrics` only exists after an
+    # evaluation in this epoch.
     if "metrics" in parameters:
         metrics = {**parameters.get("eval_results", {}), **parameters.metrics}
         for name in (monitor, f"eval_{monitor}"):
@@ -63,14 +64,14 @@ def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
 
 
 def value_of_epoch(callback: object, parameters: CallbackParameters, monitor: str) -> float | None:
-    """Return `watched_value`, or warn in the name of a callback that there is none."""
+    """Return `watched_value`; if it is unknown, log a warning with the callback's name."""
     value = watched_value(parameters, monitor)
     if value is None:
         run_logger(type(callback).__module__).warning(
-            "%s finds no `%s` in epoch %d, which does not count",
+            "%s ignores epoch %d: it has no value for `%s`",
             type(callback).__name__,
-            monitor,
             parameters.cur_epoch_num,
+            monitor,
         )
     return value
 
@@ -79,18 +80,18 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"`monitor` must name a metric that is one number, got {name} = {value!r}"
+        msg = f"`monitor` must name a metric that is a single number, got {name} = {value!r}"
         raise TypeError(msg)
     return float(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """When a value is better than another.
+    """Decide whether a value is better than another.
 
     Raises:
         TypeError: If a setting has the wrong type.
-        ValueError: If `mode` is unknown, or `min_delta` negative.
+        ValueError: If `mode` is unknown, or `min_delta` is negative or non-finite.
     """
 
     monitor: str
@@ -100,42 +101,30 @@ class Improvement:
     """``"min"``, ``"max"``, or ``"auto"``: ``"min"`` for losses and errors, else ``"max"``."""
 
     min_delta: float
-    """By how much a value has to be better."""
+    """Smallest improvement that counts."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit."""
+        """Check the settings."""
         if not isinstance(self.monitor, str):
-            msg = f"`monitor` must be a str, got {type(self.monitor).__name__}"
+            msg = f"`monitor` must be a str, got {described(self.monitor)}"
             raise TypeError(msg)
-        check_one_of("mode", self.mode, ("auto", "min", "max"))
-        if isinstance(self.min_delta, bool) or not isinstance(self.min_delta, (int, float)):
-            msg = f"`min_delta` must be a number, got {type(self.min_delta).__name__}"
-            raise TypeError(msg)
-        if not 0 <= self.min_delta < math.inf:
-            msg = f"`min_delta` must be >= 0 and finite, got {self.min_delta}"
-            raise ValueError(msg)
+        check_choice("mode", self.mode, ("auto", "min", "max"))
+        check_number("min_delta", self.min_delta)
 
     @property
     def is_downward(self) -> bool:
-        """Whether smaller is better."""
+        """Whether a smaller value is better."""
         if self.mode == "auto":
             return self.monitor.removeprefix("eval_") in _SMALLER_IS_BETTER
         return self.mode == "min"
 
     @property
     def worst(self) -> float:
-        """What any number is better than."""
+        """The infinity that every finite value is better than."""
         return math.inf if self.is_downward else -math.inf
 
     def improves(self, value: float, best: float) -> bool:
-        """Return whether `value` is better than `best`; nan never is."""
+        """Return whether `value` is better than `best` by more than `min_delta`; NaN never is."""
         if self.is_downward:
             return value < best - self.min_delta
         return value > best + self.min_delta
-
-
-def check_one_of(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise ``ValueError`` if `value` is none of `choices`."""
-    if value not in choices:
-        msg = f"`{name}` must be one of {list(choices)}, got {value!r}"
-        raise ValueError(msg)

@@ -1,10 +1,9 @@
-"""A learning rate that falls when a value does not become better."""
+"""Lower the learning rate when a value no longer improves."""
 
 from typing import final
 
-from torch import Tensor
-
-from mfwrap.arguments import check_bool, check_int
+from mfwrap.arguments import check_bool, check_int, check_real
+from mfwrap.callbacks.mindspore.learning_rate_scheduler import set_rate
 from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
 from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
@@ -16,22 +15,24 @@ __all__ = ["ReduceLROnPlateau"]
 class ReduceLROnPlateau(Callback):
     """Multiply the learning rate by `factor` after `patience` epochs without an improvement.
 
-    Every parameter group's rate falls. ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does it one
-    epoch later for the same `patience` and `cooldown`, and is stepped by hand.
+    The rates of all parameter groups are lowered. With the same `patience` and `cooldown`,
+    ``torch.optim.lr_scheduler.ReduceLROnPlateau`` lowers them one epoch later.
 
-    Source: MindSpore, ``train.ReduceLROnPlateau``, which refuses groups and schedules and takes a
-    value of 0 for unknown.
+    Source: MindSpore, ``train.ReduceLROnPlateau``, which refuses parameter groups and schedules,
+    and takes a value of 0 for unknown.
 
     Args:
-        monitor: Name of a metric, ``"eval_loss"``, or ``"loss"`` for the last step's.
-        factor: In (0, 1).
-        patience: Epochs without an improvement.
+        monitor: Name of the value: a metric, ``"eval_loss"``, or ``"loss"`` for the loss of the
+            last step.
+        factor: Factor for the learning rates, in (0, 1).
+        patience: Epochs without an improvement after which the rates are lowered.
         verbose: Print each change.
-        mode: ``"min"``, ``"max"``, or ``"auto"``: ``"min"`` for losses and errors.
-        min_delta: By how much a value has to be better than the best, >= 0.
-        cooldown: Epochs after a change; those before its last one do not count as being without an
-            improvement.
-        min_lr: The rate falls no lower.
+        mode: ``"min"`` or ``"max"``: whether a smaller or a larger value is better. ``"auto"``:
+            ``"min"`` for losses and errors, else ``"max"``.
+        min_delta: Smallest improvement that counts, >= 0.
+        cooldown: Epochs after a change in which the patience is not used up; the last one of them
+            counts again.
+        min_lr: Lowest rate.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -51,9 +52,7 @@ class ReduceLROnPlateau(Callback):
     ) -> None:
         self._improvement = Improvement(monitor, mode, min_delta)
         for name, value in (("factor", factor), ("min_lr", min_lr)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                msg = f"`{name}` must be a number, got {type(value).__name__}"
-                raise TypeError(msg)
+            check_real(name, value)
         if not 0 < factor < 1:
             msg = f"`factor` must be in (0, 1), got {factor}"
             raise ValueError(msg)
@@ -74,16 +73,16 @@ class ReduceLROnPlateau(Callback):
         self.best = self._improvement.worst
         """The best value so far."""
         self.wait = 0
-        """Epochs since the last improvement or change."""
+        """Epochs since the last improvement or change of rates."""
         self._cooldown_left = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Forget the training before."""
+        """Forget the last training."""
         del run_context
         self._restart()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Compare; lower the rates after too many epochs without an improvement."""
+        """Compare the value of the epoch; lower the rates if the patience is used up."""
         parameters = run_context.original_args()
         value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:
@@ -106,10 +105,7 @@ class ReduceLROnPlateau(Callback):
             if rate <= self._min_lr:
                 continue
             new_rate = max(rate * self._factor, self._min_lr)
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(new_rate)
-            else:
-                group["lr"] = new_rate
+            set_rate(group, new_rate)
             self._cooldown_left, self.wait = self._cooldown, 0
             if self._verbose and parameters.is_world_process_zero:
                 print_line(

@@ -1,4 +1,4 @@
-"""MindSpore's time monitor: how long epochs take."""
+"""Print how long epochs and their steps take."""
 
 import time
 from collections.abc import Callable
@@ -15,20 +15,19 @@ __all__ = ["TimeMonitor"]
 
 @final
 class TimeMonitor(Callback):
-    """Print the time of each epoch and of its steps, on the main process.
+    """Print the time of each epoch and the mean time of its steps, on the main process.
 
     ::
 
         Train epoch time: 581.132 ms, per step time: 193.711 ms (data time: 0.725 ms)
 
-    The end of an epoch waits for the device, so that the time is that of the work.
+    Synchronizes with the device at the end of each epoch, so that the time includes all its work.
 
     Source: MindSpore, ``train.TimeMonitor``.
 
     Args:
-        data_size: Steps that an epoch is divided by; ``None`` for those that it had.
-        data_time: Show the mean time from one step's end to the next one's begin, too, in which
-            the data is fetched.
+        data_size: Number of steps for the mean; ``None`` for the steps of the epoch.
+        data_time: Also print the mean time between steps, in which data is loaded.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
@@ -60,7 +59,7 @@ class TimeMonitor(Callback):
         self._begin()
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Count the time since the last step as that of the data."""
+        """Count the time since the last step as loading time."""
         del run_context
         self._begin_step()
 
@@ -80,7 +79,7 @@ class TimeMonitor(Callback):
         self._begin()
 
     def on_eval_step_begin(self, run_context: RunContext) -> None:
-        """Count the time since the last step as that of the data."""
+        """Count the time since the last step as loading time."""
         del run_context
         self._begin_step()
 
@@ -90,7 +89,7 @@ class TimeMonitor(Callback):
         self._end_step()
 
     def on_eval_epoch_end(self, run_context: RunContext) -> None:
-        """Print the times; the epoch of a training that is ending goes on."""
+        """Print the times; continue to time the epoch of training around the evaluation."""
         self._end("Eval", run_context)
         self._epoch_start, self._step_end, self._num_steps, self._data_seconds = self._outer
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mfwrap.arguments import (
     check_bool,
+    check_callable,
+    check_choice,
     check_int,
     check_number,
     check_positive_number,
@@ -123,3 +125,18 @@ def test_check_real_accepts_every_real_number():
     """NumPy's scalars and fractions are real numbers, too."""
     for value in (1, 0.5, np.float32(0.5), Fraction(1, 3)):
         assert check_real("rate", value) is value
+
+
+def test_check_callable_refuses_what_cannot_be_called():
+    """A function and a class pass; any other value is a TypeError."""
+    check_callable("hook", print)
+    check_callable("hook", dict)
+    with pytest.raises(TypeError, match=r"^`hook` must be callable, got 3 of type int$"):
+        check_callable("hook", 3)
+
+
+def test_check_choice_refuses_other_values():
+    """The error lists the choices."""
+    check_choice("mode", "min", ("min", "max"))
+    with pytest.raises(ValueError, match=r"^`mode` must be one of \['min', 'max'\], got 'mean'$"):
+        check_choice("mode", "mean", ("min", "max"))

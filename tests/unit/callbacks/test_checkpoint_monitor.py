@@ -1,4 +1,4 @@
-"""Checkpoints of a real Trainer: when they are saved, which are kept, which are healthy."""
+"""Checkpoints of a Trainer: when they are saved, which are kept, which are healthy."""
 
 import json
 import math
@@ -6,17 +6,12 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, newest_healthy_checkpoint
-from mfwrap.callbacks.checkpoint_health import (
-    CheckpointHealth,
-    has_bad_weights,
-    health_of,
-    record_health,
-)
+from mfwrap.callbacks.checkpoint_health import CheckpointHealth, record_health
+from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.host_reads import HostReads
@@ -47,7 +42,7 @@ def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **settings):
 
 @pytest.mark.parametrize("kind", [MFTrainer, Trainer])
 def test_by_steps(kind, tmp_path):
-    """Every second step and the last; the last two are kept, and each has a line."""
+    """Due steps and the last step are saved, the newest two kept, and each has a record."""
     trained(tmp_path, CheckpointMonitor(2, keep_checkpoint_max=2), kind=kind, max_steps=7)
 
     assert steps_of(tmp_path) == [6, 7]
@@ -58,7 +53,7 @@ def test_by_steps(kind, tmp_path):
 
 
 def test_by_time(tmp_path):
-    """A step after ten seconds are over, the checkpoint is saved, and the clock starts anew."""
+    """A checkpoint is saved one step after the time is over, and the clock restarts."""
     clock = Clock()
 
     class Seconds(TrainerCallback):
@@ -72,7 +67,7 @@ def test_by_time(tmp_path):
 
 
 def test_an_unhealthy_checkpoint(tmp_path, caplog):
-    """One with a loss that is nan is on record with the reason; an older one is kept for it."""
+    """An unhealthy checkpoint is recorded with its reasons, and the last healthy one is kept."""
     factors = [1.0] * 3 + [NAN] * 3
     trained(tmp_path, CheckpointMonitor(1, keep_checkpoint_max=2), model=spoilt_llama(factors))
     found = {record["step"]: record for record in records(tmp_path)}
@@ -82,13 +77,13 @@ def test_an_unhealthy_checkpoint(tmp_path, caplog):
     assert found[6]["reasons"] == ["the loss is nan", "3 updates in a row were skipped"]
     assert steps_of(tmp_path) == [3, 5, 6]
     assert newest_healthy_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
-    assert "checkpoint-6 is not healthy: the loss is nan, 3 updates in a row were skipped" in [
+    assert "checkpoint-6 is unhealthy: the loss is nan, 3 updates in a row were skipped" in [
         r.getMessage() for r in caplog.records
     ]
 
 
 def test_a_resume_from_the_newest_healthy_one(tmp_path):
-    """The run goes on from it and its checkpoints take the place of the ill ones."""
+    """A run resumed from the newest healthy checkpoint replaces the unhealthy ones."""
     trained(tmp_path, CheckpointMonitor(1), model=spoilt_llama([1.0] * 3 + [NAN] * 3))
     healthy = newest_healthy_checkpoint(tmp_path)
     extras = {"step": StepConfig(local_norm=True)}
@@ -108,7 +103,7 @@ def test_a_resume_from_the_newest_healthy_one(tmp_path):
 
 
 def test_what_is_usual_goes_on_after_a_resume(tmp_path):
-    """The state of a run in two parts is that of a run in one, and JSON can hold it."""
+    """A resumed run has the state of an unbroken run, and JSON can hold it."""
     spoilt = [1.0, NAN, 1.0, 1.0, NAN, NAN]
     whole = CheckpointMonitor(3)
     trained(tmp_path / "whole", whole, model=spoilt_llama(spoilt))
@@ -130,14 +125,14 @@ def test_what_is_usual_goes_on_after_a_resume(tmp_path):
     assert [r["skips_since_last"] for r in records(tmp_path / "parts")] == [1, 2]
     assert [r["skips_since_last"] for r in records(tmp_path / "whole")] == [1, 2]
     assert (ours["global_norm"]["num_steps"], ours["skipped_updates"]) == (3, 3)
-    # The schedule of the first part is shorter, so that norms differ a little.
+    # The schedule of the first part is shorter, so its norms differ a little.
     assert theirs["global_norm"] == pytest.approx(ours["global_norm"], rel=0.5)
     assert theirs["skipped_updates"] == 3
     assert CheckpointMonitor.from_state(states[0])._settings == whole._settings
 
 
 def test_weights_that_are_not_finite(tmp_path):
-    """They are found when the checkpoint is saved, also in a stock Trainer."""
+    """Non-finite weights are found at a save, also in a stock Trainer."""
 
     class Spoil(TrainerCallback):
         def on_step_end(self, _args, state, _control, *, model, **_):
@@ -154,7 +149,7 @@ def test_weights_that_are_not_finite(tmp_path):
 
 
 def test_the_embeddings_gradient(tmp_path):
-    """Its norm, not the square of it, is compared."""
+    """The norm of the embedding's gradient is compared, not its square."""
     norms = []
 
     class Note(TrainerCallback):
@@ -169,65 +164,38 @@ def test_the_embeddings_gradient(tmp_path):
     (low_record,), (high_record,) = records(tmp_path / "low"), records(tmp_path / "high")
 
     assert low_record["embedding_norm"] == pytest.approx(norms[0])
-    assert low_record["reasons"] == [f"the norm of the embedding's gradient is {norms[0]:.6g}"]
+    assert low_record["reasons"] == [f"the gradient norm of an embedding is {norms[0]:.6g}"]
     assert high_record["healthy"]
 
 
-def test_the_last_record_counts(tmp_path):
-    """A checkpoint that was saved again is what it was found to be then; one must be there."""
-    for step, healthy in ((2, True), (10, True), (4, True), (4, False), (30, True)):
-        record_health(
-            tmp_path, CheckpointHealth(checkpoint=f"checkpoint-{step}", step=step, healthy=healthy)
-        )
-    for step in (2, 4, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-
-    assert newest_healthy_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    (tmp_path / "checkpoint-10").rmdir()
-    assert newest_healthy_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-2"
-    assert newest_healthy_checkpoint(tmp_path / "none") is None
-
-
-FINE = {
-    "loss": 1.0,
-    "global_norm": 2.0,
-    "overflow": False,
-    "consecutive_skips": 2,
-    "embedding_norm": 0.5,
-    "embedding_limit": 1.0,
-    "most_skips": 2,
-    "is_spike": False,
-    "weights_are_bad": False,
-}
-
-
 @pytest.mark.parametrize(
-    ("values", "num_reasons"),
+    ("num_kept", "best", "healthy", "left"),
     [
-        ({}, 0),
-        ({"loss": None, "global_norm": None, "embedding_norm": None, "consecutive_skips": None}, 0),
-        ({"loss": math.inf}, 1),
-        ({"consecutive_skips": 3}, 1),
-        ({"is_spike": True}, 1),
-        ({"is_spike": True, "overflow": True}, 0),
-        ({"embedding_norm": 1.0}, 1),
-        ({"embedding_norm": NAN}, 1),
-        ({"embedding_norm": NAN, "overflow": True}, 0),
-        ({"embedding_norm": 9.0, "embedding_limit": None}, 0),
-        ({"weights_are_bad": True, "loss": NAN}, 2),
+        (1, None, [], [10]),
+        (3, None, [], [3, 4, 10]),
+        (9, None, [], [1, 2, 3, 4, 10]),
+        (1, 2, [], [2, 10]),
+        (1, None, [1, 3], [3, 10]),
+        (2, 1, [1, 3, 10], [1, 4, 10]),
+        (1, 9, [9], [10]),
     ],
 )
-def test_reasons(values, num_reasons):
-    """Each sign of illness is one reason; an overflow says nothing of norms."""
-    assert len(health_of(**FINE | values)) == num_reasons
+def test_what_is_left(num_kept, best, healthy, left, tmp_path):
+    """The newest, the best and the newest healthy checkpoints are kept, and other folders."""
+    for step in (1, 2, 3, 4, 10):
+        (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
+        name = f"checkpoint-{step}"
+        record_health(
+            tmp_path, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy)
+        )
+    (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "checkpoint.partial" / "removed" / "checkpoint-0").mkdir(parents=True)
+    rotate_checkpoints(
+        tmp_path, num_kept, None if best is None else str(tmp_path / f"checkpoint-{best}")
+    )
 
-
-def test_bad_weights():
-    """Of floating type, trainable or not."""
-    model = nn.Linear(2, 2)
-    assert not has_bad_weights(model)
-    model.bias.requires_grad_(requires_grad=False)[0] = -math.inf
-    assert has_bad_weights(model)
+    kept = {f"checkpoint-{step}" for step in left}
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == kept | {"checkpoint-x"}
 
 
 @pytest.mark.parametrize(
@@ -253,19 +221,19 @@ def test_bad_weights():
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """An argument that does not fit is refused at construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=re.escape(message)):
         CheckpointMonitor(**settings)
 
 
 def test_two_that_delete(tmp_path):
-    """The Trainer's own limit is refused."""
-    with pytest.raises(ValueError, match=r"`save_total_limit` must be None .* got 3"):
+    """A Trainer with a ``save_total_limit`` is refused."""
+    with pytest.raises(ValueError, match="save_total_limit=3 and keep_checkpoint_max=5 would"):
         trained(tmp_path, CheckpointMonitor(1), save_total_limit=3)
 
 
 def test_a_step_reads_nothing(tmp_path):
-    """What tells health is on its way to the host without a wait."""
+    """A step starts no synchronizing read."""
     monitor = CheckpointMonitor(100, save_checkpoint_seconds=1e6, embedding_local_norm_threshold=1)
     outputs = []
 
@@ -283,7 +251,7 @@ def test_a_step_reads_nothing(tmp_path):
         state.global_step = number
         monitor.on_step_end(args, state, trainer.control, **values)
 
-    # The first one makes the memory that values are copied into.
+    # The first step allocates the buffers that values are copied into.
     step(1)
     with HostReads() as counted:
         for number in (2, 3, 4):

@@ -1,4 +1,4 @@
-"""Evaluations by steps and by epochs, as MindFormers logs them."""
+"""Evaluations by steps and by epochs are called and logged as in MindFormers."""
 
 import re
 
@@ -11,7 +11,7 @@ from support.monitored_loop import Clock
 
 
 def evaluated(callback, calls, *, num_epochs=3, steps_per_epoch=4, epoch=0.0, main=True):
-    """Return after which steps a callback has evaluated."""
+    """Return the events and steps at which a callback has evaluated."""
     state = TrainerState(epoch=epoch, is_world_process_zero=main)
     handler = CallbackHandler([callback], None, None, None, None)
     control = TrainerControl()
@@ -44,7 +44,7 @@ def evaluated(callback, calls, *, num_epochs=3, steps_per_epoch=4, epoch=0.0, ma
     ids=str,
 )
 def test_when(intervals, epoch, expected):
-    """Intervals count steps and epochs of the whole training; nothing is evaluated twice."""
+    """Intervals count from the start of training, and no state is evaluated twice."""
     calls = []
     callback = EvalCallback(lambda: calls.append(1), **intervals)
     found = evaluated(callback, calls, epoch=epoch)
@@ -53,7 +53,7 @@ def test_when(intervals, epoch, expected):
 
 
 def test_the_line(caplog):
-    """The result and the time, on the main process alone."""
+    """Only the main process logs the result and the time."""
     clock, calls = Clock(), []
 
     def evaluate():
@@ -80,6 +80,6 @@ def test_the_line(caplog):
     ],
 )
 def test_bad_arguments(arguments, message):
-    """An argument of another type is refused at construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(TypeError, match=re.escape(message)):
         EvalCallback(*arguments)

@@ -1,4 +1,4 @@
-"""Every monitor in every loop: what it shows there, and that it says once what it cannot."""
+"""Every monitor in every loop: what it shows, and which values it warns that it cannot show."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ SAVES = {"MFTrainer", "Trainer"}
 
 
 class Kept(GeneralTracker):
-    """Keeps what it is given."""
+    """A tracker that keeps what is logged."""
 
     name = "kept"
     requires_logging_directory = False
@@ -78,19 +78,19 @@ class Kept(GeneralTracker):
 
     @property
     def tracker(self):
-        """Return what is kept."""
+        """Return the logged values."""
         return self.logged
 
     def store_init_configuration(self, values):
-        """Keep nothing of it."""
+        """Ignore the configuration."""
 
     def log(self, values, step=None, **_):
-        """Keep it."""
+        """Keep the values."""
         self.logged.append((step, values))
 
 
 def monitors(folder, **settings):
-    """Return one of each, with all that it can show."""
+    """Return one monitor of each kind, with all outputs on."""
     return [
         MFLossMonitor(tensorboard_dir=folder / "loss"),
         TrainingStateMonitor(
@@ -103,7 +103,7 @@ def monitors(folder, **settings):
 
 
 def by_a_trainer(kind, folder):
-    """Train by a Trainer; the log's history is what its trackers get."""
+    """Train with a Trainer; return its log history, which its trackers get."""
     extras = {"step": StepConfig(local_norm=True)} if kind is MFTrainer else None
     saving = CheckpointMonitor(2, keep_checkpoint_max=1)
     trainer = new_trainer(
@@ -120,7 +120,7 @@ def by_a_trainer(kind, folder):
 
 
 def by_model(folder):
-    """Train by `Model`, with a cell."""
+    """Train with `Model` and a cell."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     tracker = Kept()
@@ -135,7 +135,7 @@ def by_model(folder):
 
 
 def by_attached_loop(folder):
-    """Train in a loop of one's own, with accelerate's trackers."""
+    """Train in a custom loop with accelerate's trackers."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     tracker = Kept()
@@ -182,7 +182,7 @@ LOOPS = {
 
 @pytest.fixture(scope="module", params=LOOPS)
 def run(request, tmp_path_factory):
-    """Return the name of a loop, the folder of its run, what trackers got, and what was said."""
+    """Return the name of a loop, its run folder, the tracked values and the log lines."""
     folder = tmp_path_factory.mktemp("run")
     said = []
     logger, handler = logging.getLogger("mfwrap.callbacks"), logging.Handler()
@@ -196,12 +196,12 @@ def run(request, tmp_path_factory):
 
 
 def kinds(names) -> set[str]:
-    """Return what stands before the first slash."""
+    """Return the parts of names before the first slash."""
     return {name.split("/")[0] for name in names}
 
 
 def test_json_lines(run):
-    """Each step has its record, with all that is known in this loop."""
+    """Each step has a record with all values that the loop makes available."""
     loop, folder, _, _ = run
     records = read_json_lines(folder / "training_state.jsonl")
     steps = [record for record in records if not any(n.startswith("eval_") for n in record)]
@@ -214,7 +214,7 @@ def test_json_lines(run):
 
 
 def test_curves_and_log(run):
-    """TensorBoard has the tags and numbers of the JSON lines, the log a line for each."""
+    """TensorBoard and the log have the same values as the JSON lines."""
     loop, folder, _, said = run
     events = EventAccumulator(str(folder / "state"))
     events.Reload()
@@ -237,7 +237,7 @@ def test_curves_and_log(run):
 
 
 def test_trackers(run):
-    """They get the same numbers at the same steps, where the loop has any."""
+    """Trackers, if the loop has any, get the same values at the same steps."""
     loop, folder, tracked, _ = run
     if loop not in TRACKED:
         assert not {"weight_norm"} & {name for _, values in tracked for name in values}
@@ -255,7 +255,7 @@ def test_trackers(run):
 
 
 def test_what_cannot_be_shown_is_said_once(run):
-    """In one warning for each reason."""
+    """Values that cannot be shown are named in one warning per reason."""
     loop, _, _, said = run
     warnings = [text for level, text in said if level == "WARNING" and text.startswith(SHOWS_NOT)]
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_shown_is_said_once(run):
 
 
 def test_other_monitors(run):
-    """Evaluations are logged, two steps profiled; a Trainer saves, and healthy checkpoints."""
+    """Evaluations are logged, two steps profiled, and a Trainer saves healthy checkpoints."""
     loop, folder, _, said = run
     evaluations = [text for _, text in said if text.startswith("Eval result: {'answer': 42}")]
     trace = json.loads((folder / "profile" / "rank_0" / "trace.json").read_text())
@@ -279,7 +279,7 @@ def test_other_monitors(run):
 
 
 def test_the_page_reads_what_was_written(run):
-    """Curves of the run page are the numbers of the files, groups in the network's order."""
+    """The run page shows the recorded curves, with groups in the network's order."""
     loop, folder, _, _ = run
     read = read_run(folder)
     write_run_page([folder], folder / "page.html")

@@ -1,4 +1,4 @@
-"""The local norms of all ranks, gathered into the main process's files."""
+"""The main process writes the local norms of all ranks."""
 
 import math
 
@@ -10,7 +10,7 @@ from support.ranks.monitors import gather_norms
 
 
 def test_every_ranks_norms_are_in_the_record(two_ranks, tmp_path):
-    """Of the steps of the interval; the run page reads them layer by rank."""
+    """At the steps of the interval, the files of the run hold the norms of each rank."""
     folder = tmp_path / "run"
     ranks = two_ranks.run(gather_norms, str(folder), {"step_interval": 2})
     record = read_run(folder)
@@ -26,7 +26,7 @@ def test_every_ranks_norms_are_in_the_record(two_ranks, tmp_path):
 
 
 def test_curves_of_each_rank(two_ranks, tmp_path):
-    """In folders of their own, which TensorBoard shows side by side."""
+    """Each rank has TensorBoard curves in a folder of its own."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     settings = {"tensorboard_dir": str(tmp_path / "events")}
     ranks = two_ranks.run(gather_norms, str(tmp_path / "run"), settings)
@@ -41,7 +41,7 @@ def test_curves_of_each_rank(two_ranks, tmp_path):
 
 
 def test_one_process_writes_its_own(tmp_path):
-    """Without a message."""
+    """A single process writes its norms without a message."""
     trained = gather_norms(0, str(tmp_path), {})
 
     assert list(read_run(tmp_path).local_norms) == [0]
@@ -49,18 +49,17 @@ def test_one_process_writes_its_own(tmp_path):
 
 
 def test_without_local_norms_it_says_so_once(tmp_path, caplog):
-    """And writes nothing."""
+    """Without local norms, one warning says so and nothing is written."""
     gather_norms(0, str(tmp_path), {"local_norm": False})
 
-    assert [record.message[:48] for record in caplog.records] == [
-        "LocalNormMonitor gets no local norms in this loo"
-    ]
+    (record,) = caplog.records
+    assert "the step has no local norms" in record.message
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_needed():
-    """In a loop of one's own nothing else says where."""
-    with pytest.raises(ValueError, match="`folder` must be given in a loop of your own, got None"):
+    """Without ``args.output_dir``, `folder` is required."""
+    with pytest.raises(ValueError, match="LocalNormMonitor needs `folder`"):
         gather_norms(0, None, {})
 
 
@@ -73,6 +72,6 @@ def test_a_folder_is_needed():
     ],
 )
 def test_wrong_arguments(settings, error, message):
-    """Each error names its argument."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=message):
         LocalNormMonitor(**settings)

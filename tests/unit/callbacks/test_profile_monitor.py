@@ -1,4 +1,4 @@
-"""Profiles hold the steps that were asked for, and no others."""
+"""Profiles hold the requested steps and no others."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from mfwrap.callbacks import ProfileMonitor
 
 
 def run(monitor, *, num_steps=5, args=None):
-    """Train for some steps, each of which has an operator of its own."""
+    """Run some steps; each has a profiler range of its own."""
     state, control = TrainerState(), TrainerControl()
     monitor.on_train_begin(args, state, control)
     for step in range(1, num_steps + 1):
@@ -23,7 +23,7 @@ def run(monitor, *, num_steps=5, args=None):
 
 
 def steps_in(folder) -> set[int]:
-    """Return the steps that a trace shows."""
+    """Return the steps in a trace."""
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     found = (re.fullmatch(r"step (\d+) itself", event.get("name", "")) for event in events)
     return {int(match[1]) for match in found if match}
@@ -33,7 +33,7 @@ def steps_in(folder) -> set[int]:
     ("first", "last", "expected"), [(1, 1, {1}), (1, 3, {1, 2, 3}), (2, 3, {2, 3}), (4, 9, {4, 5})]
 )
 def test_steps(first, last, expected, tmp_path):
-    """From the first to the last one, and what there is of a run that ends earlier."""
+    """The profile has the steps up to `stop_step`, or to the end of a shorter run."""
     run(ProfileMonitor(first, last, tmp_path))
 
     assert steps_in(tmp_path / "rank_0") == expected
@@ -41,7 +41,7 @@ def test_steps(first, last, expected, tmp_path):
 
 
 def test_each_run_is_profiled(tmp_path):
-    """A second training of the same callback writes its own steps, into the run folder."""
+    """Each training of the same callback is profiled into its own run folder."""
     monitor = ProfileMonitor(2, 2, profile_memory=True, with_stack=True)
     for name in ("first", "second"):
         run(monitor, args=TrainingArguments(str(tmp_path / name), use_cpu=True))
@@ -51,7 +51,7 @@ def test_each_run_is_profiled(tmp_path):
 
 
 def test_other_ranks(tmp_path):
-    """A rank that is not asked for writes nothing."""
+    """A rank that is not in `profile_rank_ids` writes nothing."""
     run(ProfileMonitor(1, 2, tmp_path / "profile", profile_rank_ids=[1, 2]))
 
     assert not (tmp_path / "profile").exists()
@@ -70,12 +70,12 @@ def test_other_ranks(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """An argument that does not fit is refused at construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=re.escape(message)):
         ProfileMonitor(**settings)
 
 
 def test_a_folder_is_needed():
-    """A loop of one's own has to name it."""
-    with pytest.raises(ValueError, match="`output_path` must be given in a loop of your own"):
+    """Without ``args.output_dir``, `output_path` is required."""
+    with pytest.raises(ValueError, match="ProfileMonitor needs `output_path`"):
         run(ProfileMonitor())

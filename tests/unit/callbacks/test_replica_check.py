@@ -1,4 +1,4 @@
-"""One bit that differs is found, and the rank that it differs on."""
+"""One differing bit is found, with the rank that it differs on."""
 
 import re
 
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import multiprocessing, nn
 from transformers import TrainerControl, TrainerState
 
-from mfwrap.callbacks import ReplicaCheck
-from mfwrap.callbacks import replica_check as replica_hash
+from mfwrap.callbacks import ReplicaCheck, replica_check
 from mfwrap.callbacks.replica_check import bitwise_hashes
 from support.replica_ranks import NUM_RANKS, run_rank
 from support.spoilt.blocks import records_of
@@ -23,7 +22,7 @@ DTYPES = [
 
 
 def plain_hash(tensor) -> int:
-    """Return the same hash by integers that have no limit."""
+    """Return the same hash, computed with Python's unbounded integers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = real.contiguous().reshape(-1).view(sizes[real.element_size()]).tolist()
@@ -33,7 +32,7 @@ def plain_hash(tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hashes(dtype, monkeypatch):
-    """They are those of exact integers, for every type and layout, also in pieces."""
+    """Hashes equal exact integer arithmetic, for every dtype and layout, also in chunks."""
     tensors = [
         (torch.randn(5, 7) * 50).to(dtype),
         (torch.randn(7, 5) * 50).to(dtype).t(),
@@ -43,13 +42,13 @@ def test_hashes(dtype, monkeypatch):
     expected = [plain_hash(tensor) for tensor in tensors]
 
     assert bitwise_hashes(tensors).tolist() == expected
-    monkeypatch.setattr(replica_hash, "_CHUNK", 4)
+    monkeypatch.setattr(replica_check, "_CHUNK", 4)
     assert bitwise_hashes(tensors).tolist() == expected
 
 
 @given(index=st.integers(0, 99), bit=st.integers(0, 31), seed=st.integers(0, 9))
 def test_a_flipped_bit(index, bit, seed):
-    """Any bit of any element gives another hash; so does an exchange of two elements."""
+    """Flipping any bit, or swapping two elements, changes the hash."""
     torch.manual_seed(seed)
     tensor = torch.randn(100)
     flipped, exchanged = tensor.clone(), tensor.clone()
@@ -62,14 +61,14 @@ def test_a_flipped_bit(index, bit, seed):
 
 
 def test_zeros_of_both_signs():
-    """They are equal numbers and different bits."""
+    """Zeros of different sign have different hashes."""
     first, second = bitwise_hashes([torch.zeros(2), -torch.zeros(2)]).tolist()
 
     assert first != second
 
 
 def test_one_process(tmp_path):
-    """There is nothing to compare, and nothing is sent."""
+    """With one process, nothing is compared or written."""
     callback = ReplicaCheck(1, gradients=True, stop=True, folder=tmp_path)
     state, control = TrainerState(global_step=1), TrainerControl()
     for event in ("on_train_begin", "on_pre_optimizer_step", "on_step_end", "on_train_end"):
@@ -90,14 +89,14 @@ def test_one_process(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """An argument that does not fit is refused at construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=re.escape(message)):
         ReplicaCheck(**settings)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return the folder of a run on three ranks, and what each has left behind."""
+    """Return the folder of a run on three ranks, and the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=NUM_RANKS)
     return folder, [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
@@ -105,7 +104,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.slow
 def test_replicas_that_are_the_same(ranks):
-    """Nothing is written, and nothing ends."""
+    """With identical replicas, nothing is written and no rank stops."""
     folder, results = ranks
 
     assert records_of(folder / "same") == []
@@ -115,7 +114,7 @@ def test_replicas_that_are_the_same(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "rank"), [("weight", 2), ("gradient", 1)])
 def test_a_bit_on_one_rank(case, rank, ranks):
-    """The record names step, weight and rank; it is gone when the replicas are the same again."""
+    """A flipped bit has one record with step, weight and rank."""
     folder, _ = ranks
     (record,) = records_of(folder / case)
     expected = {"step": 4, "kind": "replicas_differ", "ranks": [rank], "layer": "1"}
@@ -125,7 +124,7 @@ def test_a_bit_on_one_rank(case, rank, ranks):
 
 @pytest.mark.slow
 def test_stop(ranks):
-    """All ranks end, before the optimizer of the step after."""
+    """With ``stop=True``, all ranks raise, before the next update."""
     _, results = ranks
 
     assert [result["stop"] for result in results] == [
@@ -138,7 +137,7 @@ def test_stop(ranks):
 
 @pytest.mark.slow
 def test_time_is_the_main_processs(ranks):
-    """Checkpoints by time are asked for on all ranks at once, a step after ten seconds are over."""
+    """All ranks request a checkpoint at the same step, by the main process's clock."""
     _, results = ranks
 
     assert [result["saves"] for result in results] == [[4, 8, 12]] * NUM_RANKS

@@ -1,4 +1,4 @@
-"""Settings of checkpoints are valid once they are there."""
+"""Settings of checkpoints are checked at construction."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from mfwrap.callbacks import CheckpointConfig
     [
         ({"save_checkpoint_steps": -1}, ValueError, "`save_checkpoint_steps` must be >= 0"),
         ({"save_checkpoint_steps": 1.0}, TypeError, "`save_checkpoint_steps` must be an int"),
-        ({"save_checkpoint_steps": 0}, ValueError, "must be 0, the other not, got 0 and 0"),
-        ({"save_checkpoint_seconds": 9}, ValueError, "must be 0, the other not, got 1 and 9"),
+        ({"save_checkpoint_steps": 0}, ValueError, "must be 0, got 0 and 0"),
+        ({"save_checkpoint_seconds": 9}, ValueError, "must be 0, got 1 and 9"),
         ({"keep_checkpoint_per_n_minutes": 9}, ValueError, "must be 0, got 5 and 9"),
         ({"integrated_save": False}, ValueError, "`integrated_save` must be True, got False"),
         ({"async_save": True}, ValueError, "`async_save` must be False, got True"),
@@ -21,21 +21,21 @@ from mfwrap.callbacks import CheckpointConfig
         ({"remove_redundancy": True}, ValueError, "`remove_redundancy` must be False"),
         ({"exception_save": 1}, TypeError, "`exception_save` must be a bool"),
         ({"format": "pickle"}, ValueError, "`format` must be one of"),
-        ({"saved_network": 3}, TypeError, "`saved_network` must be a module"),
+        ({"saved_network": 3}, TypeError, "`saved_network` must be a torch.nn.Module, got 3"),
         ({"append_info": ["epoch"]}, TypeError, "`append_info` must hold"),
         (
             {"append_info": [{"a": 1}], "format": "safetensors"},
             ValueError,
-            "`append_info` must hold no mapping",
+            "`append_info` must have no mapping",
         ),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, error, match):
-    """What has no meaning here, too."""
+    """Wrong, unsupported and contradictory settings are refused by name."""
     with pytest.raises(error, match=match):
         CheckpointConfig(**settings)
 
 
 def test_info_is_all_mappings_together():
-    """MindSpore's names are always saved."""
+    """`info` has the entries of all mappings, without MindSpore's names."""
     assert CheckpointConfig(append_info=["epoch_num", {"a": 1}, {"b": 2}]).info == {"a": 1, "b": 2}

@@ -1,4 +1,4 @@
-"""A training ends when a value does not become better."""
+"""A training ends when its value no longer improves."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.model_runs import Notes, batches, classifier, sgd
 
 
 def epochs_of(values, name="eval_loss", **settings) -> int:
-    """Return after how many epochs a training ended."""
+    """Return the number of epochs of a training."""
     notes = Notes()
     fit_with_values(values, [EarlyStopping(name, **settings), notes], name=name)
     return notes.calls.count("on_train_epoch_end")
@@ -35,7 +35,7 @@ def epochs_of(values, name="eval_loss", **settings) -> int:
     ],
 )
 def test_epochs(values, settings, epochs):
-    """Patience 0 allows improvements, 0.0 is a value, the baseline is itself, nan no better."""
+    """Training ends after `patience` epochs without an improvement; NaN is none, 0 is a value."""
     assert epochs_of(values, **settings) == epochs
 
 
@@ -44,7 +44,7 @@ def test_epochs(values, settings, epochs):
     patience=st.integers(0, 3),
 )
 def test_it_ends_after_patience_epochs_without_a_new_best(values, patience):
-    """Counted over all values so far."""
+    """The patience counts from the best value so far."""
     expected = len(values)
     for epoch in range(1, len(values) + 1):
         since_best = epoch - 1 - min(range(epoch), key=lambda i: (values[i], i))
@@ -57,12 +57,12 @@ def test_it_ends_after_patience_epochs_without_a_new_best(values, patience):
 
 @pytest.mark.parametrize(("name", "downward"), [("mae", True), ("accuracy", False)])
 def test_auto_knows_errors(name, downward):
-    """Errors fall, anything else rises."""
+    """With ``mode="auto"``, errors should fall and other metrics rise."""
     assert epochs_of([1.0, 2.0, 3.0], name) == (2 if downward else 3)
 
 
 def test_the_best_weights_are_restored(capsys):
-    """Those of the end of the best epoch, and the line says which value that was."""
+    """The model ends with the weights of the best epoch, and a line has its value."""
     seen = []
 
     class Sees(Callback):
@@ -80,7 +80,7 @@ def test_the_best_weights_are_restored(capsys):
 
 
 def test_the_loss_of_the_last_step_needs_no_evaluation():
-    """`monitor="loss"` in a training."""
+    """``monitor="loss"`` works in a training without evaluations."""
     network = classifier()
     notes = Notes()
     optimizer = sgd(network, lr=0.0)
@@ -92,11 +92,11 @@ def test_the_loss_of_the_last_step_needs_no_evaluation():
 
 
 def test_an_unknown_value_does_not_count(caplog):
-    """A warning names it."""
+    """An epoch without the value does not count, and a warning names the value."""
     with caplog.at_level("WARNING", logger="mfwrap"):
         fit_with_values([1.0, 1.0], [EarlyStopping("F1")], name="mse")
 
-    assert "EarlyStopping finds no `F1` in epoch 1, which does not count" in caplog.messages
+    assert "EarlyStopping ignores epoch 1: it has no value for `F1`" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_an_unknown_value_does_not_count(caplog):
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error):
-    """At construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=f"`{next(iter(settings))}` must be"):
         EarlyStopping(**settings)

@@ -1,4 +1,4 @@
-"""Losses and metrics, epoch by epoch."""
+"""Losses and metrics of each epoch are collected."""
 
 import pytest
 from torch import nn
@@ -10,7 +10,7 @@ from support.model_runs import batches, classifier, losses_by_hand, sgd
 
 
 def test_the_last_loss_of_each_epoch():
-    """As MindSpore keeps it; a second training begins anew."""
+    """The last loss of each epoch is kept; a second training starts empty."""
     network = classifier()
     history = History()
     model = Model(network, nn.CrossEntropyLoss(), sgd(network))
@@ -27,7 +27,7 @@ def test_the_last_loss_of_each_epoch():
 
 
 def test_metrics_of_each_evaluation():
-    """Beside the losses."""
+    """The metrics of each evaluation are kept with the losses."""
     history = History()
     fit_with_values([3.0, 1.0], history, name="value")
 

@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""A callback is built from functions."""
 
 import pytest
 from torch import nn
@@ -9,7 +9,7 @@ from support.model_runs import HOOKS, Notes, batches, classifier, sgd
 
 
 def test_each_function_is_called_at_its_event():
-    """All twelve, as a callback with methods hears them."""
+    """All twelve functions are called in the order of a callback's methods."""
     calls = []
     functions = {hook: lambda _, hook=hook: calls.append(hook) for hook in HOOKS}
     notes = Notes()
@@ -22,6 +22,6 @@ def test_each_function_is_called_at_its_event():
 
 
 def test_what_cannot_be_called_is_refused():
-    """By the name of its event."""
-    with pytest.raises(TypeError, match="`on_eval_end` must be callable or None, got int"):
+    """A function that is not callable is refused by the name of its event."""
+    with pytest.raises(TypeError, match="`on_eval_end` must be callable, got 3 of type int"):
         LambdaCallback(on_eval_end=3)

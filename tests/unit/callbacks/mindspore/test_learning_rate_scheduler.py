@@ -1,4 +1,4 @@
-"""Rates that are functions of the last ones and the step."""
+"""Learning rates are computed from the last rates and the step."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from support.model_runs import batches, classifier
 
 @pytest.mark.parametrize("in_cell", [False, True])
 def test_each_group_has_its_own_rate(in_cell):
-    """With the optimizer in a cell, too; a rate that is a tensor is changed in place."""
+    """Each group is set from its own rate, also in a cell; a tensor is changed in place."""
     network = classifier()
     tensor = torch.tensor(8.0)
     groups = [
@@ -39,6 +39,6 @@ def test_each_group_has_its_own_rate(in_cell):
 
 
 def test_what_cannot_be_called_is_refused():
-    """At construction."""
-    with pytest.raises(TypeError, match="`learning_rate_function` must be callable, got float"):
+    """A function that is not callable is refused at construction."""
+    with pytest.raises(TypeError, match=r"`learning_rate_function` must be callable, got 0\.1"):
         LearningRateScheduler(0.1)

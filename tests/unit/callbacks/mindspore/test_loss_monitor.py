@@ -1,4 +1,4 @@
-"""MindSpore's line of a step, and the end of a training whose loss is not finite."""
+"""Each step prints MindSpore's line, and a non-finite loss ends the training."""
 
 import logging
 
@@ -21,7 +21,7 @@ from support.model_runs import batches, classifier, losses_by_hand, sgd
 
 
 def train(callbacks, data=None, epochs=1, manager=None):
-    """Train a small classifier without a data sink."""
+    """Train a small classifier."""
     network = classifier()
     model = Model(network, nn.CrossEntropyLoss(), sgd(network), loss_scale_manager=manager)
     model.train(epochs, batches(3) if data is None else data, callbacks=callbacks)
@@ -29,7 +29,7 @@ def train(callbacks, data=None, epochs=1, manager=None):
 
 @pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(2.0**10)])
 def test_a_line_for_each_step(capsys, manager):
-    """With the epoch's own steps and the loss in full."""
+    """Each step prints its number in the epoch and the loss in full."""
     train(LossMonitor(), epochs=2, manager=manager)
     network = classifier()
     losses = losses_by_hand(network, sgd(network), batches(3), 2)
@@ -43,7 +43,7 @@ def test_a_line_for_each_step(capsys, manager):
 
 
 def test_steps_between_lines_count_over_epochs(capsys):
-    """As MindSpore's."""
+    """Steps between lines are counted across epochs, as in MindSpore."""
     train(LossMonitor(2), epochs=2)
 
     lines = capsys.readouterr().out.splitlines()
@@ -55,7 +55,7 @@ def test_steps_between_lines_count_over_epochs(capsys):
 
 
 def test_zero_prints_none(capsys):
-    """And an evaluation's metrics are printed all the same."""
+    """With 0, no step is printed, but the metrics of an evaluation are."""
     network = classifier()
     model = Model(network, nn.CrossEntropyLoss(), sgd(network), metrics={"loss"})
     model.fit(1, batches(2), batches(1), callbacks=LossMonitor(0))
@@ -65,19 +65,19 @@ def test_zero_prints_none(capsys):
 
 
 def with_a_nan():
-    """Give three batches, of which the second is NaN."""
+    """Return three batches; the second is NaN."""
     data = batches(3)
     return [data[0], (torch.full((8, 8), torch.nan), data[1][1]), data[2]]
 
 
 def test_a_loss_that_is_not_finite_ends_the_training():
-    """With MindSpore's words."""
+    """A non-finite loss raises MindSpore's error."""
     with pytest.raises(ValueError, match="In epoch: 1 step: 2, loss is NAN or INF, training"):
         train(LossMonitor(0), with_a_nan())
 
 
-def test_a_dropped_update_does_not(capsys):
-    """Its weights are as before; the line tells."""
+def test_a_skipped_update_does_not(capsys):
+    """A non-finite loss of a skipped update is printed, and training continues."""
     train(LossMonitor(), with_a_nan(), manager=DynamicLossScaleManager(8.0))
 
     lines = capsys.readouterr().out.splitlines()
@@ -85,7 +85,7 @@ def test_a_dropped_update_does_not(capsys):
 
 
 class PlainStep(TrainOneStepWithLossScaleCell):
-    """A step of one's own, which returns MindSpore's plain tuple."""
+    """A custom step that returns MindSpore's plain tuple."""
 
     def __call__(self, *inputs):
         loss, overflow, scale = super().__call__(*inputs)
@@ -93,14 +93,14 @@ class PlainStep(TrainOneStepWithLossScaleCell):
 
 
 def plain_step(scale):
-    """Return a model over it."""
+    """Return a model that trains with a `PlainStep`."""
     network = classifier()
     parts = WithLossCell(network, nn.CrossEntropyLoss())
     return Model(PlainStep(parts, sgd(network), scale))
 
 
-def test_a_dropped_update_of_a_plain_tuple_does_not(capsys):
-    """What tells it is the second value."""
+def test_a_skipped_update_of_a_plain_tuple_does_not(capsys):
+    """The second value of a plain tuple is the overflow flag."""
     model = plain_step(DynamicLossScaleUpdateCell(8.0, 2, 1000))
     model.train(1, with_a_nan(), callbacks=LossMonitor())
 
@@ -109,7 +109,7 @@ def test_a_dropped_update_of_a_plain_tuple_does_not(capsys):
 
 
 def test_a_plain_tuple_without_a_flag_ends_the_training():
-    """Nothing says that the update was dropped."""
+    """Without an overflow flag, a non-finite loss ends the training."""
 
     class Losses(PlainStep):
         def __call__(self, *inputs):
@@ -123,7 +123,7 @@ def test_a_plain_tuple_without_a_flag_ends_the_training():
 
 
 def test_mindformers_record_shows_a_plain_tuple(caplog):
-    """Overflow and loss scale, as of a cell of the package."""
+    """`MFLossMonitor` shows overflow and loss scale of a plain tuple."""
     caplog.set_level(logging.INFO, "mfwrap.callbacks")
     model = plain_step(DynamicLossScaleUpdateCell(8.0, 2, 1000))
     model.train(1, with_a_nan(), callbacks=MFLossMonitor())
@@ -134,12 +134,12 @@ def test_mindformers_record_shows_a_plain_tuple(caplog):
 
 
 def test_a_step_waits_for_no_loss():
-    """A step is printed at the end of the next one."""
+    """No step synchronizes to print a loss."""
     counter = HostReads()
     names = []
 
     class Counted(Callback):
-        # From the second step on: the first one makes room for what is copied.
+        # From the second step on: the first step allocates the buffers that values are copied into.
         def on_train_step_begin(self, run_context):
             if run_context.original_args().cur_step_num == 2:
                 counter.__enter__()
@@ -155,7 +155,7 @@ def test_a_step_waits_for_no_loss():
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
 def test_bad_arguments_are_refused_by_name(value):
-    """As MindSpore does, all with the same error."""
+    """A wrong argument is a ValueError, as in MindSpore."""
     with pytest.raises(ValueError, match="`per_print_times` must be an int >= 0"):
         LossMonitor(value)
 
@@ -170,7 +170,7 @@ class Regression(nn.Module):
 
 
 def trainer(kind, folder, monitor):
-    """Make a Trainer of a kind with the monitor."""
+    """Return a Trainer with the monitor."""
     arguments = TrainingArguments(
         str(folder), num_train_epochs=2, report_to="none", use_cpu=True, save_strategy="no",
         disable_tqdm=True,
@@ -184,7 +184,7 @@ def trainer(kind, folder, monitor):
 
 
 def test_in_a_trainer(tmp_path, capsys):
-    """With the step's output there are the same lines."""
+    """In an `MFTrainer` the monitor prints the same lines."""
     trainer(MFTrainer, tmp_path, LossMonitor()).train()
 
     lines = [line for line in capsys.readouterr().out.splitlines() if "loss is" in line]
@@ -194,9 +194,9 @@ def test_in_a_trainer(tmp_path, capsys):
 
 
 def test_in_a_stock_trainer_it_says_what_is_missing(tmp_path, capsys, caplog):
-    """Once."""
+    """In a stock Trainer one warning says that no loss is printed."""
     with caplog.at_level(logging.WARNING, logger="mfwrap"):
         trainer(Trainer, tmp_path, LossMonitor()).train()
 
-    assert len([line for line in caplog.messages if "LossMonitor gets no step" in line]) == 1
+    assert len([line for line in caplog.messages if "LossMonitor prints no loss" in line]) == 1
     assert "loss is" not in capsys.readouterr().out

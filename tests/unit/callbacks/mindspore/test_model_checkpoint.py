@@ -1,4 +1,4 @@
-"""Checkpoints that a training goes on from, whole or not there."""
+"""Checkpoints of `Model`: complete, resumable, and deleted when they are old."""
 
 import pytest
 import torch
@@ -22,18 +22,18 @@ KEEP_ALL = {"keep_checkpoint_max": 0}
 
 
 def model() -> Model:
-    """Make a small classifier with its loss and SGD."""
+    """Return a small classifier with its loss and SGD."""
     network = classifier()
     return Model(network, nn.CrossEntropyLoss(), sgd(network))
 
 
 def names(folder) -> list[str]:
-    """List what lies in a folder."""
+    """Return the names of the files in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def whole_model():
-    """Return model, cell, network, optimizer and schedule with all that has a state."""
+    """Return a model with loss scale, schedule and average, and its parts."""
     network = classifier()
     optimizer = sgd(network)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -48,7 +48,7 @@ def whole_model():
 
 
 def test_a_training_goes_on_from_a_checkpoint(tmp_path):
-    """Bitwise: weights, optimizer, loss scale with its counters, average."""
+    """A resumed training ends bitwise with the weights, loss scale and average of one run."""
     data = batches(8)
     whole, whole_cell, network, *_ = whole_model()
     whole.train(1, data)
@@ -72,7 +72,7 @@ def test_a_training_goes_on_from_a_checkpoint(tmp_path):
 
 
 class WithCentres(nn.Module):
-    """A loss function with weights of its own."""
+    """A loss function with trainable weights."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class WithCentres(nn.Module):
 
 @pytest.mark.parametrize("in_cell", [False, True])
 def test_weights_of_a_loss_function_are_saved(tmp_path, in_cell):
-    """Beside those of the network, whose names have nothing in front of them."""
+    """Weights of the loss function have an entry of their own, those of the network no prefix."""
     network, loss_fn = classifier(), WithCentres()
     optimizer = torch.optim.SGD([*network.parameters(), *loss_fn.parameters()], lr=0.1)
     cell = TrainOneStepCell(WithLossCell(network, loss_fn), optimizer)
@@ -98,7 +98,7 @@ def test_weights_of_a_loss_function_are_saved(tmp_path, in_cell):
 
 
 def test_the_schedule_and_scale_of_a_model_are_saved(tmp_path):
-    """Up to the step of the checkpoint."""
+    """Schedule and loss scale are those after the step of the checkpoint."""
     network = classifier()
     optimizer = sgd(network, lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -126,7 +126,7 @@ def test_the_schedule_and_scale_of_a_model_are_saved(tmp_path):
 
 
 def test_when_and_which(tmp_path):
-    """Every third step and the last, named by epoch and step in it; the newest two are kept."""
+    """Due steps and the last step are saved, and only the newest files are kept."""
     callback = ModelCheckpoint("a", tmp_path / "new", CheckpointConfig(3, **KEEP_ALL))
     model().train(2, batches(4), callbacks=callback)
     assert names(tmp_path / "new") == ["a-1_3.ckpt", "a-2_2.ckpt", "a-2_4.ckpt"]
@@ -141,7 +141,7 @@ def test_when_and_which(tmp_path):
 
 
 def test_by_time(tmp_path):
-    """After so many seconds; of one span the first is kept, and the newest of all."""
+    """By time, the first checkpoint of each span is kept, and the newest."""
     now = [0.0]
 
     def pass_half_a_minute(_):
@@ -154,12 +154,12 @@ def test_by_time(tmp_path):
     ]
     model().train(1, batches(10), callbacks=callbacks)
 
-    # At 30, 60, ... 300 seconds, of which two minutes are a span.
+    # Saved at 30, 60, ... 300 seconds; a span is two minutes.
     assert names(tmp_path) == ["a-1_1.ckpt", "a-1_10.ckpt", "a-1_5.ckpt", "a-1_9.ckpt"]
 
 
 def test_another_training_has_names_of_its_own(tmp_path):
-    """What is there is not overwritten."""
+    """Checkpoints of an earlier training are not overwritten."""
     for _ in range(3):
         model().train(1, batches(1), callbacks=ModelCheckpoint("a", tmp_path))
     (tmp_path / "ab-1_1.ckpt").touch()
@@ -168,14 +168,14 @@ def test_another_training_has_names_of_its_own(tmp_path):
 
 
 def test_a_checkpoint_that_breaks_off_is_not_there(tmp_path, monkeypatch):
-    """It is written beside and moved."""
+    """An error while writing leaves no checkpoint."""
 
     def breaks(state, path):
         path.write_bytes(b"half")
         raise OSError
 
     monkeypatch.setattr(torch, "save", breaks)
-    with pytest.raises(OSError):  # noqa: PT011  (the one above)
+    with pytest.raises(OSError):  # noqa: PT011  (raised by the test itself, without a message)
         model().train(1, batches(1), callbacks=ModelCheckpoint("a", tmp_path))
 
     assert not list(tmp_path.glob("*.ckpt"))
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_breaks_off_is_not_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_when_a_training_raises(tmp_path, saves):
-    """A last checkpoint, if it is asked for."""
+    """With ``exception_save``, an error in training saves a last checkpoint."""
 
     class Raises(Callback):
         def on_train_step_end(self, run_context):
@@ -198,7 +198,7 @@ def test_when_a_training_raises(tmp_path, saves):
 
 
 def test_weights_alone(tmp_path):
-    """In the format that anyone reads, of another network too."""
+    """The safetensors format has weights only, of `saved_network` if given."""
     network = classifier()
     config = CheckpointConfig(format="safetensors", saved_network=network[0])
     trained = Model(network, nn.CrossEntropyLoss(), sgd(network))
@@ -209,14 +209,14 @@ def test_weights_alone(tmp_path):
     assert torch.equal(saved["weight"], network[0].weight)
 
 
-def test_information_of_ones_own(tmp_path):
-    """Beside, and not in the place of what is there."""
+def test_additional_information(tmp_path):
+    """``append_info`` adds entries and must not replace any."""
     config = CheckpointConfig(append_info=["epoch_num", {"dataset": "digits"}])
     model().train(1, batches(1), callbacks=ModelCheckpoint("a", tmp_path, config))
     assert torch.load(tmp_path / "a-1_1.ckpt", weights_only=True)["dataset"] == "digits"
 
     config = CheckpointConfig(append_info=[{"network": 3}])
-    with pytest.raises(ValueError, match=r"names of its own, got \['network'\]"):
+    with pytest.raises(ValueError, match=r"names that checkpoints have: \['network'\]"):
         model().train(1, batches(1), callbacks=ModelCheckpoint("b", tmp_path, config))
 
 
@@ -229,6 +229,6 @@ def test_information_of_ones_own(tmp_path):
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error, name):
-    """At construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=f"`{name}` must be"):
         ModelCheckpoint(*settings)

@@ -1,4 +1,4 @@
-"""Rates fall as torch's own scheduler makes them fall."""
+"""Rates fall as with torch's own scheduler."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def rates_of(values, optimizer=None, network=None, **settings):
     mode=st.sampled_from(["min", "max"]),
 )
 def test_rates_are_those_of_torch(values, patience, cooldown, mode):
-    """Whose patience and cooldown are one epoch longer for the same number."""
+    """Rates equal those of torch with patience and cooldown one epoch shorter."""
     (weight,) = [torch.nn.Parameter(torch.zeros(1))]
     reference = torch.optim.SGD([weight], lr=1.0)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -48,7 +48,7 @@ def test_rates_are_those_of_torch(values, patience, cooldown, mode):
 
 
 def test_every_group_falls_from_its_own_rate(capsys):
-    """A rate that is a tensor in place; none below the lowest."""
+    """Each group falls from its own rate, not below `min_lr`; a tensor is changed in place."""
     network = classifier()
     tensor = torch.tensor(0.5)
     groups = [
@@ -79,6 +79,6 @@ def test_every_group_falls_from_its_own_rate(capsys):
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error):
-    """At construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=f"`{next(iter(settings))}` must be"):
         ReduceLROnPlateau(**settings)

@@ -1,4 +1,4 @@
-"""Times of epochs, by a clock that the test sets."""
+"""Times of epochs are measured, with a clock that the test sets."""
 
 import pytest
 from torch import nn
@@ -9,7 +9,7 @@ from support.model_runs import batches, classifier, sgd
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now = 100.0
@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
     def pass_seconds(self, seconds):
-        """Return a hook in which time passes."""
+        """Return a hook that moves the clock."""
 
         def hook(_):
             self.now += seconds
@@ -27,7 +27,7 @@ class Clock:
 
 
 def lines(capsys, *settings, **keywords):
-    """Return what is printed of an epoch of two steps and its evaluation of one."""
+    """Return the lines of an epoch with two steps and an evaluation with one."""
     clock = Clock()
     monitor = TimeMonitor(*settings, clock=clock, **keywords)
     passing = LambdaCallback(
@@ -43,7 +43,7 @@ def lines(capsys, *settings, **keywords):
 
 
 def test_times_of_an_epoch(capsys):
-    """The evaluation is part of its epoch, as in MindSpore, and printed by itself."""
+    """The evaluation has a line of its own, and its time is part of the epoch's."""
     assert lines(capsys) == [
         "Eval epoch time: 2000.000 ms, per step time: 2000.000 ms",
         "Train epoch time: 5250.000 ms, per step time: 2625.000 ms",
@@ -51,7 +51,7 @@ def test_times_of_an_epoch(capsys):
 
 
 def test_times_of_data_and_another_number_of_steps(capsys):
-    """The time before a step's begin is that of its data."""
+    """The time between two steps counts as loading time."""
     assert lines(capsys, 4, data_time=True) == [
         "Eval epoch time: 2000.000 ms, per step time: 500.000 ms (data time: 0.000 ms)",
         "Train epoch time: 5250.000 ms, per step time: 1312.500 ms (data time: 187.500 ms)",
@@ -63,6 +63,6 @@ def test_times_of_data_and_another_number_of_steps(capsys):
     [((0,), ValueError, "data_size"), ((None, 1), TypeError, "data_time")],
 )
 def test_bad_arguments_are_refused_by_name(settings, error, name):
-    """At construction."""
+    """A wrong argument is refused at construction, by name."""
     with pytest.raises(error, match=f"`{name}` must be"):
         TimeMonitor(*settings)
