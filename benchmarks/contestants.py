@@ -1,4 +1,4 @@
-"""The ways to do everything after backward that are compared."""
+"""Contestants: ways to do everything after backward."""
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ class Model(nn.Module):
     """Parameters without a forward pass.
 
     Args:
-        weights: Copied.
+        weights: Initial values; the model copies them.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -35,7 +35,7 @@ class Contestant(abc.ABC):
     """One way to do everything after backward.
 
     Args:
-        model: Its parameters are trained.
+        model: Model whose parameters are trained.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Mfwrap(Contestant):
 
 
 class Torch(Contestant):
-    """torch's GradScaler and ``clip_grad_norm_``, with one read a parameter for its norm."""
+    """torch's GradScaler and ``clip_grad_norm_``, with one host read per parameter for its norm."""
 
     fused = True
     reads_norms = True
@@ -97,7 +97,7 @@ class Torch(Contestant):
         self._scaler = torch.amp.GradScaler(
             self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6
         )
-        # A scaler has no scale before it has scaled something.
+        # A scaler creates its scale in the first call of `scale`.
         self._scaler.scale(torch.zeros((), device=self.device))
         self._average = self.make_average()
         self.norms: list[float] = []
@@ -114,7 +114,7 @@ class Torch(Contestant):
 
     @abc.abstractmethod
     def make_average(self) -> Callable[[], None]:
-        """Return what is called to average the weights."""
+        """Return a function that averages the weights."""
 
 
 class TorchFused(Torch):

@@ -57,7 +57,7 @@ class _Traffic(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.is_view:
             return result
-        schema = func._schema  # noqa: SLF001  (torch has no public way to what an operator writes)
+        schema = func._schema  # noqa: SLF001  (the schema, which tells what an operator writes, has no public name)
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
         written = {
             argument.name
@@ -86,7 +86,7 @@ def count_traffic(step: Callable[[], None], *, larger_than: int) -> int:
     """Return the bytes that `step` reads and writes, kernel by kernel, as if nothing were cached.
 
     Args:
-        step: Run once.
+        step: Called once.
         larger_than: Tensors of at most this many elements do not count.
     """
     traffic = _Traffic(larger_than)
@@ -96,7 +96,7 @@ def count_traffic(step: Callable[[], None], *, larger_than: int) -> int:
 
 
 def transient_peak(step: Callable[[], None], device: torch.device) -> int:
-    """Return the bytes that `step` allocates at most beyond what is allocated before it."""
+    """Return the peak of the bytes that `step` allocates beyond those allocated before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -3,12 +3,12 @@
     python benchmarks/distributed.py                                       # 2 processes, gloo
     python benchmarks/distributed.py --device cuda --ranks 8 --width 1024 --layers 16
 
-Plain means backward, `clip_grad_norm_` and fused AdamW. mfwrap does the same and has every rank's
-own norms by parameter, from before the reduction, overflow checks agreed by all ranks and a dynamic
-loss scale. Each round trains every contestant anew; the two of a kind take turns step by step. The
-time of a run is the median of its steps, the first ones left out; printed are the median and the
-spread over rounds, and the median of the rounds' own ratios. Messages are what the backend was
-asked for in one step.
+Plain means backward, `clip_grad_norm_` and fused AdamW. mfwrap does the same and adds each rank's
+own norms by parameter before the reduction, overflow checks that all ranks agree on, and a dynamic
+loss scale. Each round trains every contestant from the start; the two of a kind take turns step by
+step. The time of a run is the median of its steps without the first ones. The table shows the
+median and the range over rounds, and the median of the ratios within a round. Messages are the
+collectives that one step requests from the backend.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def replicated(arguments: argparse.Namespace) -> nn.Module:
 
 
 def sharded(arguments: argparse.Namespace) -> nn.Module:
-    """Return the model under fully_shard, a unit each layer."""
+    """Return the model under fully_shard, one unit per layer."""
     mesh = init_device_mesh(arguments.device, (arguments.ranks,))
     model = build_model(arguments)
     for layer in model.model.layers:
@@ -68,7 +68,7 @@ def sharded(arguments: argparse.Namespace) -> nn.Module:
 
 
 def plain_step(network: nn.Module) -> Step:
-    """Return a step as it is written by hand."""
+    """Return a step written by hand."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
 
     def reduces(*, last: bool) -> None:
@@ -111,7 +111,7 @@ CONTESTANTS: dict[str, tuple[Callable[[argparse.Namespace], nn.Module], Callable
 
 
 PAIRS = (("DDP", "DDP, mfwrap"), ("FSDP2", "FSDP2, mfwrap"))
-"""What is compared."""
+"""Kinds of steps that are compared with each other."""
 
 
 def batches_of_step(arguments: argparse.Namespace, rank: int) -> list[Tensor]:
@@ -127,9 +127,9 @@ def batches_of_step(arguments: argparse.Namespace, rank: int) -> list[Tensor]:
 def seconds_per_step(
     steps: dict[str, Step], batches: list[Tensor], arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the median time of each kind of step, begun together by all ranks.
+    """Return the median time of each kind of step; all ranks start a step together.
 
-    The kinds take turns step by step, so that a machine that grows slower does so for all.
+    The kinds take turns step by step, so a machine that slows down affects all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(arguments.steps):
@@ -151,7 +151,7 @@ def messages_of(step: Step, batches: list[Tensor]) -> int:
 
 
 def train_rank(rank: int, arguments: argparse.Namespace, port: int, results: str) -> None:
-    """Train all contestants on one rank; rank 0 writes what it has measured."""
+    """Train all contestants on one rank; rank 0 writes the measurements."""
     warnings.filterwarnings("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.ranks))
@@ -193,7 +193,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def free_port() -> int:
-    """Return a port that no one listens at."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -3,10 +3,10 @@
     python benchmarks/epilogue.py                      # GPT-2's shapes, 30 million parameters
     python benchmarks/epilogue.py --device cuda        # GPT-2 medium's, 355 million
 
-All contestants get the same parameters and the same scaled gradients, and run in turn, in an order
+All contestants get the same parameters and the same scaled gradients. They take turns, in an order
 that changes from round to round. Each unscales, clips by the global norm, skips on overflow, runs
-AdamW, averages the weights and knows the norm of every gradient. Times are medians over rounds
-with the quartiles; a ratio is the median of the rounds' own ratios.
+AdamW, averages the weights and computes the norm of every gradient. The table shows the median and
+the quartiles of the times, and the median of the ratios within a round.
 """
 
 import argparse
@@ -43,9 +43,9 @@ def synchronize(device: torch.device) -> None:
 def measure(
     contestants: list[Contestant], gradients: list[Tensor], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Return the seconds of each contestant by round, after two rounds that do not count."""
+    """Return the seconds of each contestant by round, after two warm-up rounds."""
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    order = random.Random(0)  # noqa: S311  (an order, no secret)
+    order = random.Random(0)  # noqa: S311  (not cryptographic)
     for round_index in range(-2, rounds):
         order.shuffle(contestants)
         for contestant in contestants:
@@ -65,7 +65,7 @@ def report(
     seconds: dict[str, list[float]],
     num_parameters: int,
 ) -> None:
-    """Print one row a contestant."""
+    """Print one row per contestant."""
     ours = seconds[contestants[0].name]
     print(
         "| everything after backward | ms, median (quartiles) | mfwrap takes | bytes per parameter "
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--width", type=int, help="hidden size (default: 384, on cuda 1024)")
     parser.add_argument("--layers", type=int, help="layers (default: 6, on cuda 24)")
-    parser.add_argument("--rounds", type=int, default=40, help="rounds that count (default: 40)")
+    parser.add_argument("--rounds", type=int, default=40, help="measured rounds (default: 40)")
     return parser.parse_args()
 
 

@@ -3,10 +3,10 @@
     python benchmarks/minilm.py                        # three seeds, some minutes on two cores
     python benchmarks/minilm.py --seeds 1 --steps 10
 
-Both train the recipe minilm_classification: the same checkpoint, rows, order, optimizer, schedule
-and clipping. A seed draws the order, the dropout and the classifier's first weights. Each run of
-mfwrap leaves its folder; the page over all of them is written last. The weights are read from
-safetensors, which hold no code. Needs the extra `minilm`.
+Both train the recipe minilm_classification with the same checkpoint, rows, order, optimizer,
+schedule and clipping. The seed determines the order, the dropout and the classifier's initial
+weights. Each run of mfwrap keeps its folder; at the end one page shows all runs. Needs the extra
+`minilm`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ RECIPE = "minilm_classification"
 
 
 class Outcome(NamedTuple):
-    """What a run has come to."""
+    """Results of one run."""
 
     accuracy: float
     averaged_accuracy: float | None
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 def recipe_of(seed: int, folder: Path, steps: int) -> Recipe:
-    """Return the shipped recipe with a seed, evaluated and saved at its end alone."""
+    """Return the shipped recipe with a seed, evaluated only at the end and not saved."""
     overrides = {
         "training.seed": seed,
         "training.output_dir": folder,
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def print_summary(plain: list[Outcome], ours: list[Outcome]) -> None:
-    """Print means over seeds, and what a seed alone changes."""
+    """Print means and standard deviations over seeds, and the difference per seed."""
     accuracies = {
         "Trainer": [one.accuracy for one in plain],
         "mfwrap": [one.accuracy for one in ours],

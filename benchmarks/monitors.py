@@ -3,12 +3,13 @@
     python benchmarks/monitors.py                       # a Llama of 8 million parameters
     python benchmarks/monitors.py --device cuda --width 1024 --layers 16 --batch-size 16
 
-Each round trains without monitors, with local norms alone, and with all monitors, in an order that
-changes. On are the loss monitor, checkpoints' health, the search for culprits with replay, and
-every number of the training state monitor, as JSON lines and TensorBoard curves: norms of gradients
-and losses of each step; of each tenth step (`--interval`) weights, optimizer state, attention
-logits; of each hundredth stable ranks. The time of a run is the mean of its steps, the first ones
-left out; printed are the median and the spread over rounds, and of the rounds' own ratios.
+Each round trains without monitors, with local norms alone, and with all monitors, in random order.
+All monitors are the loss monitor, the health of checkpoints, the search for culprits with replay,
+and every number of the training state monitor as JSON lines and TensorBoard curves: norms of
+gradients and losses in each step; weights, optimizer state and attention logits in each tenth step
+(`--interval`); stable ranks in each hundredth. The time of a run is the mean of its steps without
+the first ones. The table shows the median and the range over rounds, and those of the ratios within
+a round.
 """
 
 import argparse
@@ -32,17 +33,17 @@ from mfwrap.trainer import MFTrainer
 from trainer import argument_parser, build_model
 
 WARM_UP = 5
-"""Steps that are left out."""
+"""Number of first steps that are not measured."""
 
 OFF, NORMS, ON = "no monitors", "local norms alone", "all monitors"
 
 
 @final
 class Timer(TrainerCallback):
-    """Takes the time from the end of the warm-up to the end of the last step.
+    """Measure the time from the end of the warm-up to the end of the last step.
 
     Args:
-        device: Awaited at both ends.
+        device: Device that is synchronized at both ends.
     """
 
     def __init__(self, device: str) -> None:
@@ -50,7 +51,7 @@ class Timer(TrainerCallback):
         self._times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Look at the clock."""
+        """Take the time after the warm-up and after the last step."""
         del args, control
         if state.global_step in {WARM_UP, state.max_steps}:
             if self._device == "cuda":
@@ -64,7 +65,7 @@ class Timer(TrainerCallback):
 
 
 def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
-    """Return all monitors; in each step what is there anyway, each `interval` steps the rest."""
+    """Return all monitors: cheap numbers in each step, the others every `interval` steps."""
     formats: Any = ["jsonl", "tensorboard"]
     of_each_step = ("local_norm", "device_local_norm", "local_loss", "device_local_loss")
     others = ("optimizer_state", "weight_state", "max_attention_logit", "expert_load")
@@ -122,7 +123,9 @@ def seconds_per_step(
 def main() -> None:
     """Measure and print."""
     parser = argument_parser(__doc__, steps=45)
-    parser.add_argument("--interval", type=int, default=10, help="steps from one look to the next")
+    parser.add_argument(
+        "--interval", type=int, default=10, help="steps between two records of weights and states"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
@@ -131,7 +134,7 @@ def main() -> None:
     num_samples = options.batch_size * options.accumulation * options.steps
     tokens = torch.randint(0, 4096, (num_samples, options.sequence_length), generator=generator)
     seconds: dict[str, list[float]] = {OFF: [], NORMS: [], ON: []}
-    order = random.Random(0)  # noqa: S311  (an order, no secret)
+    order = random.Random(0)  # noqa: S311  (not cryptographic)
     kinds = list(seconds)
     for _ in range(options.rounds):
         order.shuffle(kinds)

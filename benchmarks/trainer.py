@@ -3,11 +3,11 @@
     python benchmarks/trainer.py                       # a Llama of 31 million parameters
     python benchmarks/trainer.py --device cuda --width 1024 --layers 16 --batch-size 16
 
-All train the same model on the same data with fused AdamW, accumulation, clipping and a cosine
-schedule, each in a process of its own; they take turns step by step, in an order that changes, so
-that a machine that grows slower does so for all. A round trains every contestant anew. Its time is
-the median of its steps, its ratio the median of the ratios of steps with the same number, the first
-ones left out; printed are median and spread of both over rounds.
+All contestants train the same model on the same data with fused AdamW, accumulation, clipping and a
+cosine schedule, each in its own process. They take turns step by step in random order, so a machine
+that slows down affects all of them. A round trains every contestant from the start. Its time is the
+median of its steps; its ratio is the median of the ratios of steps with the same number. The first
+steps do not count. The table shows median and range of both over rounds.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def argument_parser(description: str | None, steps: int) -> argparse.ArgumentPar
     """Return a parser of device, sizes and number of rounds.
 
     Args:
-        description: Of the program; its first line is shown.
-        steps: Updates of a run, where none are asked for.
+        description: Docstring of the program; the help shows its first line.
+        steps: Default number of updates per run.
     """
     parser = argparse.ArgumentParser(
         description=description.splitlines()[0] if description else None
@@ -65,11 +65,12 @@ def argument_parser(description: str | None, steps: int) -> argparse.ArgumentPar
 
 
 def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
-    """Train one contestant, in a process of its own.
+    """Train one contestant in its own process.
 
     Args:
-        index: Of the contestant.
-        turn: Says when a step may begin, and is told when it has ended.
+        index: Index of the contestant in `CONTESTANTS`.
+        turn: Connection to the main process, which sends when a step may begin; this process sends
+            when the step has ended.
         arguments: Device and sizes.
     """
     warnings.filterwarnings("ignore")
@@ -142,7 +143,7 @@ def main() -> None:
     parser.set_defaults(width=512, layers=8, batch_size=1)
     arguments = parser.parse_args()
     length = arguments.sequence_length
-    order = random.Random(0)  # noqa: S311  (an order, no secret)
+    order = random.Random(0)  # noqa: S311  (not cryptographic)
     milliseconds: list[list[float]] = [[] for _ in CONTESTANTS]
     ratios: list[list[float]] = [[] for _ in CONTESTANTS]
     for _ in range(arguments.rounds):

@@ -1,4 +1,4 @@
-"""The trainers that are compared."""
+"""Contestants: trainers."""
 
 import abc
 import importlib.util
@@ -42,7 +42,7 @@ class Setting:
     steps: int
 
     def dataset(self) -> list[dict[str, Tensor]]:
-        """Return one sample a sequence."""
+        """Return one sample per sequence."""
         return [{"input_ids": row, "labels": row} for row in self.tokens]
 
 
@@ -99,7 +99,7 @@ class Stock(Contestant):
 
 
 class _NormsByHand(TrainerCallback):
-    """What one finds in forums: a norm of each gradient, read one by one."""
+    """The usual recipe in forums: the norm of each gradient, read one by one."""
 
     def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.norms = {
