@@ -1,37 +1,37 @@
-# From a machine with nothing but Python 3.11 or newer, one command does all: make train, make test, make lint.
-# PYTHON=... chooses the interpreter; by default it is the first one that fits.
+# Each target sets up what it needs, on a machine that has nothing but Python 3.11 or newer.
+# PYTHON=... chooses the interpreter; the default is the first suitable one of PYTHONS.
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
-TYPE_CHECK_TREE := build/type-check
+SOURCE_LIST := build/source-files
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14)
 MACHINE_PYTHON := $(or $(PYTHON),python3)
 
-# Run from the repository root, Python would find the folder mfwrap/ before the installed package, which alone has
-# mfwrap.callbacks and mfwrap.recipes.
+# Without PYTHONSAFEPATH, Python started in the repository would import the folder mfwrap/, which lacks mfwrap.callbacks
+# and mfwrap.recipes, instead of the installed package.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda lint type-check-tree format benchmark docs clean
+.PHONY: help train test test-full test-cuda lint format benchmark docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
 
-train: $(VENV)/.installed ## train the default recipe, a small Llama; the run goes to runs/causal_lm
+train: $(VENV)/.linked ## train the default recipe, a small Llama; the run goes to runs/causal_lm
 	$(RUN) -m mfwrap.recipes.causal_lm
 
-# One thread a worker: with torch's default, two workers would start as many threads as there are cores, twice.
-test: $(VENV)/.installed ## run the fast tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow and not cuda"
+# One thread for each worker: by default, each of the two workers would start as many threads as there are cores.
+test: $(VENV)/.linked ## run the fast tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --durations=25 -m "not slow and not cuda"
 
-test-full: $(VENV)/.installed ## run the fast tests and the slow ones
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not cuda"
+test-full: $(VENV)/.linked ## run the fast tests and the slow ones
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --durations=25 -m "not cuda"
 
-# An environment of its own that sees all packages of the machine's python3, so that nothing is written outside this
-# folder. --system-site-packages would not do: it passes over the packages of a python3 that is itself in a virtual
+# A separate environment that sees all packages of the machine's python3, so that nothing is written outside this
+# folder. --system-site-packages would not work: it skips the packages of a python3 that is itself in a virtual
 # environment.
 test-cuda: ## run the CUDA tests on what the machine's python3 has, without network
 	@$(MACHINE_PYTHON) -c '$(HAS_CUDA)'
@@ -40,45 +40,50 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 	$(CUDA_VENV)/bin/python -m pip install --no-index --no-deps --no-build-isolation -e .
 	$(CUDA_VENV)/bin/python -m pytest -m cuda
 
-lint: $(VENV)/.installed type-check-tree ## check style, formatting and types
+lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
-	cd $(TYPE_CHECK_TREE) && "$(CURDIR)/$(RUN)" -m mypy --config-file "$(CURDIR)/pyproject.toml" \
+	cd build && MYPYPATH="$(CURDIR)/benchmarks" "$(CURDIR)/$(RUN)" -m mypy --config-file "$(CURDIR)/pyproject.toml" \
 	    --cache-dir "$(CURDIR)/.mypy_cache" -p mfwrap $(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
 
-# mypy knows neither a package-dir mapping nor the import hook of an editable install: from the repository root it
-# passes over callbacks/ and recipes/ and reports success. It gets links in the shape of an ordinary install.
-type-check-tree:
-	@rm -rf $(TYPE_CHECK_TREE) && mkdir -p $(TYPE_CHECK_TREE)/mfwrap
-	@ln -s "$(CURDIR)"/mfwrap/* "$(CURDIR)/callbacks" "$(CURDIR)/recipes" $(TYPE_CHECK_TREE)/mfwrap
-	@ln -s "$(CURDIR)"/benchmarks/*.py $(TYPE_CHECK_TREE)
-
-format: $(VENV)/.installed ## format the code and repair what ruff can repair
+format: $(VENV)/.linked ## format the code and repair what ruff can repair
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-# Without PYTHONSAFEPATH: what the script imports lies beside it.
-benchmark: $(VENV)/.installed-benchmark ## measure everything after backward, and whole steps of the Trainer, beside peers
+# Without PYTHONSAFEPATH, because the scripts import modules from their own folder.
+benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure everything after backward, and whole steps of the Trainer, beside peers
 	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/distributed.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/monitors.py
 
-# mkdocstrings reads the package, with callbacks/ and recipes/, in the shape of an ordinary install.
-docs: $(VENV)/.installed-docs type-check-tree ## build the site of the documentation into build/site; a warning is an error
+docs: $(VENV)/.installed-docs $(VENV)/.linked ## build the site of the documentation into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 clean: ## remove environments, builds and caches; runs/ stays
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -rf mfwrap/__pycache__ callbacks/__pycache__ recipes/__pycache__ tests/__pycache__ benchmarks/__pycache__
+	find mfwrap callbacks recipes tests benchmarks .ci -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp is written last, so an installation that broke off is taken up again; a new environment is made unless
-# the one that is there has a working pip.
+# The stamp is written last, so the next make repeats an installation that failed. An existing environment is kept if
+# its pip works.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { $(make-environment); }
 	$(RUN) -m pip install "$(TORCH)"
 	$(RUN) -m pip install -c constraints.txt -e '.[recipes,test,lint]'
 	@touch $@
+
+# An editable install holds a link for each file (pyproject.toml says why), so a file that was added or removed needs
+# new links. The list is rewritten only when it differs; an unchanged list is older than the stamp.
+$(VENV)/.linked: $(VENV)/.installed $(SOURCE_LIST)
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(SOURCE_LIST): FORCE
+	@mkdir -p $(@D)
+	@find mfwrap callbacks recipes -type f ! -path '*/__pycache__/*' | sort > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+FORCE:
 
 $(VENV)/.installed-benchmark: $(VENV)/.installed
 	$(RUN) -m pip install -c constraints.txt -e '.[benchmark]'
