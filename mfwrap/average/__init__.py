@@ -1,5 +1,1 @@
-"""An exponential moving average of the weights."""
-
-from mfwrap.average.ema import ExponentialMovingAverage
-
-__all__ = ["ExponentialMovingAverage"]
+"""An exponential moving average of the weights; `mfwrap.ExponentialMovingAverage` is public."""
