@@ -34,7 +34,7 @@ from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import agreement_of
-from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
+from mfwrap.tensors.wrappers import distributed_parts
 
 __all__ = [
     "AttachedStep",
@@ -71,9 +71,9 @@ class AttachedStep:
         self._handler_kind = type(self._ddp_handler)
         if scale_sense is None:
             scale_sense = scale_of(accelerator)
-        self.step = LoopStep(config, LossScale(scale_sense, accelerator.device), accelerator)
-        """What the accelerator's own calls are handed on to; a loop need not know it."""
-        self._scaler = StepScaler(self, self._grad_scaler)
+        self.step = LoopStep(config, LossScale(scale_sense, accelerator.device))
+        """Step that the accelerator's own calls end in. A loop need not use it."""
+        self._scaler = StepScaler(self, accelerator)
         self._loaded_folder: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
@@ -184,7 +184,7 @@ class AttachedStep:
             self.ema.check_placement()
             self.step.follow(self.ema)
         for wrapper in self._accelerator._optimizers:
-            optimizer = unwrapped_optimizer(wrapper)
+            optimizer = wrapper.optimizer
             window = self.step.windows.get(optimizer)
             if window is not None and window.update.parameters.are_current:
                 continue

@@ -1,13 +1,21 @@
-"""The step of a hand-written loop: backward, clipping and optimizer come as calls of their own."""
+"""The step of a loop with one or several optimizers, which share a loss scale and an average.
 
-from collections.abc import Callable, Iterable, Mapping
+The loop scales each loss (`LoopStep.scaled`), runs backward, may clip through an optimizer's window
+(`mfwrap.accelerate.gradients`), and lets each optimizer do its update (`LoopStep.update`).
+accelerate is not known here: its calls arrive by way of `mfwrap.accelerate.classes`.
+
+Several optimizers make two things harder. The loss scale may not change while the gradients of
+another optimizer wait, since they were made with the present scale (`SharedLossScale`). An average
+must follow once the weights of all its optimizers are updated, not after each (`SharedAverage`).
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.accelerate.clipping import clip_grad_norm, clip_grad_value
-from mfwrap.accelerate.optimizer_window import OptimizerWindow
+from mfwrap.accelerate.gradients import OptimizerWindow
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
@@ -20,66 +28,38 @@ from mfwrap.step.state import check, check_keys, restore
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.shards import on_device
 
-__all__ = [
-    "Loop",
-    "LoopStep",
-    "PendingSchedule",
-    "SharedAverage",
-    "SharedLossScale",
-]
-
-
-class Loop(Protocol):
-    """What a step asks its loop; accelerate's ``Accelerator`` is one."""
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this is the last micro-batch of an update."""
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """What each loss is divided by before its backward."""
-
-    @property
-    def step(self) -> int:
-        """Number of the micro-batch within its update."""
+__all__ = ["LoopStep", "PendingSchedule", "SharedAverage", "SharedLossScale"]
 
 
 class PendingSchedule(Protocol):
-    """A schedule that waits to learn whether the last update was applied."""
+    """A schedule that advances only when it is known whether the last update was applied."""
 
     def resolve(self) -> None:
-        """Advance, or not, as the last update asks for."""
+        """Advance if the last update was applied."""
 
 
 @final
 class LoopStep:
-    """Updates of one or several optimizers that share loss scale and average.
+    """Updates of one or several optimizers that share a loss scale and an average.
 
     Args:
         config: Settings of the step.
-        loss_scale: The live loss scale.
-        loop: The loop that calls.
+        loss_scale: Live loss scale.
     """
 
-    def __init__(self, config: StepConfig, loss_scale: LossScale, loop: Loop) -> None:
+    def __init__(self, config: StepConfig, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
         self.last_report: StepReport | None = None
-        """Of the optimizer that did the last update; ``None`` before the first."""
+        """Report of the last update, by whichever optimizer; ``None`` before the first."""
         self.schedules: list[PendingSchedule] = []
-        """Resolved before each update and by `flush`."""
+        """Schedules that are resolved before each update and by `flush`."""
+        self.windows: dict[Optimizer, OptimizerWindow] = {}
+        """Window of each optimizer, in the order in which they were added."""
         self._config = config
-        self._loop = loop
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
-        self._windows: dict[Optimizer, OptimizerWindow] = {}
         self._stepping: OptimizerWindow | None = None
         self._shared_scale = SharedLossScale(loss_scale, self._others_are_used)
-
-    @property
-    def windows(self) -> Mapping[Optimizer, OptimizerWindow]:
-        """The windows of all optimizers, in the order in which they were added."""
-        return self._windows
 
     def follow(self, ema: ExponentialMovingAverage) -> None:
         """Let an average follow the updates of all optimizers that are added from now on."""
@@ -94,15 +74,15 @@ class LoopStep:
         local_squares: LocalSquares | None = None,
         agreement: RankAgreement | None = None,
     ) -> None:
-        """Add an optimizer, or replace what it updates.
+        """Add an optimizer, or replace the parameters that it updates.
 
         Args:
-            optimizer: The optimizer itself, no wrapper around it.
-            parameters: What it updates.
+            optimizer: Optimizer without accelerate's wrapper.
+            parameters: Parameters that it updates.
             local_squares: As in `StepUpdate`.
             agreement: As in `StepUpdate`.
         """
-        window = self._windows.get(optimizer)
+        window = self.windows.get(optimizer)
         if window is not None:
             window.update.parameters = parameters
             window.update.local_squares = local_squares
@@ -119,79 +99,57 @@ class LoopStep:
             local_squares=local_squares,
             agreement=agreement,
         )
-        self._windows[optimizer] = OptimizerWindow(update, self.loss_scale.value)
+        self.windows[optimizer] = OptimizerWindow(update, self.loss_scale.value)
 
     def check_average(self) -> None:
-        """Raise ``ValueError`` if the average is of nothing that an optimizer holds."""
-        if self._average is not None and self._windows and not self._average.has_parts:
-            msg = "`ema` must average parameters of a prepared optimizer, got an average of others"
+        """Raise ``ValueError`` if no optimizer updates any of the averaged weights."""
+        if self._average is not None and self.windows and not self._average.has_parts:
+            msg = (
+                "`ema` must average parameters of a prepared optimizer, got an average of other "
+                "parameters"
+            )
             raise ValueError(msg)
 
     def clear(self) -> None:
-        """Forget all optimizers and schedules, and what the average follows."""
-        self._windows.clear()
+        """Forget all optimizers, all schedules and the average."""
+        self.windows.clear()
         self.schedules.clear()
         self._shared_scale.discard()
         self._ema = self._average = None
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, in float32 or better.
+    def scaled(self, loss: Tensor, micro_batch: int = 0) -> Tensor:
+        """Return the loss times the loss scale, in float32 or better; call it before backward.
 
         Args:
-            loss: As it is differentiated.
+            loss: Loss of a micro-batch, as it is differentiated.
+            micro_batch: Number of the micro-batch within its update.
 
         Raises:
-            TypeError: If it is not a tensor.
+            TypeError: If `loss` is not a tensor.
         """
         if not isinstance(loss, Tensor):
             msg = f"`loss` must be a tensor, got {described(loss)}"
             raise TypeError(msg)
         self._shared_scale.settle()
         detached = loss.detach() if loss.dim() == 0 else loss.detach().float().mean()
-        for window in self._windows.values():
-            window.before_backward(detached, self._loop.step)
+        for window in self.windows.values():
+            window.before_backward(detached, micro_batch)
         if self.loss_scale.is_one:
             return loss
         return loss * on_device(self.loss_scale.value, loss.device)
 
-    def clip_grad_norm(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Clip unscaled gradients by their norm; see `clip_grad_norm` of the clipping room."""
-        return clip_grad_norm(
-            list(self._windows.values()),
-            parameters,
-            self.loss_scale.value,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            may_fold=self._loop.sync_gradients,
-        )
-
-    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp the elements of unscaled gradients; see `clip_grad_value` of the clipping room."""
-        clip_grad_value(list(self._windows.values()), parameters, clip_value)
-
-    def unscale(self, optimizers: Iterable[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale, in place, once.
-
-        Args:
-            optimizers: Whose; ``None`` for all.
-        """
-        for optimizer in self._windows if optimizers is None else optimizers:
-            self._windows[optimizer].unscale()
-
-    def give_up(self, optimizer: Optimizer) -> None:
-        """Forget what is known of gradients that have been zeroed."""
-        self._windows[optimizer].open()
-
-    def update(self, optimizer: Optimizer) -> StepReport:
+    def update(self, optimizer: Optimizer, accumulation_steps: int = 1) -> StepReport:
         """Do the update of one optimizer.
 
+        Args:
+            optimizer: Optimizer without accelerate's wrapper.
+            accumulation_steps: Number by which the loop has divided each loss.
+
         Raises:
-            RuntimeError: If its gradients come from no scaled loss, have changed since they were
-                clipped, or the last update was one skip too many.
+            RuntimeError: If its gradients come from a loss that was not scaled, they have changed
+                since they were clipped, or too many updates in a row were skipped.
         """
-        window = self._windows[optimizer]
+        window = self.windows[optimizer]
         unscaled = not window.has_backward and window.has_unused_gradients()
         if unscaled and not self.loss_scale.is_one:
             msg = (
@@ -200,44 +158,50 @@ class LoopStep:
             )
             raise RuntimeError(msg)
         window.measured()
-        # After this update's own gradients were measured, so that the device is busy meanwhile.
+        # Not before this update's own gradients are measured: the device has that work queued
+        # while the host reads the result of the update before.
         self.flush()
         self._stepping = window
         try:
-            self.last_report = window.apply(self._loop.gradient_accumulation_steps)
+            self.last_report = window.apply(accumulation_steps)
         finally:
             self._stepping = None
         return self.last_report
 
     def _others_are_used(self) -> bool:
-        others = (w for w in self._windows.values() if w is not self._stepping)
+        others = (w for w in self.windows.values() if w is not self._stepping)
         return not any(window.has_unused_gradients() for window in others)
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer's last update was skipped; waits for it."""
-        if optimizer not in self._windows:
+        """Return whether an optimizer's last update was skipped. Synchronizes with the device."""
+        if optimizer not in self.windows:
             return False
-        counts = self._windows[optimizer].update.counts
+        counts = self.windows[optimizer].update.counts
         counts.flush()
         return counts.last_was_skipped
 
     def flush(self) -> None:
-        """Wait for what is pending of the last updates, and advance schedules.
+        """Read the results of the last updates, and advance the schedules accordingly.
+
+        Synchronizes with the device.
 
         Raises:
-            RuntimeError: If an update was one skip too many.
+            RuntimeError: If too many updates in a row were skipped.
         """
         try:
-            for window in self._windows.values():
+            for window in self.windows.values():
                 window.update.flush()
         finally:
             for schedule in self.schedules:
                 schedule.resolve()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counters and average, after a flush; the average's are no copies."""
+        """Return loss scale, counters and average, after a flush.
+
+        The average's tensors are not copies.
+        """
         self.flush()
-        counts = [window.update.counts for window in self._windows.values()]
+        counts = [window.update.counts for window in self.windows.values()]
         state: dict[str, Any] = {
             "loss_scale": self.loss_scale.state_dict(),
             "updates": {str(index): each.state_dict() for index, each in enumerate(counts)},
@@ -247,9 +211,9 @@ class LoopStep:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+        """Restore what `state_dict` returned; nothing is changed if any part does not fit.
 
-        What is pending and what has gathered is dropped.
+        Results that have not been read yet are dropped.
 
         Raises:
             KeyError: If a key is missing or unknown.
@@ -261,11 +225,11 @@ class LoopStep:
         self._shared_scale.discard()
         if self._average is not None:
             self._average.discard()
-        for window in self._windows.values():
+        for window in self.windows.values():
             window.open()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict` would raise, and change nothing."""
+        """Raise what `load_state_dict` would raise; change nothing."""
         check(*self._owners(state_dict))
 
     def _owners(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -273,11 +237,11 @@ class LoopStep:
         expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
         check_keys(state_dict, expected, "loop")
         updates = state_dict["updates"]
-        numbers = {str(index) for index in range(len(self._windows))}
+        numbers = {str(index) for index in range(len(self.windows))}
         check_keys(updates, numbers, "loop's optimizers")
         counts = [
             (window.update.counts, updates[str(index)])
-            for index, window in enumerate(self._windows.values())
+            for index, window in enumerate(self.windows.values())
         ]
         average = None if self._ema is None else (self._ema, state_dict["ema"])
         return (self.loss_scale, state_dict["loss_scale"]), counts, average
@@ -287,12 +251,14 @@ class LoopStep:
 class SharedLossScale:
     """The loss scale as each of several optimizers' updates sees it.
 
-    Gradients that wait for another optimizer were made with the scale as it is. It therefore
-    changes when no gradient is left unused, and then once, for the overflow of any.
+    Gradients that wait for another optimizer were made with the present scale, so the scale must
+    not change before they are used. Overflows are therefore collected. The scale changes once, for
+    all of them, when no optimizer has unused gradients left.
 
     Args:
-        loss_scale: The live loss scale.
-        gradients_are_used: Whether no optimizer but the one being updated has unused gradients.
+        loss_scale: Live loss scale.
+        gradients_are_used: Returns whether no optimizer except the one that is being updated has
+            unused gradients.
     """
 
     def __init__(self, loss_scale: LossScale, gradients_are_used: Callable[[], bool]) -> None:
@@ -302,7 +268,7 @@ class SharedLossScale:
 
     @property
     def value(self) -> Tensor:
-        """Shape ``()``, float32, changed in place."""
+        """Loss scale, shape ``()``, float32, changed in place."""
         return self._loss_scale.value
 
     @property
@@ -311,19 +277,19 @@ class SharedLossScale:
         return self._loss_scale.is_one
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Learn whether an update's gradients overflowed; return the flag."""
+        """Collect the overflow flag of an update, and return it."""
         self._overflow = overflow if self._overflow is None else self._overflow | overflow
         self.settle()
         return overflow
 
     def settle(self) -> None:
-        """Let the update cell see what has gathered, unless gradients wait."""
+        """Update the scale with the collected flags, unless gradients are still unused."""
         if self._overflow is not None and self._gradients_are_used():
             self._loss_scale.update(self._overflow)
             self._overflow = None
 
     def discard(self) -> None:
-        """Forget what has gathered."""
+        """Forget the collected flags."""
         self._overflow = None
 
 
@@ -331,10 +297,11 @@ class SharedLossScale:
 class SharedAverage:
     """An average whose weights several optimizers update.
 
-    It follows when each of them has done its update, or when one does its next.
+    It follows the weights when each optimizer has done its update, or when one of them does its
+    next update before the others.
 
     Args:
-        ema: The average.
+        ema: Average of the weights.
     """
 
     def __init__(self, ema: ExponentialMovingAverage) -> None:
@@ -349,15 +316,20 @@ class SharedAverage:
 
     @property
     def has_parts(self) -> bool:
-        """Whether any optimizer's update is followed."""
+        """Whether the average follows the updates of any optimizer."""
         return self._num_parts > 0
 
     def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are in the parameters."""
+        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
         self._ema.refuse_inside_swap(method)
 
     def gather(self, part: int, applied: Tensor) -> None:
-        """Note an update of one optimizer; follow the weights when all have done theirs."""
+        """Note an update of one optimizer; follow the weights when all have done theirs.
+
+        Args:
+            part: Number of the optimizer.
+            applied: Whether its update was applied, shape ``()``, bool.
+        """
         if part in self._applied:
             self._follow()
         self._applied[part] = applied
@@ -372,7 +344,7 @@ class SharedAverage:
         self._ema.update(first)
 
     def discard(self) -> None:
-        """Forget what has gathered."""
+        """Forget the updates that were noted."""
         self._applied = {}
 
 
@@ -385,9 +357,9 @@ class AveragePart:
         self._part = part
 
     def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are in the parameters."""
+        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
         self._average.refuse_inside_swap(method)
 
     def update(self, applied: Tensor) -> None:
-        """Note this optimizer's update."""
+        """Note an update of this optimizer."""
         self._average.gather(self._part, applied)

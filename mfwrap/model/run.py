@@ -21,7 +21,7 @@ from mfwrap.model.data import Batches
 from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
 from mfwrap.step.cell import MFTrainOneStepCell
-from mfwrap.step.micro_batches import NetworkCall
+from mfwrap.step.forward import NetworkCall
 from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.wrappers import unwrapped_optimizer

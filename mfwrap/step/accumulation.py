@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.collectives import add_over_ranks
+from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.losses import LossParts, MeanLoss, Normalizer, PerTokenLoss
-from mfwrap.step.micro_batches import NetworkCall
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 

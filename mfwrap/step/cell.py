@@ -15,9 +15,9 @@ from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
+from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
-from mfwrap.step.micro_batches import NetworkCall, calls_of, split_calls
 from mfwrap.step.mindspore_cells import LossScaleHooks
 from mfwrap.step.parameters import (
     TrainedParameters,
@@ -290,7 +290,7 @@ class MFTrainOneStepCell(LossScaleHooks):
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
         self._update.release_gradients()
         try:
-            accumulated = self._accumulate(calls, self.scale_sense)
+            accumulated = self._accumulate(calls, self._loss_scale.value)
             self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
             # Also when forward or backward raised: half a step must not leak into the next.

@@ -13,7 +13,7 @@ from mfwrap.loss_scale.cells import LossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
-from mfwrap.step.micro_batches import NetworkCall
+from mfwrap.step.forward import NetworkCall
 from mfwrap.step.parameters import (
     TrainedParameters,
     checked_network,

@@ -10,19 +10,15 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described, needed_arguments
 from mfwrap.config import StepConfig
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.clipping import (
-    clip_coefficient,
-)
+from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
+from mfwrap.step.forward import Normalizer
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.losses import Normalizer
 from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
-from mfwrap.tensors.norm_groups import (
-    NormGroups,
-)
-from mfwrap.tensors.norms import sum_of_squares
+from mfwrap.tensors.norm_groups import NormGroups
+from mfwrap.tensors.norms import sum_of_squares, sums_by_group
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import local_tensors
 
@@ -107,7 +103,7 @@ def measure(
         overflow=~(torch.isfinite(global_norm) & torch.isfinite(divisor) & (divisor > 0)),
         divisor=divisor,
         global_norm=global_norm,
-        local_norm=groups.sums(own_squares).sqrt() / local_divisor,
+        local_norm=sums_by_group(own_squares, groups.members).sqrt() / local_divisor,
         groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
     )

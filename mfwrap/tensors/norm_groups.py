@@ -29,22 +29,6 @@ class NormGroups:
     """Shape ``(G, largest group)``, int64: indices into the ``N`` parameters, padded with ``N``;
     ``None`` if each parameter is its own group."""
 
-    def sums(self, squares: Tensor) -> Tensor:
-        """Add sums of squares by group, in a fixed order.
-
-        Args:
-            squares: Shape ``(N,)``, float32.
-
-        Returns:
-            Shape ``(G,)``, float32.
-        """
-        if self.members is None:
-            return squares
-        # A gather and a row sum, because a product with a 0-1 matrix would carry one group's
-        # inf into all others as 0 * inf, and index_add_ has no fixed order on CUDA.
-        padded = torch.cat((squares, squares.new_zeros(1)))
-        return padded.take(self.members).sum(dim=1)
-
 
 def group_parameters(
     sizes: Mapping[str, int],

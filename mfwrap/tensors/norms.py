@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mfwrap.tensors.shards import on_device
 
-__all__ = ["as_real", "norms_of_each", "sum_of_squares"]
+__all__ = ["as_real", "norms_of_each", "sum_of_squares", "sums_by_group"]
 
 # Elements: from where on a norm on CPU is taken by rows, and the length of a row.
 _LARGE = 2**16
@@ -44,6 +44,24 @@ def norms_of_each(tensors: Sequence[Tensor | None], device: torch.device) -> Ten
         Shape ``(N,)``, float32. Does not synchronize with the device.
     """
     return _of_each(tensors, device, lambda norms: norms)
+
+
+def sums_by_group(squares: Tensor, members: Tensor | None) -> Tensor:
+    """Add up sums of squares by group, always in the same order.
+
+    Args:
+        squares: Shape ``(N,)``, float32.
+        members: Indices of the members of each group; see `NormGroups.members`.
+
+    Returns:
+        Shape ``(G,)``, float32.
+    """
+    if members is None:
+        return squares
+    # A gather and a sum over rows. A product with a matrix of zeros and ones would carry one
+    # group's inf into all others, as 0 * inf, and index_add_ adds in no fixed order on CUDA.
+    padded = torch.cat((squares, squares.new_zeros(1)))
+    return padded.take(members).sum(dim=1)
 
 
 def _of_each(

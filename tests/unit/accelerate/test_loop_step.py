@@ -1,7 +1,6 @@
 """The step behind a loop that is written by hand, without accelerate."""
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,15 +15,6 @@ from support.training_state import assert_same_state, training_state
 
 CPU = torch.device("cpu")
 NAN = float("nan")
-
-
-@dataclass
-class HandWritten:
-    """A loop that says where it is."""
-
-    sync_gradients: bool = True
-    gradient_accumulation_steps: int = 1
-    step: int = 1
 
 
 class Schedule:
@@ -47,8 +37,7 @@ class Training:
         self, *, scale_sense=1.0, num_networks: int = 1, ema: bool = False, **config
     ) -> None:
         torch.manual_seed(0)
-        self.loop = HandWritten()
-        self.step = LoopStep(StepConfig(**config), LossScale(scale_sense, CPU), self.loop)
+        self.step = LoopStep(StepConfig(**config), LossScale(scale_sense, CPU))
         self.networks = [nn.Linear(2, 1) for _ in range(num_networks)]
         self.optimizers = [SGD(each.parameters(), lr=0.5) for each in self.networks]
         if ema:
@@ -71,7 +60,7 @@ class Training:
         self.step.scaled(self.loss(factor)).backward()
         report = self.step.update(self.optimizers[0])
         self.optimizers[0].zero_grad()
-        self.step.give_up(self.optimizers[0])
+        self.step.windows[self.optimizers[0]].open()
         return report
 
     def state(self):
@@ -205,7 +194,7 @@ def test_loading_gives_up_what_was_begun():
     training = Training(scale_sense=8.0)
     state = training.step.state_dict()
     training.step.scaled(training.loss()).backward()
-    training.step.unscale()
+    training.step.windows[training.optimizers[0]].unscale()
 
     training.step.load_state_dict(state)
     training.networks[0].zero_grad()

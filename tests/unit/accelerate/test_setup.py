@@ -187,7 +187,7 @@ def test_the_accelerators_accumulation_may_be_given_or_left_out(steps):
 AVERAGES = {
     "of another network": (
         ValueError,
-        "`ema` must average parameters of a prepared optimizer, got an average of others",
+        "`ema` must average parameters of a prepared optimizer, got an average of other parameters",
         lambda _: ExponentialMovingAverage(Classifier()),
     ),
     "that is none": (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.step.losses import Normalizer
+from mfwrap.step.forward import Normalizer
 from mfwrap.step.update import measure
 from mfwrap.tensors.norm_groups import (
     group_parameters,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.step.micro_batches import NetworkCall, calls_of, split_calls
+from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 
 X = torch.arange(12.0).reshape(6, 2)
 Y = torch.arange(6)

@@ -12,6 +12,7 @@ from mfwrap.tensors.norm_groups import (
     group_parameters,
     layer_of_module,
 )
+from mfwrap.tensors.norms import sums_by_group
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -150,14 +151,14 @@ def test_sums_are_those_of_each_group(assignment):
     squares = torch.arange(1.0, len(sizes) + 1)
 
     expected = [sum(sizes[name] for name in row) for row in members(groups, sizes).values()]
-    assert groups.sums(squares).tolist() == expected
+    assert sums_by_group(squares, groups.members).tolist() == expected
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_bad_square_stays_in_its_group(bad):
     """An inf or nan of one group leaves the sums of all others finite."""
     squares = torch.tensor([1.0, 2.0, bad, 4.0, 5.0, 6.0])
-    sums = group_parameters(SIZES, "layer", CPU).sums(squares)
+    sums = sums_by_group(squares, group_parameters(SIZES, "layer", CPU).members)
 
     assert sums[[0, 2, 3]].tolist() == [1, 9, 6]
     assert not sums[1].isfinite()

@@ -10,8 +10,7 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
-from mfwrap.step.losses import MeanLoss, PerTokenLoss
-from mfwrap.step.micro_batches import NetworkCall
+from mfwrap.step.forward import MeanLoss, NetworkCall, PerTokenLoss
 from support.host_reads import HostReads
 
 IGNORED = -100

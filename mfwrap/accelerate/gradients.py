@@ -1,0 +1,393 @@
+"""The gradients of a loop between backward and the optimizer's step: read, clipped, unscaled.
+
+A cell does backward, clipping and update in one call. A loop makes a call of its own for each, in
+an order of its own, and may leave some out. An `OptimizerWindow` follows one optimizer through
+these calls. It opens when the optimizer has done its step and closes with the next step:
+
+1. `before_backward`, once for each micro-batch, notes the loss.
+2. `clip_grad_norm` reads the gradients once. This one read gives the norm that the loop gets back,
+   the local norms and the overflow flag. The gradients are left as they are: the factor is kept,
+   and the step multiplies by it in its own pass over the gradients ("the clip is folded").
+3. `apply` does the update, without a second read.
+
+Folding needs gradients that nobody changes between clipping and step, and a clip that all
+gradients of the optimizer share. Everything else is done in place, on the gradients themselves, as
+torch does it: another norm than L2, a part of the parameters, clipping by value, a second clip, a
+clip between micro-batches.
+
+A maintainer must not break these four:
+
+- Reported norms are those before any clipping, however often the loop clips (``_first``).
+- The overflow flag is taken before anything that could hide it. Clamping turns inf into a finite
+  number; multiplying by a coefficient of 0 or nan destroys it (`note_overflow`).
+- The gradients may be unscaled or clipped in place once only, and a gradient that comes after that
+  (accumulation) is scaled and unclipped: `before_backward` restores the scale first.
+- Nothing here synchronizes with the device. Whether gradients have changed is learned from torch's
+  version counters, on the host.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from mfwrap.outputs import StepReport
+from mfwrap.step.clipping import clip_coefficient
+from mfwrap.step.update import Measurement, StepUpdate
+from mfwrap.tensors.sharded_norms import square_of_all
+from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
+
+__all__ = ["OptimizerWindow", "clip_grad_norm", "clip_grad_value"]
+
+# For each gradient a weak reference, and torch's count of the writes to it. The id would not do: a
+# new gradient often gets the address of one that has been released.
+_Fingerprint = list[tuple[TensorWeakRef, int]]
+
+
+@final
+class OptimizerWindow:
+    """What has been done with an optimizer's gradients since its last step.
+
+    Args:
+        update: Update of the optimizer.
+        loss_scale: Live loss scale, shape ``()``, float32.
+    """
+
+    def __init__(self, update: StepUpdate, loss_scale: Tensor) -> None:
+        self.update = update
+        self.last_report: StepReport | None = None
+        """Report of the optimizer's last update; ``None`` before the first."""
+        self._loss_scale = loss_scale
+        self._numbers_micro_batches = False
+        self._used: _Fingerprint = []
+        self.open()
+
+    def open(self) -> None:
+        """Start a new window: gradients that exist now have been used, or are given up."""
+        self._losses: list[Tensor] = []
+        self._micro_batches: list[int] = []
+        # The last read, of the gradients as they are now.
+        self._measured: Measurement | None = None
+        # The first read since the last backward, before any clipping: what is reported.
+        self._first: Measurement | None = None
+        # Overflow found before the gradients were changed in place.
+        self._overflow: Tensor | None = None
+        # Factor of a folded clip, which the step has yet to apply.
+        self._coefficient: Tensor | None = None
+        self._is_clipped = False
+        self.is_unscaled = False
+        """Whether the gradients were divided by the loss scale, in place."""
+        self.update.forget_local_squares()
+        self._used = self._seen = self._fingerprint()
+
+    def _fingerprint(self) -> _Fingerprint:
+        gradients = self.update.parameters.present_gradients()
+        # Writing to a DTensor's shard does not count as a write to the DTensor, so take the
+        # versions of the shards.
+        versions = [local._version for local in local_tensors(gradients)]
+        return list(zip(map(TensorWeakRef, gradients), versions, strict=True))
+
+    def _are_as_at(self, fingerprint: _Fingerprint) -> bool:
+        gradients = self.update.parameters.present_gradients()
+        return len(gradients) == len(fingerprint) and all(
+            reference() is gradient and version == local._version
+            for gradient, local, (reference, version) in zip(
+                gradients, local_tensors(gradients), fingerprint, strict=True
+            )
+        )
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a loss was scaled in this window."""
+        return bool(self._losses)
+
+    def has_unused_gradients(self) -> bool:
+        """Return whether a backward has reached these gradients since the last step."""
+        present = self.update.parameters.present_gradients()
+        return bool(present) and not self._are_as_at(self._used)
+
+    def before_backward(self, loss: Tensor, micro_batch: int) -> None:
+        """Note a loss, and make the gradients ready to receive its gradients.
+
+        Args:
+            loss: Unscaled loss that is differentiated, detached, shape ``()``.
+            micro_batch: Number of the micro-batch; consecutive calls with the same number count
+                as one micro-batch.
+        """
+        if self._measured is not None:
+            # The loop has clipped or unscaled before it accumulates further. What backward adds
+            # is scaled and not clipped, so what is there must be scaled, with the clip done.
+            self.settle_clip()
+            if self.is_unscaled:
+                multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
+                self.is_unscaled = False
+            self._measured = self._first = None
+        if self._losses and not self._waits_for_gradients():
+            # The loop has zeroed the gradients by `network.zero_grad`, so these losses have no
+            # part in the update.
+            self._losses, self._micro_batches = [], []
+        self._losses.append(loss)
+        self._numbers_micro_batches |= micro_batch != 0
+        if self._micro_batches[-1:] != [micro_batch]:
+            self._micro_batches.append(micro_batch)
+
+    def _waits_for_gradients(self) -> bool:
+        """Return whether there are gradients that the optimizer has not used."""
+        parameters = self.update.parameters
+        # With FSDP2 a shard has no gradient before the last micro-batch: until then the whole
+        # gradients are kept in torch's own attributes, which cannot be seen here.
+        return parameters.reduction is not None or bool(parameters.present_gradients())
+
+    def measured(self) -> Measurement:
+        """Return norms and overflow; read the gradients only if they have changed since.
+
+        Raises:
+            RuntimeError: If they changed after their clip was folded into the step.
+        """
+        if self._measured is not None and self._are_as_at(self._seen):
+            return self._measured
+        if self._coefficient is not None:
+            msg = (
+                "gradients must not change between `clip_grad_norm_` and the optimizer's step, "
+                "which does the clipping; call `unscale_gradients` before `clip_grad_norm_` to "
+                "have them clipped in place"
+            )
+            raise RuntimeError(msg)
+        fresh = self.update.measure(may_be_absent=True)
+        if self.is_unscaled and self._measured is not None:
+            fresh = _of_unscaled(fresh)
+            fresh = fresh._replace(overflow=self._measured.overflow | fresh.overflow)
+        self._measured = fresh
+        self._first = self._first or fresh
+        self._seen = self._fingerprint()
+        return fresh
+
+    def fold_clip(self, global_norm: Tensor, overflow: Tensor, coefficient: Tensor) -> None:
+        """Let the step multiply the gradients by `coefficient`.
+
+        Args:
+            global_norm: Norm that the gradients are clipped by, shape ``()``, float32.
+            overflow: Whether this norm is not finite, shape ``()``, bool.
+            coefficient: Factor that clips, shape ``()``, float32.
+        """
+        self._measured = self.measured()._replace(global_norm=global_norm, overflow=overflow)
+        if not self._is_clipped:
+            self._first = self._measured
+        self._coefficient = coefficient
+
+    def settle_clip(self) -> None:
+        """Apply a folded clip to the gradients in place, so that they can be clipped again."""
+        if self._coefficient is not None:
+            self.note_overflow()
+            multiply_in_place(self.update.parameters.present_gradients(), self._coefficient)
+            self._coefficient = None
+            self._is_clipped = True
+        if self._is_clipped and not self.is_unscaled:
+            # The last read was before the clip. A second clip needs the norm after it.
+            self._measured = None
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, in place, once."""
+        if self.is_unscaled:
+            return
+        self.settle_clip()
+        measured = self.measured()
+        if measured.divisor is not None:
+            gradients = self.update.parameters.present_gradients()
+            multiply_in_place(gradients, measured.divisor.reciprocal())
+        self._measured = measured._replace(divisor=None)
+        self._seen = self._fingerprint()
+        self.is_unscaled = True
+
+    def hand_back(self, *, scaled: bool) -> None:
+        """Leave the gradients as a loop without this window expects them.
+
+        Args:
+            scaled: Leave the loss scale in them; otherwise divide by it.
+        """
+        if self.has_backward:
+            self.settle_clip()
+            if not scaled:
+                self.unscale()
+
+    def note_overflow(self) -> None:
+        """Remember an overflow that clipping in place might hide."""
+        overflow = self.measured().overflow
+        self._overflow = overflow if self._overflow is None else self._overflow | overflow
+
+    def accept_clipped(self) -> None:
+        """Accept the gradients as clipped in place; the norms of before the clip stay valid."""
+        self._seen = self._fingerprint()
+        self._is_clipped = True
+
+    def apply(self, accumulation_steps: int) -> StepReport:
+        """Do the update, and start a new window.
+
+        Args:
+            accumulation_steps: Number by which the loop has divided each loss.
+        """
+        measured = self.measured()
+        if self._overflow is not None:
+            measured = measured._replace(overflow=measured.overflow | self._overflow)
+        coefficient = self._coefficient
+        if coefficient is None and self._is_clipped:
+            # Clipped in place already. A factor of 1 also says that a norm was asked for.
+            coefficient = torch.ones_like(measured.global_norm)
+        elif coefficient is None:
+            coefficient = self.update.configured_coefficient(measured)
+        if self._first is not None:
+            measured = measured._replace(
+                global_norm=self._first.global_norm,
+                local_norm=self._first.local_norm,
+                groups=self._first.groups,
+            )
+        loss = self._loss(accumulation_steps, measured.global_norm.device)
+        self.last_report = self.update.apply(loss, measured, coefficient)
+        self.open()
+        return self.last_report
+
+    def _loss(self, accumulation_steps: int, device: torch.device) -> Tensor:
+        if not self._losses:
+            return torch.full((), float("nan"), dtype=torch.float32, device=device)
+        total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
+        if accumulation_steps == 1 or not self._numbers_micro_batches:
+            # A loop that does not use `accelerator.accumulate` divides its losses itself.
+            return total
+        # The last update of an epoch may have fewer micro-batches than its losses were divided by.
+        return total * (accumulation_steps / len(self._micro_batches))
+
+
+def clip_grad_norm(
+    windows: Sequence[OptimizerWindow],
+    parameters: Iterable[Tensor],
+    loss_scale: Tensor,
+    *,
+    max_norm: float,
+    norm_type: float = 2.0,
+    may_fold: bool = True,
+) -> Tensor:
+    """Clip unscaled gradients by their norm, as torch's ``clip_grad_norm_`` does.
+
+    The clip is folded into the step where it can be (see above), and done in place otherwise.
+
+    Args:
+        windows: Windows of all optimizers.
+        parameters: Parameters whose gradients are clipped.
+        loss_scale: Loss scale, shape ``()``, float32, on the training device.
+        max_norm: Largest norm; ``inf`` measures and never clips.
+        norm_type: Order of the norm.
+        may_fold: Whether this was the last backward before the step.
+
+    Returns:
+        Norm before clipping, shape ``()``; float32 for the L2 norm. Does not synchronize with the
+        device.
+    """
+    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+    if not gradients:
+        return torch.zeros_like(loss_scale)
+    concerned = [window for window in windows if window.update.parameters.among(gradients)]
+    for window in concerned:
+        window.settle_clip()
+    folds = may_fold and norm_type == 2 and bool(concerned)
+    for window in concerned:
+        whole = window.update.parameters.all_with_gradient_among(gradients)
+        folds = folds and whole and not window.is_unscaled
+    # Inside a caller's autocast, products of norms would be taken in half precision.
+    with torch.no_grad(), torch.autocast(loss_scale.device.type, enabled=False):
+        if folds:
+            return _fold(concerned, gradients, loss_scale, max_norm)
+        return _clip_in_place(concerned, list(gradients.values()), loss_scale, max_norm, norm_type)
+
+
+def clip_grad_value(
+    windows: Sequence[OptimizerWindow], parameters: Iterable[Tensor], clip_value: float
+) -> None:
+    """Clamp the elements of unscaled gradients, in place.
+
+    Args:
+        windows: Windows of all optimizers.
+        parameters: Parameters whose gradients are clamped.
+        clip_value: Largest magnitude.
+    """
+    held = list(parameters)
+    identities = {id(parameter) for parameter in held}
+    concerned = [window for window in windows if window.update.parameters.among(identities)]
+    for window in concerned:
+        window.unscale()
+        # Clamping turns inf into a finite number, so the overflow must be known before.
+        window.note_overflow()
+    torch.nn.utils.clip_grad_value_(held, clip_value)
+    for window in concerned:
+        window.accept_clipped()
+
+
+def _fold(
+    windows: Sequence[OptimizerWindow],
+    gradients: Mapping[int, Tensor],
+    loss_scale: Tensor,
+    max_norm: float,
+) -> Tensor:
+    measured = [window.measured() for window in windows]
+    norm, overflow = measured[0].global_norm, measured[0].overflow
+    in_windows = {id(g) for w in windows for g in w.update.parameters.present_gradients()}
+    others = [g for g in gradients.values() if id(g) not in in_windows]
+    if others or len(windows) > 1:
+        norms = [measurement.global_norm for measurement in measured]
+        if others:
+            norms.append(square_of_all(others, loss_scale.device).sqrt() / loss_scale)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        overflow = torch.stack([m.overflow for m in measured]).any() | ~norm.isfinite()
+    coefficient = clip_coefficient(norm, max_norm)
+    for window in windows:
+        window.fold_clip(norm, overflow, coefficient)
+    # No optimizer holds these, so no step would clip them.
+    multiply_in_place(others, coefficient)
+    return norm
+
+
+def _clip_in_place(
+    windows: Sequence[OptimizerWindow],
+    gradients: Sequence[Tensor],
+    loss_scale: Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> Tensor:
+    are_unscaled = any(window.is_unscaled for window in windows)
+    for window in windows:
+        if are_unscaled:
+            window.unscale()
+        window.note_overflow()
+    if norm_type == 2:
+        norm = square_of_all(gradients, loss_scale.device).sqrt()
+    else:
+        norm = torch.nn.utils.get_total_norm(list(gradients), norm_type)
+        norm = norm.full_tensor() if is_distributed(norm) else norm
+    if not are_unscaled:
+        norm = norm / loss_scale
+    multiply_in_place(gradients, clip_coefficient(norm, max_norm))
+    for window in windows:
+        window.accept_clipped()
+    return norm
+
+
+def _of_unscaled(measured: Measurement) -> Measurement:
+    """Correct a measurement of unscaled gradients that was taken as if they were scaled."""
+    if measured.divisor is None:
+        return measured
+    return measured._replace(
+        divisor=None,
+        global_norm=measured.global_norm * measured.divisor,
+        local_norm=measured.local_norm * measured.divisor,
+    )
+
+
+@torch.no_grad()
+def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors on any devices by `factor`, shape ``()``, without reading it."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in local_tensors(gradients):
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, members in by_device.items():
+        torch._foreach_mul_(members, on_device(factor, device))
