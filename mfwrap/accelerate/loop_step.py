@@ -153,8 +153,10 @@ class LoopStep:
         unscaled = not window.has_backward and window.has_unused_gradients()
         if unscaled and not self.loss_scale.is_one:
             msg = (
-                "gradients must come from a scaled loss, got some with a loss scale other than 1 "
-                "and no `accelerator.backward(loss)` since the last step"
+                "`optimizer.step` found gradients that do not come from "
+                "`accelerator.backward(loss)`: they would be divided by the loss scale without "
+                "having been multiplied by it; call `accelerator.backward` instead of "
+                "`loss.backward`"
             )
             raise RuntimeError(msg)
         window.measured()

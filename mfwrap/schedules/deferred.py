@@ -1,4 +1,28 @@
-"""A torch schedule that advances only once it is known whether the last update was applied."""
+"""A torch schedule that advances when the host knows whether the last update was applied.
+
+A learning-rate schedule must not advance for an update that was skipped. But the loop calls
+``scheduler.step()`` right after ``optimizer.step()``, when only the device knows about the skip.
+To ask it at once would stop it in every step. So ``step`` is taken apart:
+
+- ``scheduler.step()`` only notes a request (`ScheduleRequest.now`): the arguments, and the learning
+  rates at this moment.
+- Just before the next update, the result of the last one has arrived on the host. Then ``resolve``
+  does the noted steps, or drops them if that update was skipped. The next update uses the new
+  rates, exactly as if the schedule had advanced at once.
+
+Everything that looks at a schedule in between (``state_dict``, a log, a checkpoint) must flush
+first; what reads ``optimizer.param_groups`` directly sees the rates that were last used.
+
+A maintainer must know these three:
+
+- A schedule computes new rates from those in ``param_groups``. The requests must therefore start
+  from the rates of the time of the call. If somebody has set a rate in between (a loop that lowers
+  the rate by hand), that rate wins, as it would if the schedule had advanced at once (`advance`).
+- `defer_schedule` changes the schedule's class in place, because the loop holds the same object.
+  The subclass keeps the name and module of the class, so logs and errors show the user's schedule.
+- Schedules put all their attributes into ``state_dict``. Our one attribute is taken out again, so
+  that a checkpoint loads without mfwrap.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,37 +42,38 @@ __all__ = [
 
 
 class ScheduleRequest(NamedTuple):
-    """A step that a schedule was asked for."""
+    """A call of a schedule's ``step`` that has not been done yet."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     rates: list[Any]
-    """Of all parameter groups, when it was asked for."""
+    """Learning rates of all parameter groups at the time of the call."""
 
     @classmethod
     def now(
         cls, schedule: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> "ScheduleRequest":
-        """Return a request with the rates as they are."""
+        """Return a request with the present learning rates."""
         return cls(arguments, keywords, [group["lr"] for group in _groups(schedule)])
 
 
 def advance(
     schedule: Any, requests: Sequence[ScheduleRequest], step: Callable[[ScheduleRequest], None]
 ) -> None:
-    """Do the steps that were asked for, from the rates of then.
+    """Do requested steps from the learning rates of the time of the request.
 
-    A rate that somebody has set since stays, as if the steps had been done at once.
+    A rate that somebody has set since then stays, as if the steps had been done at once.
 
     Args:
-        schedule: Whose rates they are.
-        requests: In their order.
-        step: Does one.
+        schedule: Schedule that is stepped.
+        requests: Requests in the order of the calls, at least one.
+        step: Function that does one requested step.
     """
     groups = _groups(schedule)
     set_since = {}
     for index, (group, rate) in enumerate(zip(groups, requests[-1].rates, strict=False)):
-        # A rate that is a tensor is changed in place, and comparing it would wait.
+        # A rate that is a tensor is changed in place, so it has no earlier value to restore, and
+        # a comparison would synchronize with the device.
         if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
             set_since[index] = group["lr"]
             group["lr"] = rate
@@ -71,43 +96,48 @@ class _Deferral:
 
 
 class DeferredSchedule:
-    """Mixed in before a schedule's own class by `defer_schedule`."""
+    """What `defer_schedule` puts before a schedule's own class."""
 
     deferral: _Deferral
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Ask for a step, which is done unless the last update turns out to be skipped."""
+        """Request a step, which is done later unless the last update turns out to be skipped."""
         self.deferral.requests.append(ScheduleRequest.now(self, args, keywords))
 
     def resolve(self) -> None:
-        """Do what was asked for, unless the last update was skipped; waits for it."""
+        """Do the requested steps, unless the last update was skipped.
+
+        Synchronizes with the device.
+        """
         requests, self.deferral.requests = self.deferral.requests, []
         if requests and not self.deferral.was_skipped():
-            step = super().step  # type: ignore[misc]
+            step = super().step  # type: ignore[misc]  (of the user's schedule)
             advance(self, requests, lambda request: step(*request.arguments, **request.keywords))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state after all updates so far; waits for the last one."""
+        """Return the schedule's state after all updates so far. Synchronizes with the device."""
         self.deferral.flush()
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        # torch saves whatever attributes there are.
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]  (the user's schedule)
+        # torch's state_dict returns all attributes, ours included.
         return {name: value for name, value in state.items() if name != "deferral"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the schedule; what was asked for is dropped."""
+        """Restore the schedule; requested steps are dropped."""
         self.deferral.requests.clear()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(state_dict)  # type: ignore[misc]  (the user's schedule)
 
 
 def defer_schedule(
     schedule: Any, was_skipped: Callable[[], bool], flush: Callable[[], None]
 ) -> DeferredSchedule:
-    """Make a schedule of torch wait with its steps, in place.
+    """Defer the steps of a schedule, in place.
 
     Args:
-        schedule: Keeps its identity and gets a subclass of its class.
-        was_skipped: Returns whether the last update was skipped; may wait.
-        flush: Resolves all that is pending, `DeferredSchedule.resolve` of this one included.
+        schedule: Schedule of torch. It stays the same object and gets a subclass of its class.
+        was_skipped: Function that returns whether the last update was skipped; it may synchronize
+            with the device.
+        flush: Function that reads all pending results and calls `DeferredSchedule.resolve` of
+            this schedule, among others.
 
     Returns:
         `schedule`.
@@ -122,7 +152,7 @@ def defer_schedule(
 
 
 def undefer_schedule(schedule: Any) -> None:
-    """Undo `defer_schedule`; what was asked for is dropped."""
+    """Undo `defer_schedule`; requested steps are dropped."""
     schedule.__class__ = type(schedule).__mro__[2]
     del schedule.deferral
 

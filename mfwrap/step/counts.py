@@ -1,4 +1,10 @@
-"""How many updates were applied and skipped: on the device, and a step later on the host."""
+"""Count applied and skipped updates: on the device at once, on the host one update later.
+
+The host needs to know whether an update was applied: to advance a schedule, to answer
+``optimizer_step_was_skipped``, to stop a training that only skips. Asking the device at once would
+stop it. So the answer is copied in the background (`DeferredReads`), and `flush` reads it just
+before the next update.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +23,7 @@ _COUNTERS = ("applied_updates", "skipped_updates", "consecutive_skips")
 
 
 class _Arrival(NamedTuple):
-    """What the host needs of a step: scalar tensors as they leave, numbers as they arrive."""
+    """What the host needs to know of an update: first as tensors, after the copy as numbers."""
 
     skipped: Any
     consecutive_skips: Any
@@ -27,13 +33,14 @@ class _Arrival(NamedTuple):
 
 @final
 class UpdateCounts:
-    """Count updates, and tell the host without making it wait.
+    """Count applied and skipped updates, and copy the results to the host in the background.
 
     Args:
-        device: The training device.
+        device: Training device.
         max_consecutive_skips: As in `StepConfig`.
-        on_applied: Called by `flush` for each update that was applied.
-        reported: Whether anyone asks on the host; if not, nothing is copied to it.
+        on_applied: Function that `flush` calls for each update that was applied.
+        reported: Whether `last_was_skipped` is asked for. If it is not, and neither of the two
+            arguments before is given, nothing is copied to the host.
     """
 
     def __init__(
@@ -45,12 +52,12 @@ class UpdateCounts:
         reported: bool = True,
     ) -> None:
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        # Replaced at every step, so that reports keep their values.
+        # Replaced by new tensors at every step, because reports keep the old ones.
         self.applied_updates = zero
         self.skipped_updates = zero
         self.consecutive_skips = zero
         self.last_was_skipped = False
-        """Whether the last update was skipped, as far as `flush` has learned."""
+        """Whether the last update was skipped; current after `flush`."""
         self._limit = max_consecutive_skips
         self._on_applied = on_applied
         self._reported = reported or on_applied is not None or max_consecutive_skips is not None
@@ -65,7 +72,12 @@ class UpdateCounts:
         self.consecutive_skips = (self.consecutive_skips + 1) * skipped
 
     def submit(self, report: StepReport, local_norm: Tensor) -> None:
-        """Start copying what the host needs to know of an update."""
+        """Start to copy what the host needs to know of an update.
+
+        Args:
+            report: Report of the update.
+            local_norm: Its local norms, which the error about skips names groups by.
+        """
         if not self._reported:
             return
         values = _Arrival(
@@ -80,10 +92,12 @@ class UpdateCounts:
         )
 
     def flush(self) -> None:
-        """Wait for what is pending of the last update and act on it.
+        """Read the results of the last update, and act on them.
+
+        Synchronizes with the device, if results are pending.
 
         Raises:
-            RuntimeError: If it was the ``max_consecutive_skips``-th skip in a row.
+            RuntimeError: If the update was the ``max_consecutive_skips``-th skip in a row.
         """
         self._reads.flush()
 
@@ -105,7 +119,7 @@ class UpdateCounts:
             raise RuntimeError(msg)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the counters by name: shape ``()``, int64, never changed in place."""
+        """Return the counters by name, shape ``()``, int64; they never change in place."""
         return {name: getattr(self, name) for name in _COUNTERS}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -114,12 +128,12 @@ class UpdateCounts:
         return {name: value.clone() for name, value in self.tensors().items()}
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict` would raise, and change nothing."""
+        """Raise what `load_state_dict` would raise; change nothing."""
         for name in _COUNTERS:
             _check_counter(name, state_dict[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counters, and drop what is pending of the last update.
+        """Restore the counters, and drop results that have not been read yet.
 
         Raises:
             KeyError: If a counter is missing.
@@ -133,7 +147,7 @@ class UpdateCounts:
         self.discard_pending()
 
     def discard_pending(self) -> None:
-        """Forget what is pending of the last update, without acting on it."""
+        """Drop results that have not been read yet, without acting on them."""
         self._reads.discard()
 
 

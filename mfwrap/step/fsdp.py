@@ -1,6 +1,26 @@
-"""The parts of a network that ``fully_shard`` was applied to, and how they reduce gradients.
+"""Networks that torch's ``fully_shard`` (FSDP2) has sharded, and how their gradients are reduced.
 
-All that is private in torch's FSDP2 is used here and nowhere else.
+One call of ``fully_shard`` makes a *unit*: a group of parameters that are gathered together before
+their forward and whose gradients are reduced together after their backward. In between, backward
+fills *whole* gradients, which belong to torch's own unsharded parameters. The reduction
+(a reduce-scatter) averages them over the ranks, writes this rank's shard into ``parameter.grad`` as
+a DTensor, and frees the whole gradients. An optimizer, and everything outside of this file, sees
+the shards alone.
+
+Three tasks need more than the shards:
+
+- **Local norms.** They are norms of this rank's own whole gradients, so they must be read after
+  backward and before the reduction. torch has no public hook at this place. `ReductionSeam` stands
+  in for the method ``post_backward`` of torch's parameter group, reads the norms and then calls the
+  method (`_UnitSquares`, `ShardedLocalSquares`).
+- **Accumulation.** Until the last micro-batch, gradients must stay whole and unreduced
+  (``set_requires_gradient_sync``); shards would already be means over ranks. While they wait, they
+  are in torch's private attributes, and ``parameter.grad`` is None.
+- **Errors.** A forward or backward that raises leaves whole weights and whole gradients behind,
+  which the next step must not find (`ShardedParts.discard_half_a_step`).
+
+Everything private of torch's FSDP2 is used in this file and nowhere else. Names may change with any
+torch release; the tests under tests/unit/step/test_fsdp*.py fail then.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +45,7 @@ __all__ = [
 
 @final
 class ReductionSeam:
-    """Stands where torch calls the reduction of a unit, and calls others before it.
+    """Replace the reduction of a unit by callbacks and then the reduction.
 
     Args:
         group: torch's ``FSDPParamGroup``.
@@ -35,10 +55,12 @@ class ReductionSeam:
         self._group = group
         self._reduce: Callable[..., None] = group.post_backward
         self.callbacks: WeakSet[Callable[[], None]] = WeakSet()
-        """Held by whoever is called back; with none of them nothing is done."""
+        """Weak references: each callback's owner keeps it alive. With none left, only the
+        reduction runs."""
 
     def __call__(self, *arguments: object) -> None:
-        """Call back, and reduce."""
+        """Call the callbacks if gradients are about to be reduced, then torch's own method."""
+        # torch calls it after every backward; with `reduce_grads` off it only keeps gradients.
         if self._group.reduce_grads:
             for callback in self.callbacks:
                 callback()
@@ -47,7 +69,7 @@ class ReductionSeam:
 
 @final
 class ShardedUnit:
-    """Parameters of one ``fully_shard`` call, which are reduced together.
+    """The parameters of one ``fully_shard`` call, whose gradients are reduced together.
 
     Args:
         group: torch's ``FSDPParamGroup``.
@@ -58,17 +80,17 @@ class ShardedUnit:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The shards that an optimizer holds."""
+        """Sharded parameters, as an optimizer holds them."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks over which gradients are reduced, replicas included."""
+        """Ranks over which gradients are reduced, replicas included."""
         return frozenset(self._group.mesh_info.mesh.mesh.flatten().tolist())
 
     @property
     def divisor(self) -> float:
-        """What the sum over ranks is divided by."""
+        """Number by which torch divides the sum over ranks."""
         factor: float | None = self._group.gradient_divide_factor
         return float(self._group.mesh_info.mesh.size() if factor is None else factor)
 
@@ -82,9 +104,9 @@ class ShardedUnit:
         )
 
     def before_reduction(self) -> "ReductionSeam":
-        """Return what is called each time that gradients are about to be reduced."""
-        # No public seam sees whole gradients: a reduce-scatter gets them cut and put together
-        # again, divided in float16, without a word about parameters that were not used.
+        """Return the seam that runs each time gradients are about to be reduced."""
+        # torch's public hook replaces the reduce-scatter. It is no use here: it gets the gradients
+        # in pieces, in float16 divided already, and not which parameters had no gradient.
         seam = self._group.__dict__.get("post_backward")
         if not isinstance(seam, ReductionSeam):
             seam = ReductionSeam(self._group)
@@ -92,16 +114,17 @@ class ShardedUnit:
         return seam
 
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return this rank's own whole gradients, with the shards of their parameters.
+        """Return this rank's own whole gradients, each with the shard of its parameter.
 
-        Of all backward passes since the last reduction, just before the next one; no copies.
+        To be called just before a reduction; the gradients are sums over all backward passes since
+        the reduction before. No copies are made.
         """
         present = []
         for each in self._group.fsdp_params:
             unsharded = getattr(each, "_unsharded_param", None)
             if unsharded is None:
                 continue
-            # What the reduction itself begins with; a second time there is nothing left to do.
+            # The reduction starts with this call; the second call will have nothing to do.
             each.accumulate_unsharded_grad_if_needed()
             if each.unsharded_accumulated_grad is not None:
                 present.append((each.sharded_param, each.unsharded_accumulated_grad_data))
@@ -110,7 +133,7 @@ class ShardedUnit:
         return present
 
     def discard_gradients(self) -> None:
-        """Forget whole gradients that wait for a reduction."""
+        """Free whole gradients that were not reduced."""
         for each in self._group.fsdp_params:
             each.unsharded_accumulated_grad = None
             unsharded = getattr(each, "_unsharded_param", None)
@@ -120,30 +143,30 @@ class ShardedUnit:
 
 @final
 class ShardedParts:
-    """All parts of networks that are sharded; none for networks without.
+    """All sharded parts of some networks; may be none.
 
     Args:
-        networks: Those that are called.
+        networks: Networks that are called.
     """
 
     def __init__(self, *networks: nn.Module) -> None:
         self._parts = [part for network in networks for part in sharded_parts(network)]
-        # Several modules that are sharded together are parts of one group.
+        # One call of fully_shard may take several modules, which then share a group.
         groups = {
             id(group): group
             for part in self._parts
             for group in part._get_fsdp_state()._fsdp_param_groups
         }
         self.units: list[ShardedUnit] = [ShardedUnit(group) for group in groups.values()]
-        """What is reduced together."""
+        """Units of all networks."""
 
     def reduce_gradients(self, *, now: bool) -> None:
-        """Reduce gradients in the backward passes that follow, or gather them until they are."""
+        """Choose whether the backward passes that follow reduce gradients, or accumulate them."""
         for part in self._parts:
             part.set_requires_gradient_sync(now, recurse=False)
 
     def discard_half_a_step(self) -> None:
-        """Forget what a forward or backward that raised has left: gradients, gathered weights."""
+        """Remove what a forward or backward that raised has left: gradients, gathered weights."""
         for unit in self.units:
             unit.discard_gradients()
         for part in self._parts:
@@ -151,10 +174,10 @@ class ShardedParts:
                 part.reset_iter_state()
 
     def check_per_token(self, reduction: SquareReduction | None) -> None:
-        """Check that token counts can be summed where gradients are.
+        """Check that the numbers of targets can be summed over the same ranks as the gradients.
 
         Args:
-            reduction: Of all trained parameters; ``None`` if none of them is distributed.
+            reduction: Reduction of all trained parameters; ``None`` if none is distributed.
 
         Raises:
             ValueError: If gradients are not all reduced over the same ranks by the same divisor.
@@ -172,10 +195,10 @@ class ShardedParts:
 
     @property
     def divisor(self) -> float:
-        """What sums of gradients over ranks are divided by; 1 without sharded parts.
+        """Number by which torch divides sums of gradients over ranks; 1 without sharded parts.
 
         Raises:
-            ValueError: If it is not the same for all units.
+            ValueError: If it differs between units.
         """
         divisors = {unit.divisor for unit in self.units}
         if len(divisors) > 1:
@@ -189,18 +212,19 @@ class ShardedParts:
 
 @final
 class _UnitSquares:
-    """Sums of squares of one unit's gradients, taken each time that they are about to be reduced.
+    """Sums of squares of one unit's gradients, taken each time before they are reduced.
 
     Args:
-        unit: Which.
+        unit: Unit to read.
     """
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit = unit
         self.by_parameter: dict[int, Tensor] = {}
-        """Shape ``()``, float32, by the ``id`` of the parameter's shard."""
+        """Sum of squares by the ``id`` of the parameter's shard; shape ``()``, float32."""
         self.is_repeated = False
-        """Whether a gradient was reduced again, after its earlier part was gone."""
+        """Whether a gradient was reduced a second time. This rank's own part of the first
+        reduction is gone by then, so there is no norm of the sum."""
         unit.before_reduction().callbacks.add(self)
 
     def __call__(self) -> None:
@@ -209,7 +233,7 @@ class _UnitSquares:
         if not present:
             return
         device = present[0][1].device
-        # The backward that calls may run inside a caller's autocast.
+        # The caller's backward may run inside its autocast.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             squares = sum_of_squares([gradient for _, gradient in present], device).unbind()
         identities = [id(parameter) for parameter, _ in present]
@@ -226,15 +250,15 @@ class _UnitSquares:
 class ShardedLocalSquares:
     """`LocalSquares` of parameters under ``fully_shard``.
 
-    One read of each unit's whole gradients before their reduction, and no message. With
-    accumulation they hold the sum over all micro-batches if those before the last are not reduced
+    Each unit's whole gradients are read once, before their reduction, without a message. With
+    accumulation they hold the sum over all micro-batches, if only the last backward reduces
     (``set_requires_gradient_sync``).
 
     Args:
         parameters: ``N`` trained parameters, in order.
-        parts: The sharded parts of the network.
-        others: Where the squares of parameters come from that are not distributed; ``None`` if
-            their gradients are this rank's own.
+        parts: Sharded parts of the network.
+        others: Source for parameters that are not distributed; ``None`` if their gradients are
+            this rank's own.
     """
 
     def __init__(
@@ -250,9 +274,10 @@ class ShardedLocalSquares:
     def squares(self, reduced: Tensor) -> Tensor:
         if any(unit.is_repeated for unit in self._units):
             msg = (
-                "`local_norm` must be False where gradients are reduced more than once an update, "
-                "of which the earlier part is gone then; let all backward passes but the last "
-                "gather (set_requires_gradient_sync, accumulate)"
+                "`local_norm` needs gradients that are reduced once an update, got gradients "
+                "that were reduced several times: this rank's own part of the earlier ones is "
+                "gone; accumulate with `accelerator.accumulate` or "
+                "`set_requires_gradient_sync(False)` in all backward passes but the last"
             )
             raise RuntimeError(msg)
         if self._others is not None:
@@ -269,13 +294,13 @@ class ShardedLocalSquares:
 
     @staticmethod
     def _square(parameter: nn.Parameter, seen: Tensor | None, other: Tensor) -> Tensor:
-        # A gradient that is gone since, or never came, counts as zero.
+        # A gradient that was set to None since, or that backward did not reach, counts as zero.
         if not is_distributed(parameter) or parameter.grad is None:
             return other
         if seen is None:
             msg = (
-                "`local_norm` must be False with this torch, whose `fully_shard` reduces gradients "
-                f"in another way than mfwrap knows, got torch {torch.__version__}"
+                f"`local_norm` must be False with torch {torch.__version__}: its `fully_shard` "
+                "reduces gradients in a way that this version of mfwrap does not know"
             )
             raise RuntimeError(msg)
         return on_device(seen, other.device)
@@ -294,16 +319,16 @@ def sharded_local_squares_of(
     *,
     are_asked_for: bool,
 ) -> LocalSquares | None:
-    """Return where local norms come from under ``fully_shard``.
+    """Return the source of local norms under ``fully_shard``.
 
     Args:
-        parts: The sharded parts of the network.
-        parameters: The trained ones, in order.
+        parts: Sharded parts of the network.
+        parameters: Trained parameters, in order.
         others: As in `ShardedLocalSquares`.
-        are_asked_for: Whether anyone reads local norms.
+        are_asked_for: Whether the step reports local norms.
 
     Returns:
-        `others` if nobody does, or no gradient is sharded over ranks.
+        `others` if it does not, or if no gradient is sharded over ranks.
 
     Raises:
         ValueError: If a parameter is distributed over more ranks than its gradient is reduced
@@ -314,9 +339,9 @@ def sharded_local_squares_of(
     reduced = {id(p) for unit in parts.units if not unit.is_split_further for p in unit.parameters}
     if any(is_distributed(p) and id(p) not in reduced for p in parameters):
         msg = (
-            "`local_norm` must be False for parameters that are distributed otherwise than by "
-            "`fully_shard` alone (tensor parallelism), of which no rank has a whole gradient, or "
-            "whose network was not given (prepared)"
+            "`local_norm` must be False for distributed parameters, unless `fully_shard` alone has "
+            "sharded them: with tensor parallelism no rank has a whole gradient. With `attach`, "
+            "their network must go through `accelerator.prepare`"
         )
         raise ValueError(msg)
     if all(len(unit.ranks) == 1 for unit in parts.units):

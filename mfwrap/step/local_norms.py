@@ -1,4 +1,28 @@
-"""Norms of a rank's own gradients, from before they are reduced over ranks."""
+"""Local norms under DistributedDataParallel: norms of a rank's own gradients.
+
+DistributedDataParallel reduces gradients while backward is still running. It collects them in
+buckets, and averages each bucket over the ranks as soon as all its gradients are there. After
+backward, no rank has its own gradients any more.
+
+torch lets one *communication hook* per model replace this reduction. Ours (`_tapping_hook`) reads
+the norms of a bucket and then calls the hook that does the reduction: torch's own all-reduce, or
+the user's. So local norms cost one read of the gradients and no message.
+
+A maintainer must know these four:
+
+- A model takes one communication hook in its life, and the hook cannot be removed. It therefore
+  stays when nobody asks for local norms any more; then it only calls the reduction. A second step
+  on the same model finds the hook of the first one and uses it (`tap`).
+- With gradient accumulation, only the backward of the last micro-batch reduces (the others run
+  under ``no_sync``), and its buckets hold the sum over all micro-batches: the gradient whose norm
+  is wanted.
+- The reduction overwrites the bucket, so the norms are computed before it starts. Only their
+  squares are kept, one number for each parameter.
+- The hook runs inside backward, on the autograd thread, maybe under the caller's autocast and with
+  gradients enabled. Both are switched off for the read.
+
+The norms of networks that ``fully_shard`` has sharded come from `mfwrap.step.fsdp`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -30,51 +54,52 @@ CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future
 
 
 class LocalSquares(Protocol):
-    """Where an update gets the sums of squares of this rank's own gradients from."""
+    """Source of the sums of squares of this rank's own gradients."""
 
     def squares(self, reduced: Tensor) -> Tensor:
-        """Return the sums of squares of this rank's own gradients. Does not wait for the device.
+        """Return the sums of squares of this rank's own gradients.
 
-        Called once the gradients of an update are final, maybe more than once.
+        Does not synchronize with the device. Called after the last backward of an update, maybe
+        more than once.
 
         Args:
-            reduced: Shape ``(N,)``, float32: sums of squares of the gradients as they are now, for
-                parameters of which no reduction was seen.
+            reduced: Sums of squares of the gradients after the reduction, shape ``(N,)``, float32.
+                They are returned for parameters whose gradients are not reduced.
 
         Returns:
-            Shape ``(N,)``, float32, on the device of `reduced`, in the order of
-            `TrainedParameters`: of the scaled gradients that this rank's micro-batches have added
-            up to, before they were reduced.
+            Sums of squares of the scaled gradients, summed over this rank's micro-batches, before
+            the reduction: shape ``(N,)``, float32, on the device of `reduced`, in the order of
+            `TrainedParameters`.
         """
 
     def reset(self) -> None:
-        """Forget what was seen: the gradients have been used, or are given up."""
+        """Forget what was read: the gradients have been used, or are given up."""
 
 
 @final
 class GradientTap:
-    """Sees the gradients of one DistributedDataParallel on their way to the reduction.
+    """Read the gradients of one DistributedDataParallel before they are reduced.
 
-    The state of its communication hook, which cannot be taken out again: without a reader it only
-    hands the gradients on.
+    It is the state of our communication hook.
 
     Args:
-        communication_hook: What reduces the gradients.
+        communication_hook: Hook that reduces the gradients.
     """
 
     def __init__(self, communication_hook: CommunicationHook) -> None:
         self.communication_hook = communication_hook
         self.readers: WeakSet[DistributedLocalSquares] = WeakSet()
-        """Who asks for the squares; without any they are not computed."""
+        """Objects that ask for the squares. With none left, only the reduction runs."""
         self.squares: dict[int, Tensor] = {}
-        """Shape ``()``, float32, by the parameter's ``id``: of its last reduction."""
+        """Sum of squares of each parameter's last reduced gradient, by the parameter's ``id``;
+        shape ``()``, float32."""
 
     def read(self, bucket: "GradBucket") -> None:
-        """Note the sums of squares of a bucket, whose gradients are read once."""
+        """Note the sums of squares of a bucket's gradients; they are read once."""
         if not self.readers:
             return
         device = bucket.buffer().device
-        # The backward that calls may run inside a caller's autocast.
+        # The caller's backward may run inside its autocast.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             squares = sum_of_squares(bucket.gradients(), device).unbind()
         identities = map(id, bucket.parameters())
@@ -85,7 +110,7 @@ def checked_communication_hook(communication_hook: object) -> CommunicationHook 
     """Return `communication_hook` if it is a pair of a state and a callable, or ``None``.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If it is anything else.
     """
     if communication_hook is None:
         return None
@@ -103,12 +128,12 @@ def checked_communication_hook(communication_hook: object) -> CommunicationHook 
 def tap(
     part: DistributedDataParallel, communication_hook: CommunicationHook | None = None
 ) -> GradientTap:
-    """Return the tap of a DistributedDataParallel, which is put in the first time.
+    """Return the tap of a DistributedDataParallel; the first call registers its hook.
 
     Args:
-        part: One that no other communication hook was registered with.
-        communication_hook: What reduces the gradients; ``None`` for what the tap that is there
-            does, or else torch's ``allreduce_hook``, which does what no hook does.
+        part: DistributedDataParallel without a communication hook, or with ours.
+        communication_hook: Hook that reduces the gradients. ``None`` keeps the one of a tap that
+            is there, or else takes torch's ``allreduce_hook``, which reduces as no hook does.
 
     Raises:
         RuntimeError: If another hook was registered.
@@ -121,9 +146,9 @@ def tap(
     if registered:
         name = getattr(registered[0][0], "__qualname__", described(registered[0][0]))
         msg = (
-            "`network` must have no communication hook but the one given as "
-            "`communication_hook=(state, hook)`, which sees the gradients after their local norms "
-            f"were taken, got {name}, registered already"
+            f"`network` has a communication hook already, {name}, and torch allows one; do not "
+            "register it, but give it as `communication_hook=(state, hook)`, so that local norms "
+            "are taken before it runs"
         )
         raise RuntimeError(msg)
     if communication_hook is None:
@@ -141,14 +166,14 @@ def _refuse_another(present: CommunicationHook, given: CommunicationHook | None)
     if given is None or all(a is b for a, b in zip(present, given, strict=True)):
         return
     msg = (
-        "`communication_hook` must be the one that the network's first step was built with, "
-        "because torch lets none be replaced, got another"
+        "`communication_hook` must be the hook that the network's first step was built with, "
+        "because torch cannot replace a communication hook, got another one"
     )
     raise RuntimeError(msg)
 
 
 def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
-    # torch compares the annotation of `bucket` with the class: its name would be refused.
+    # torch checks that the annotation of `bucket` is this class. A string would be refused.
     from torch._C._distributed_c10d import GradBucket  # noqa: PLC0415  (not in every torch)
 
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -156,7 +181,7 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
         inner_state, hook = state.communication_hook
         return hook(inner_state, bucket)
 
-    # torch logs a hook's name, and by it tells which ones a device cannot do.
+    # torch logs a hook's name, and by the name refuses hooks that a device cannot run.
     tapping_hook.__name__ = getattr(inner, "__name__", tapping_hook.__name__)
     tapping_hook.__qualname__ = getattr(inner, "__qualname__", tapping_hook.__name__)
     return tapping_hook
@@ -166,14 +191,14 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
 class DistributedLocalSquares:
     """`LocalSquares` of parameters under DistributedDataParallel, from communication hooks.
 
-    One read of each bucket before its reduction, and no message. With accumulation the bucket
-    holds the sum over all micro-batches if those before the last are not reduced (``no_sync``).
-    Where gradients are reduced several times before an update, the last reduction counts: what
-    earlier ones have left in the gradients is part of it, as the mean over ranks that it is.
+    With accumulation, a bucket holds the sum over all micro-batches if all backward passes but the
+    last run under ``no_sync``. A loop may also reduce several times before an update. Then the
+    last reduction counts. Its gradient is the sum of this rank's own last part and the earlier
+    parts, which are means over ranks by then.
 
     Args:
         parameters: ``N`` trained parameters, in order.
-        taps: Of all DistributedDataParallel parts that hold some of them.
+        taps: Each DistributedDataParallel part that holds some of them, with its tap.
     """
 
     def __init__(
@@ -196,7 +221,7 @@ class DistributedLocalSquares:
 
     @staticmethod
     def _seen(parameter: nn.Parameter, owner: GradientTap | None) -> Tensor | None:
-        # A gradient that is gone since counts as zero, whatever it was.
+        # A gradient that was set to None after its reduction counts as zero.
         if owner is None or parameter.grad is None:
             return None
         return owner.squares.get(id(parameter))
@@ -214,19 +239,19 @@ def local_squares_of(
     *,
     are_asked_for: bool,
 ) -> DistributedLocalSquares | None:
-    """Register a communication hook, and return where local norms come from.
+    """Register communication hooks, and return the source of local norms.
 
     Args:
         parts: All DistributedDataParallel parts of the network.
-        parameters: The trained ones, in order.
+        parameters: Trained parameters, in order.
         communication_hook: As in `tap`.
-        are_asked_for: Whether anyone reads local norms.
+        are_asked_for: Whether the step reports local norms.
 
     Returns:
-        ``None`` if nobody does, or gradients are this rank's own: there is no other.
+        ``None`` if it does not, or there is only one rank, so that gradients are its own.
 
     Raises:
-        RuntimeError: As `tap`.
+        RuntimeError: If another hook was registered.
     """
     are_reduced = any(part.process_group.size() > 1 for part in parts)
     if communication_hook is None and not (are_asked_for and are_reduced):

@@ -1,4 +1,10 @@
-"""How ranks whose gradients may differ come to one decision."""
+"""One decision for ranks whose gradients differ after the reduction.
+
+Where DistributedDataParallel or ``fully_shard`` reduces all gradients, every rank has the same bits
+and decides the same. A network may also be distributed in parts only, or have parameters that
+DistributedDataParallel ignores. Then one rank might skip an update that another one applies. Such
+ranks take the mean of their sums of squares and decide by that.
+"""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,26 +20,26 @@ __all__ = ["RankAgreement", "agreement_of"]
 
 @final
 class RankAgreement:
-    """One sum of squares for ranks of which each has gradients of its own.
+    """One sum of squares for ranks that have different gradients.
 
-    Skips, clipping and loss scale follow from it, so they are the same on all ranks.
+    Skips, clipping and the loss scale follow from it, so they are the same on all ranks.
 
     Args:
-        group: The ranks.
+        group: Ranks that agree.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
     def mean(self, square: Tensor) -> Tensor:
-        """Return the mean over ranks, with one message; not finite if it is not on any rank.
+        """Return the mean over ranks; not finite if the number is not finite on some rank.
 
-        What is the same on all ranks counts once.
+        Takes one message. Gradients that are equal on all ranks count once, as they should.
 
         Args:
-            square: Shape ``()``, float32.
+            square: This rank's sum of squares, shape ``()``, float32.
         """
-        # In double precision the mean of equal numbers is that number, and no sum overflows.
+        # In float64 the mean of equal float32 numbers is that number exactly, and no sum overflows.
         mean = square.double() / self._group.size()
         add_over_ranks(mean, self._group)
         return mean.float()
@@ -42,21 +48,19 @@ class RankAgreement:
 def agreement_of(
     parts: Sequence[DistributedDataParallel], parameters: Sequence[nn.Parameter]
 ) -> RankAgreement | None:
-    """Return how ranks agree if they have to.
-
-    Reduced gradients are the same bits on all ranks, and so is all that is decided by them.
+    """Return the agreement that ranks need.
 
     Args:
         parts: All DistributedDataParallel parts of the network.
-        parameters: The trained ones.
+        parameters: Trained parameters.
 
     Returns:
-        ``None`` if all of their gradients are reduced, or there are no ranks to agree with.
+        ``None`` if all gradients are reduced, or there is only one rank.
     """
     if not parts or parts[0].process_group.size() == 1:
         return None
     if any(is_distributed(parameter) for parameter in parameters):
-        # The sum over shards is the same on all ranks, and all else is averaged along.
+        # `SquareReduction` sums over the ranks that hold shards, and averages the rest with it.
         return None
     reduced = {id(parameter) for part in parts for parameter in _reduced_by(part)}
     if all(id(p) in reduced for p in parameters if p.requires_grad):

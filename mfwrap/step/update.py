@@ -1,4 +1,27 @@
-"""The half of a training step after backward, in one fixed order."""
+"""The half of a training step after backward: read, decide, update.
+
+All of it happens on the device, in one fixed order:
+
+1. **Read** (`StepUpdate.measure`). One pass over the gradients gives the sum of squares of each
+   parameter. Local norms, the global norm and the overflow flag follow from these numbers. Several
+   ranks agree here, if their gradients differ.
+2. **Read the results of the update before** (`StepUpdate.flush`). This is the one place where the
+   host may stop for the device. It comes this late because this step's forward and backward are
+   queued by now, so the device has work while the host waits; and it comes before the learning
+   rate is used, because the schedule advances here.
+3. **Decide** whether the update is skipped, and by how much its gradients are clipped. The
+   decisions are tensors; the host does not learn them before the next update.
+4. **Update the weights**, or leave them, with one divisor (loss scale, normalization and clipping
+   together) and one flag.
+5. **Update the loss scale**, from the overflow flag alone. A spike or a batch without targets says
+   nothing about the scale. This comes after the optimizer because the optimizer may raise, and an
+   error must leave the scale as it was.
+6. **Update the average** of the weights, which must be the new ones.
+7. **Count, report, and start copying** what the host will want to know of this update.
+
+A maintainer must not add anything that reads a tensor on the host (``item``, ``if tensor``,
+``float(tensor)``): tests count such reads.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, final
@@ -34,27 +57,28 @@ __all__ = [
 
 
 class Measurement(NamedTuple):
-    """One read of the gradients; tensors on the training device."""
+    """Result of one read of the gradients; tensors on the training device."""
 
     overflow: Tensor
-    """Shape ``()``, bool: the gradients are not finite, scaled or unscaled, or what they are
-    divided by is no positive, finite number."""
+    """Whether the gradients are not finite, scaled or unscaled, or their divisor is not a finite
+    number above 0; shape ``()``, bool."""
 
     divisor: Tensor | None
-    """Shape ``()``, float32: what makes the gradients unscaled, a copy; ``None`` if nothing has
-    to."""
+    """Number that the gradients must be divided by, a copy, shape ``()``, float32; ``None`` for
+    1."""
 
     global_norm: Tensor
-    """Shape ``()``, float32: L2 norm of all unscaled gradients, the same on all ranks."""
+    """L2 norm of all unscaled gradients, the same on all ranks, shape ``()``, float32."""
 
     local_norm: Tensor
-    """Shape ``(G,)``, float32: L2 norm by group of this rank's own unscaled gradients."""
+    """L2 norm by group of this rank's own unscaled gradients, shape ``(G,)``, float32."""
 
     groups: NormGroups
-    """The ``G`` groups."""
+    """The ``G`` groups of `local_norm`."""
 
     has_targets: Tensor | None
-    """Shape ``()``, bool: whether there is anything to learn from; ``None`` for yes."""
+    """Whether the batch has any target to learn from, shape ``()``, bool; ``None`` if the loss does
+    not count its targets."""
 
 
 def measure(
@@ -67,17 +91,19 @@ def measure(
     agreement: RankAgreement | None = None,
     reduction: SquareReduction | None = None,
 ) -> Measurement:
-    """Read the gradients once. Does not wait for the device.
+    """Read the gradients once. Does not synchronize with the device.
 
     Args:
-        gradients: Scaled, one for each parameter of `groups`; ``None`` counts as zeros.
+        gradients: Scaled gradients, one for each parameter of `groups`; ``None`` counts as zeros.
         groups: Groups of local norms.
-        loss_scale: Shape ``()``, float32, on the training device.
-        normalizer: What the gradients are divided by beside the loss scale; ``None`` for 1.
-        local_squares: This rank's own gradients; ``None`` if those that are read are its own.
-        agreement: With ranks whose gradients differ after their reduction; ``None`` for none.
-        reduction: With ranks that share the gradients, of all parameters; ``None`` for none. It
-            agrees, too, and takes a partial `normalizer` along.
+        loss_scale: Loss scale, shape ``()``, float32, on the training device.
+        normalizer: Divisor of the gradients beside the loss scale; ``None`` for 1.
+        local_squares: Source of the norms of this rank's own gradients; ``None`` if `gradients`
+            are this rank's own.
+        agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
+            there are no such ranks.
+        reduction: Sum over the ranks that hold shards of the gradients; ``None`` without shards.
+            The ranks agree by it, too, and a partial `normalizer` is summed in the same message.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
@@ -98,8 +124,8 @@ def measure(
         own_squares = squares
     global_norm = square.sqrt() / divisor
     return Measurement(
-        # A scale of 0 or below may have been set, and a denominator that is nan or infinite
-        # returned, without anyone reading it.
+        # The divisor is checked, too: a loop may set a scale of 0 or below, and a network may
+        # return a denominator that is nan or infinite. Nobody reads either on the host.
         overflow=~(torch.isfinite(global_norm) & torch.isfinite(divisor) & (divisor > 0)),
         divisor=divisor,
         global_norm=global_norm,
@@ -110,7 +136,7 @@ def measure(
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    # A batch without targets has gradients of zero; dividing them by zero would report nan.
+    # A batch without targets has gradients of zero, and divided by zero they would report nan.
     return torch.where(divisor == 0, 1.0, divisor)
 
 
@@ -125,12 +151,13 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
     """Return `lr_scheduler` if the step can advance it.
 
     Args:
-        lr_scheduler: Of torch, or in accelerate's wrapper, or ``None``.
-        optimizer: The optimizer itself.
+        lr_scheduler: Schedule of torch, alone or in accelerate's wrapper; ``None`` for none.
+        optimizer: Optimizer without accelerate's wrapper.
 
     Raises:
-        TypeError: If it has no ``step``, or one that needs an argument, such as a metric.
-        ValueError: If it belongs to another optimizer.
+        TypeError: If the schedule has no ``step``, or its ``step`` needs an argument, such as a
+            metric.
+        ValueError: If the schedule belongs to another optimizer.
     """
     if lr_scheduler is None:
         return None
@@ -142,36 +169,39 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
     if needed:
         msg = (
             f"`lr_scheduler` must advance by itself, got {type(inner).__name__}, whose step needs "
-            f"{', '.join(needed)}; step one that follows a metric where you have evaluated"
+            f"{', '.join(needed)}; leave it out and step it where you evaluate"
         )
         raise TypeError(msg)
     if getattr(inner, "optimizer", optimizer) is not optimizer:
-        msg = "`lr_scheduler` must be one of the cell's optimizer, got one of another optimizer"
+        msg = (
+            "`lr_scheduler` must belong to the cell's optimizer, got a schedule of another "
+            "optimizer"
+        )
         raise ValueError(msg)
     schedule: Schedule = lr_scheduler
     return schedule
 
 
 class LiveLossScale(Protocol):
-    """The loss scale as an update sees it; `LossScale` is one."""
+    """The loss scale as an update sees it: `LossScale`, or one that several optimizers share."""
 
     @property
     def value(self) -> Tensor:
-        """Shape ``()``, float32, changed in place."""
+        """Loss scale, shape ``()``, float32, changed in place."""
 
     @property
     def is_one(self) -> bool:
         """Whether the scale is known to be 1 without asking the device."""
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Learn whether an update's gradients overflowed."""
+        """Change the scale according to the overflow flag of an update."""
 
 
 class Average(Protocol):
-    """The average of weights as an update sees it; `ExponentialMovingAverage` is one."""
+    """The average as an update sees it: `ExponentialMovingAverage`, or one optimizer's part."""
 
     def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are in the parameters."""
+        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
 
     def update(self, applied: Tensor) -> None:
         """Follow the weights, if the update was applied."""
@@ -179,25 +209,28 @@ class Average(Protocol):
 
 @final
 class StepUpdate:
-    """Measure, decide, update: everything that follows the backward of the last micro-batch.
+    """Do everything that follows the backward of the last micro-batch.
 
-    Called, it does one whole update. Where others ask for norms before the optimizer runs,
-    `measure` and `apply` are the same in two calls.
+    A call does one whole update. In a loop that asks for the norm before the optimizer runs,
+    `measure` and `apply` do the same in two calls.
 
     Args:
-        parameters: What is updated.
-        optimizer: The optimizer itself, no wrapper around it.
+        parameters: Parameters to update.
+        optimizer: Optimizer without accelerate's wrapper.
         config: Settings of the step.
-        loss_scale: The live loss scale, on the parameters' device.
-        lr_scheduler: Stepped once per applied update, before the next one; ``None`` for none.
-        ema: Follows applied updates; ``None`` for none.
-        reported: Whether `last_was_skipped` is asked for on the host.
-        local_squares: Where the norms of this rank's own gradients come from; ``None`` if the
-            gradients that are updated from are its own.
-        agreement: With ranks whose gradients differ after their reduction; ``None`` for none.
+        loss_scale: Live loss scale, on the parameters' device.
+        lr_scheduler: Schedule that is stepped once for each applied update, just before the next
+            one; ``None`` for none.
+        ema: Average that follows the weights after applied updates; ``None`` for none.
+        reported: Whether the host asks for ``counts.last_was_skipped``.
+        local_squares: Source of the norms of this rank's own gradients; ``None`` if the gradients
+            are this rank's own.
+        agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
+            there are no such ranks.
 
     Raises:
-        ValueError: If `optimizer` is of a kind that is not supported.
+        TypeError: If the step of `optimizer` needs a closure.
+        ValueError: If `optimizer` is a fused SGD that does not update the weights it holds.
     """
 
     def __init__(
@@ -229,16 +262,16 @@ class StepUpdate:
         )
 
     def __call__(self, loss: Tensor, normalizer: Normalizer | None = None) -> StepReport:
-        """Do one update from the gradients as they are, and release them.
+        """Do one update from the present gradients, and release them.
 
         Args:
-            loss: Shape ``()``, float32, detached: reported.
-            normalizer: What the gradients are divided by beside the loss scale; ``None`` for 1.
+            loss: Loss to report, shape ``()``, float32, detached.
+            normalizer: Divisor of the gradients beside the loss scale; ``None`` for 1.
 
         Raises:
-            RuntimeError: If no parameter has a gradient, the optimizer's parameters are others
-                than at construction, the averages are swapped in, or the last step was one skip
-                too many.
+            RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
+                since construction, the averages are swapped in, or too many updates in a row were
+                skipped.
             TypeError: If a gradient is sparse.
         """
         try:
@@ -247,33 +280,35 @@ class StepUpdate:
             self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Set all gradients to ``None``, and forget what was seen of them."""
+        """Set all gradients to ``None``, and forget this rank's own norms."""
         self.parameters.release_gradients()
         self.forget_local_squares()
 
     def forget_local_squares(self) -> None:
-        """Forget what was seen of this rank's own gradients."""
+        """Forget the norms of this rank's own gradients, which were taken before a reduction."""
         if self.local_squares is not None:
             self.local_squares.reset()
 
     def measure(
         self, normalizer: Normalizer | None = None, *, may_be_absent: bool = False
     ) -> Measurement:
-        """Read the gradients once. Does not wait for the device.
+        """Read the gradients once. Does not synchronize with the device.
 
         Args:
-            normalizer: What the gradients are divided by beside the loss scale; ``None`` for 1.
-            may_be_absent: Take no gradient at all for zeros instead of raising.
+            normalizer: Divisor of the gradients beside the loss scale; ``None`` for 1.
+            may_be_absent: Accept that no parameter has a gradient, and treat all as zeros, instead
+                of raising.
 
         Raises:
-            RuntimeError: As a call.
+            RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
+                since construction, or the averages are swapped in.
             TypeError: If a gradient is sparse.
         """
         if self._ema is not None:
             self._ema.refuse_inside_swap("update")
         groups = self.parameters.groups()
         gradients = self.parameters.gradients(may_be_absent=may_be_absent)
-        # Inside a caller's autocast, products of norms would be taken in half precision.
+        # Inside a caller's autocast, torch would multiply norms in half precision.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             measured = measure(
                 gradients,
@@ -297,23 +332,23 @@ class StepUpdate:
         """Decide, and update weights, loss scale, average and counts.
 
         Args:
-            loss: Shape ``()``, float32, detached: reported.
-            measured: Of the gradients as they are.
-            coefficient: Shape ``()``, float32: what gradients are multiplied by to clip them;
-                ``None`` to clip as configured.
+            loss: Loss to report, shape ``()``, float32, detached.
+            measured: Result of the read of the present gradients.
+            coefficient: Factor that clips the gradients, shape ``()``, float32; ``None`` to clip
+                as configured.
 
         Raises:
-            RuntimeError: If the averages are swapped in, or the last step was one skip too many.
+            RuntimeError: If the averages are swapped in, or too many updates in a row were skipped.
         """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            # As late as it can be: this step's backward is queued, so the device is busy
-            # meanwhile, and still in time for this update's learning rate.
+            # As late as possible: this step's backward is queued, so the device is busy while the
+            # host waits. Still in time: the schedule advances here, before the rate is used.
             self.flush()
             applied = ~self._skips(measured)
             divisor = self._clipped_divisor(measured, coefficient)
             rates = learning_rates(self._optimizer.optimizer, self._device)
             self._optimizer.step(divisor, ~applied)
-            # After what may raise: an error must leave the scale as it was.
+            # After everything that may raise: an error must leave the scale as it was.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:
                 self._ema.update(applied)
@@ -325,7 +360,9 @@ class StepUpdate:
         return report
 
     def flush(self) -> None:
-        """Wait for what is pending of the last update and act on it.
+        """Read the results of the last update: advance the schedule, check the skips.
+
+        Synchronizes with the device, if results are pending.
 
         Raises:
             RuntimeError: If the last update was the ``max_consecutive_skips``-th skip in a row.
@@ -335,14 +372,14 @@ class StepUpdate:
     def _skips(self, measured: Measurement) -> Tensor:
         skips = measured.overflow
         if self._config.use_skip_data_by_global_norm:
-            # Not `>=`: a norm that is nan is skipped, too.
+            # Not `>=`, because a norm that is nan must be skipped, too.
             skips = skips | ~(measured.global_norm < self._config.global_norm_spike_threshold)
         if measured.has_targets is not None:
             skips = skips | ~measured.has_targets
         return skips
 
     def configured_coefficient(self, measured: Measurement) -> Tensor | None:
-        """Return what the configuration clips gradients by; ``None`` if it does not clip."""
+        """Return the factor by which the configuration clips; ``None`` if it does not clip."""
         if not self._config.use_clip_grad:
             return None
         return clip_coefficient(measured.global_norm, self._config.max_grad_norm)

@@ -1,4 +1,24 @@
-"""Device-to-host reads that never wait where the device could be working."""
+"""Copy small results to the host in the background, and read them later.
+
+Reading a tensor on the host (``item``) stops the host until the device has done everything that is
+queued, and then the device idles until the host has queued more. A training step that reads one
+flag in this way loses time in every step. `DeferredReads` takes the read apart:
+
+- `submit`, at the end of step t, queues a copy into pinned host memory, records an event behind it
+  and returns at once.
+- `flush`, just before the optimizer of step t+1, waits for the event. By then the forward and
+  backward of step t+1 are queued, so the device has work while the host waits. The event lies
+  before that work, so the wait is short.
+
+A maintainer must not break these three:
+
+- The copy needs *pinned* memory. CUDA finishes a copy to pageable memory before it returns, even
+  with ``non_blocking=True``.
+- Host memory must not be reused before its event has arrived: a *mailbox* goes back to the free
+  list only when `flush` has read it, or `discard` has dropped it (the copies of one stream happen
+  in order, so a later copy into the same memory overwrites the earlier one).
+- Nothing on the path of `submit` may read a tensor. Take sizes from shapes.
+"""
 
 import functools
 from collections import deque
@@ -14,18 +34,20 @@ __all__ = ["DeferredReads"]
 
 @dataclass(slots=True)
 class _Mailbox:
-    """Host memory that one small vector is copied into."""
+    """Host memory for one small vector."""
 
     tensor: Tensor
     arrived: torch.Event | None = None
+    """Event behind the copy; ``None`` where the values are on the CPU already."""
+
     array: Any = field(init=False)
-    """A view of `tensor` that is read without a torch call."""
+    """NumPy view of `tensor`, which is read without a call of torch."""
 
     def __post_init__(self) -> None:
         self.array = self.tensor.numpy()
 
     def __deepcopy__(self, memo: object) -> "_Mailbox":
-        # An array that is copied by itself would be no view of the copied tensor.
+        # The default would copy `tensor` and `array` apart, and `array` must view `tensor`.
         if self.arrived is None:
             return _Mailbox(self.tensor.clone())
         self.arrived.synchronize()
@@ -34,15 +56,13 @@ class _Mailbox:
 
 @final
 class DeferredReads:
-    """A queue of small vectors on their way from the device to the host.
+    """Queue of small vectors that are copied from the device to the host in the background.
 
-    `submit` starts a copy into pinned memory and returns at once; `flush` waits for the copies
-    and hands the values on. Flushing just before the optimizer of the next step waits for values
-    of the last one, when this step's forward and backward are queued already, so the device is
-    never idle for it.
+    `submit` starts a copy and returns at once; `flush` waits for the copies and passes the values
+    on. Flush when the device has other work queued, such as just before the next optimizer step.
 
     Args:
-        device: Where the values are.
+        device: Device of the values.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,15 +74,15 @@ class DeferredReads:
         return len(self._pending)
 
     def reserve(self, size: int) -> None:
-        """Make a mailbox for vectors of `size` elements ahead of time."""
+        """Allocate host memory for a vector of `size` elements ahead of time."""
         self._free.setdefault(size, []).append(self._new_mailbox(size))
 
     def submit(self, values: Tensor, receive: Callable[[Sequence[float]], None]) -> None:
-        """Start copying `values` to the host.
+        """Start to copy `values` to the host.
 
         Args:
-            values: Shape ``(n,)``, float32, on the device.
-            receive: Called by `flush` with the ``n`` values.
+            values: Vector on the device, shape ``(n,)``, float32.
+            receive: Function that `flush` calls with the ``n`` values.
         """
         free = self._free.setdefault(values.numel(), [])
         mailbox = free.pop() if free else self._new_mailbox(values.numel())
@@ -72,9 +92,9 @@ class DeferredReads:
         self._pending.append((mailbox, receive))
 
     def flush(self) -> None:
-        """Wait for all pending values and hand them on, in the order of submission.
+        """Wait for all pending copies and pass the values on, in the order of submission.
 
-        What `receive` raises is raised here; values behind it stay pending.
+        If `receive` raises, the error is raised here, and later values stay pending.
         """
         while self._pending:
             mailbox, receive = self._pending.popleft()
@@ -85,13 +105,13 @@ class DeferredReads:
             receive(values)
 
     def discard(self) -> None:
-        """Forget all pending values."""
+        """Drop all pending values."""
         for mailbox, _ in self._pending:
             self._free[mailbox.tensor.numel()].append(mailbox)
         self._pending.clear()
 
     def _new_mailbox(self, size: int) -> _Mailbox:
-        # Said in full, because a program may have set another default device or dtype.
+        # Device and dtype are given because a program may have set other defaults.
         on_host = functools.partial(torch.zeros, size, dtype=torch.float32, device="cpu")
         if self._device.type == "cpu":
             return _Mailbox(on_host())

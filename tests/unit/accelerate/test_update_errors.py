@@ -33,7 +33,7 @@ def test_a_closure_is_refused():
     refused_update(
         run,
         TypeError,
-        "`closure` must be None with a loss scale",
+        "`closure` must be None, got",
         lambda: run.optimizer.step(lambda: run.network(*BATCH)),
     )
 
@@ -55,7 +55,12 @@ def test_gradients_of_an_unscaled_loss_are_refused(loss_scale):
     run.train(0, 1)
     run.network(*BATCH).backward()
 
-    refused_update(run, RuntimeError, "gradients must come from a scaled loss", run.optimizer.step)
+    refused_update(
+        run,
+        RuntimeError,
+        "gradients that do not come from `accelerator.backward",
+        run.optimizer.step,
+    )
 
 
 def test_without_a_scale_gradients_may_come_from_anywhere():

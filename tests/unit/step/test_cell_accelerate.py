@@ -85,7 +85,7 @@ def test_a_prepared_schedule_of_another_optimizer_is_refused():
     network = Classifier()
     other = accelerator.prepare(LambdaLR(SGD(Classifier().parameters()), inverse))
 
-    with pytest.raises(ValueError, match="`lr_scheduler` must be one of the cell's optimizer"):
+    with pytest.raises(ValueError, match="`lr_scheduler` must belong to the cell's optimizer"):
         MFTrainOneStepCell(network, SGD(network.parameters()), lr_scheduler=other)
 
 

@@ -102,7 +102,7 @@ BAD_SETTINGS = {
     "schedule of another optimizer": (
         {"lr_scheduler": ConstantLR(foreign_optimizer())},
         ValueError,
-        "`lr_scheduler` must be one of the cell's optimizer",
+        "`lr_scheduler` must belong to the cell's optimizer",
     ),
     "schedule with a metric": (
         {"lr_scheduler": ReduceLROnPlateau(foreign_optimizer())},

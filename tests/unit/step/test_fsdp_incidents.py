@@ -127,9 +127,9 @@ def test_a_divisor_of_ones_own_changes_nothing_per_token(ranks):
 def test_what_cannot_be_exact_is_refused(ranks):
     """Nothing is reported that is not what it says."""
     expected = {
-        "reduced twice": "RuntimeError: `local_norm` must be False where gradients are reduced",
-        "around the seam": "RuntimeError: `local_norm` must be False with this torch",
-        "local norm by hand": "ValueError: `local_norm` must be False for parameters that are",
+        "reduced twice": "RuntimeError: `local_norm` needs gradients that are reduced once",
+        "around the seam": "RuntimeError: `local_norm` must be False with torch ",
+        "local norm by hand": "ValueError: `local_norm` must be False for distributed parameters",
         "per token by hand": "ValueError: `calculate_per_token_loss` must be False unless",
         "divided unevenly": "ValueError: `network` must divide all gradients by the same number",
     }
