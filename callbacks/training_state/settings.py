@@ -124,7 +124,8 @@ class TrainingStateSettings(RunSettings):
     inputs of two steps."""
 
     spike_factor: float = 10.0
-    """A global norm of this many times the usual one is an anomaly."""
+    """A global norm above this many times the usual one is a spike, if it is also more than six
+    standard deviations above it. A spike is an anomaly."""
 
     folder: str | os.PathLike[str] | None = None
     """Run folder; ``None`` takes ``args.output_dir``."""

@@ -1,4 +1,4 @@
-"""Trainings whose evaluations give values that are written down beforehand."""
+"""Trainings whose evaluations return given values."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ __all__ = ["fit_with_values"]
 
 
 def fit_with_values(values, callbacks, *, name="eval_loss", optimizer=None, network=None):
-    """Fit a small network; the evaluation of each epoch gives the next of the values."""
+    """Fit a small network; the evaluation of each epoch returns the next of `values`."""
     network = classifier() if network is None else network
     optimizer = sgd(network) if optimizer is None else optimizer
     model = Model(

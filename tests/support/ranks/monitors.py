@@ -1,4 +1,4 @@
-"""Trainings on several ranks with monitors, as each rank does them."""
+"""Trainings with monitors, as each of several ranks runs them."""
 
 import logging
 from pathlib import Path
@@ -22,7 +22,7 @@ NAN = float("nan")
 
 
 class _Records(logging.Handler):
-    """Keeps the messages of a logger."""
+    """Keep the messages of a logger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Records(logging.Handler):
 
 
 class _Sent:
-    """Counts the messages of a block, and their numbers of elements."""
+    """Record the number of elements of each message that is sent within a block."""
 
     def __enter__(self) -> list[int]:
         self.sizes: list[int] = []
@@ -67,14 +67,14 @@ def losses_shown(
     logs: list[int],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Show the losses of a loop of one's own; return what the log says, and what was sent.
+    """Run a loss monitor in a hand-written loop; return its records and the sizes of its messages.
 
     Args:
-        rank: Of this process.
-        losses: Of each rank, by step.
-        overflows: The steps that overflow.
-        logs: The steps at which the loop logs.
-        settings: Of the monitor.
+        rank: Rank of this process.
+        losses: Losses of each rank, by step.
+        overflows: Steps that overflow.
+        logs: Steps at which the loop logs.
+        settings: Settings of the monitor.
     """
     records = _Records()
     logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
@@ -110,7 +110,7 @@ class _LossInMapping(Classifier):
 
 
 def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]) -> list[str]:
-    """Train six steps by a Trainer; return what the loss monitor says."""
+    """Train six steps with a Trainer; return the records of the loss monitor."""
     new_accelerator()
     records = _Records()
     logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
@@ -146,7 +146,7 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
 
 
 def gather_norms(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train four steps by the cell; return the local norms of each, and what has been gathered."""
+    """Train four steps with the cell; return the local norms and the number of gathers."""
     network: torch.nn.Module = Classifier()
     if distributed.is_initialized():
         network = DistributedDataParallel(network)

@@ -1,4 +1,4 @@
-"""Operations of an update, counted and by formula, and the share of a device's peak."""
+"""FLOPs of an update against closed formulas, and peak rates of devices."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from support.small_llama import byte_batch, small_llama
 
 
 def counted(network: nn.Module, *batches) -> float:
-    """Return the operations counted while a cell does one update."""
+    """Return the FLOPs counted during one update of a cell."""
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     cell, flops = MFTrainOneStepCell(network, optimizer, use_clip_grad=True), StepFlops()
     flops.start(network)
@@ -21,7 +21,7 @@ def counted(network: nn.Module, *batches) -> float:
 
 
 class LinearMean(nn.Module):
-    """One product and the mean of what comes out."""
+    """One matrix product and the mean of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class LinearMean(nn.Module):
 
 
 def test_linear_layer():
-    """A product and the gradient of its weights; the inputs have no gradient."""
+    """A linear layer has its product and the gradient of its weights."""
     assert counted(LinearMean(), torch.ones(7, 12)) == 2 * (2 * 7 * 12 * 5)
 
 
 def test_all_micro_batches():
-    """An update has the operations of all its micro-batches, of any sizes."""
+    """All micro-batches of an update are counted, whatever their sizes."""
     micro_batches = [torch.ones(rows, 12) for rows in (7, 2, 3)]
 
     assert counted(LinearMean(), *micro_batches) == 2 * (2 * 12 * 12 * 5)
@@ -45,34 +45,34 @@ def test_all_micro_batches():
 
 @pytest.mark.parametrize(
     ("attention", "products"),
-    # Fused attention computes its scores a second time in the backward pass.
+    # Fused attention computes its logits a second time in the backward pass.
     [("eager", 6), ("sdpa", 7)],
 )
 def test_llama(attention, products):
-    """A Llama has 6 operations a weight and token, and its attention's products."""
+    """A Llama has 6 FLOPs per weight and token, and those of its attention."""
     network = small_llama()
     network.set_attn_implementation(attention)
     config, (pieces, length) = network.config, (3, 16)
     linear = [m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear)]
     batch = byte_batch([length] * pieces)
-    # All bytes count: without a mask the fused kernel is taken.
+    # Without a mask, torch takes the fused kernel.
     del batch["attention_mask"]
     weights = 6 * sum(linear) * pieces * length
     product = 2 * pieces * length * length * config.hidden_size
 
     expected = weights + products * product * config.num_hidden_layers
-    # Some releases of transformers make the angles of the rotations as a product, too.
+    # Some releases of transformers compute the angles of the rotations as a matrix product.
     angles = length * config.hidden_size // config.num_attention_heads
     assert counted(network, batch) in {expected, expected + angles}
 
 
 def counting() -> bool:
-    """Tell whether a mode is active."""
+    """Return whether a dispatch mode, such as a FLOP counter, is active."""
     return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
 
 
 def test_every_update_but_the_first_is_left_alone():
-    """Counting ends with the update it began with, and changes none of its numbers."""
+    """Only the first update is counted, and counting does not change its numbers."""
     losses, active = [], []
     for count in (False, True):
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_every_update_but_the_first_is_left_alone():
 
 
 def test_record_of_a_counted_update(caplog):
-    """The record shows operations a second of the device, and the share of a given peak."""
+    """The record shows the device's TFLOP/s and its share of the given peak."""
     network = LinearMean()
     cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
     loop = Loop(model=network, count_flops=True, peak_tflops=8.0)
@@ -114,7 +114,7 @@ def test_record_of_a_counted_update(caplog):
 
 
 def test_operations_that_are_given(caplog):
-    """Given operations are shown, without a share where the device's peak is not known."""
+    """Given FLOPs are shown without an mfu if the peak rate is unknown."""
     loop = Loop(flops_per_step=3e12)
     loop.send("on_train_begin")
     loop.step(output(), seconds=2.0)
@@ -124,12 +124,12 @@ def test_operations_that_are_given(caplog):
 
 
 def compiled_module() -> nn.Module:
-    """Return a module within the wrapper that torch.compile makes."""
+    """Return a module that contains a compiled one."""
     return nn.Sequential(torch.compile(LinearMean(), backend="eager"))
 
 
 def module_compiled_in_place() -> nn.Module:
-    """Return a module that compiles itself."""
+    """Return a module compiled in place."""
     network = LinearMean()
     network.compile(backend="eager")
     return network
@@ -137,7 +137,7 @@ def module_compiled_in_place() -> nn.Module:
 
 @pytest.mark.parametrize("make_network", [compiled_module, module_compiled_in_place])
 def test_a_compiled_network(make_network, caplog):
-    """A compiled network is not counted; the log says so once."""
+    """A compiled network is not counted, and one warning says so."""
     loop = Loop(model=make_network(), count_flops=True)
     loop.send("on_train_begin")
     for _ in range(2):
@@ -153,13 +153,13 @@ def test_a_compiled_network(make_network, caplog):
 
 
 def warnings(caplog) -> list[str]:
-    """Return the warnings about operations."""
+    """Return the warnings about FLOPs."""
     messages = [record.getMessage() for record in caplog.records]
     return [message for message in messages if "FLOPs" in message]
 
 
 def test_nothing_to_count(caplog):
-    """An update without a product, or one that began unseen, is said once to have no count."""
+    """An update without matrix products, or without `on_step_begin`, causes one warning."""
     for begin in (True, False):
         flops = StepFlops()
         for _ in range(2):
@@ -176,7 +176,7 @@ def test_nothing_to_count(caplog):
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_train_end"])
 def test_a_count_that_broke_off(event):
-    """After an update that raised, the next run or its end leaves no mode behind."""
+    """If an update raises, the next run or the end of this one removes the counter."""
     loop = Loop(count_flops=True)
     loop.send("on_train_begin")
     loop.send("on_step_begin")
@@ -220,5 +220,5 @@ def test_a_count_that_broke_off(event):
     ],
 )
 def test_peak_rates(name, rate):
-    """A device has the rate of its own name, not of one that its name begins with."""
+    """A device gets the rate of its own name, not that of a similar one."""
     assert peak_tflops(name) == rate

@@ -1,4 +1,4 @@
-"""The loss monitor in a loop of one's own: real cell, transformers' handler, own state."""
+"""The loss monitor in a hand-written loop that sends transformers' events."""
 
 import math
 
@@ -11,7 +11,7 @@ NAN = math.nan
 
 
 def test_record_of_mindformers(caplog):
-    """A record that MindFormers printed comes out of its numbers, byte for byte."""
+    """From the numbers of a record that MindFormers printed, the same bytes are printed."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.send("on_epoch_begin")
@@ -42,7 +42,7 @@ def test_record_of_mindformers(caplog):
 
 
 def test_a_step_is_printed_at_the_end_of_the_next(caplog):
-    """Nothing of a step is printed before the next one has been queued."""
+    """A step is printed after the next one has been queued, not before."""
     loop = Loop()
     loop.send("on_train_begin")
     counts = []
@@ -58,7 +58,7 @@ def test_a_step_is_printed_at_the_end_of_the_next(caplog):
     "event", ["on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end"]
 )
 def test_events_that_flush(event, caplog):
-    """What waits anyway prints the pending step, once."""
+    """Each event that synchronizes anyway prints the pending step, once."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.step(output(2.5))
@@ -69,7 +69,7 @@ def test_events_that_flush(event, caplog):
 
 
 def test_a_record_is_of_its_own_step(caplog):
-    """Though printed later, a record has the numbers, place and time of its step."""
+    """A record has the numbers, position and time of its own step, although it is printed later."""
     loop = Loop(max_steps=4)
     loop.send("on_train_begin")
     for number in range(1, 5):
@@ -104,7 +104,7 @@ def test_values_are_those_of_the_step_end(caplog):
 
 @pytest.mark.parametrize("epoch_events", [True, False])
 def test_mean_over_the_steps_of_the_epoch(epoch_events, caplog):
-    """The mean is that of its step's epoch, with events of the epoch or without."""
+    """The mean covers the steps of the epoch, with or without epoch events."""
     loop = Loop()
     loop.send("on_train_begin")
     for number, loss in enumerate((1.0, 2.0, 6.0, 10.0, 20.0, 60.0)):
@@ -120,7 +120,7 @@ def test_mean_over_the_steps_of_the_epoch(epoch_events, caplog):
 
 
 def test_a_pass_over_the_data_begins_a_mean(caplog):
-    """Where the epochs' length is not known, the mean begins anew with the data."""
+    """If the length of an epoch is unknown, a new pass over the data begins a new mean."""
     loop = Loop(max_steps=6, epochs=1)
     loop.send("on_train_begin")
     for loss in (1.0, 2.0, 3.0):
@@ -132,7 +132,7 @@ def test_a_pass_over_the_data_begins_a_mean(caplog):
 
 
 def test_losses_that_are_not_finite(caplog):
-    """They are shown as they are, counted, and left out of the mean."""
+    """Non-finite losses are shown and counted, and left out of the mean."""
     loop = Loop(epochs=1)
     loop.send("on_train_begin")
     for loss in (NAN, 2.0, math.inf, 4.0):
@@ -146,7 +146,7 @@ def test_losses_that_are_not_finite(caplog):
 
 
 def test_a_second_run_begins_anew(caplog):
-    """Nothing of a run is left when the next one begins."""
+    """A second run does not see means and counts of the first."""
     loop = Loop()
     for loss in (100.0, 1.0):
         loop.state.global_step = 0
@@ -158,7 +158,7 @@ def test_a_second_run_begins_anew(caplog):
 
 
 def test_only_the_main_process_prints(caplog):
-    """On other processes nothing is read, logged or written."""
+    """Other processes read, log and write nothing."""
     loop = Loop()
     loop.state.is_world_process_zero = False
     for event in ("on_train_begin", "on_epoch_begin"):
@@ -172,7 +172,7 @@ def test_only_the_main_process_prints(caplog):
 
 
 def test_no_norm_without_clipping(caplog):
-    """Without a norm the record says None."""
+    """A step without a norm is shown with the norm None."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.step(output(norm=None))
@@ -182,7 +182,7 @@ def test_no_norm_without_clipping(caplog):
 
 
 def test_a_loss_alone(caplog):
-    """A step that returns its loss alone is shown without the rest; of a vector, the mean."""
+    """A loss alone is shown without the other values; a vector of losses as its mean."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.step(torch.tensor([1.0, 2.0], requires_grad=True))
@@ -199,8 +199,8 @@ def test_a_loss_alone(caplog):
 @pytest.mark.parametrize(
     "wrong", [(1.0, False), {"loss": 1.0}, 1.0], ids=["tuple", "dict", "float"]
 )
-def test_an_output_that_is_none(wrong):
-    """What is not the output of a step is refused, not guessed at by its length."""
+def test_a_wrong_output(wrong):
+    """Anything but a step output raises TypeError; its length is not used to guess."""
     loop = Loop()
     with pytest.raises(TypeError, match="`step_output` must be a StepOutput"):
         loop.step(wrong)

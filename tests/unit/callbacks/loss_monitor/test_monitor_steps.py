@@ -1,4 +1,4 @@
-"""The loss monitor beside real steps."""
+"""The loss monitor with real training steps."""
 
 import math
 
@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def real_cell(**settings) -> MFTrainOneStepCell:
-    """Return a cell whose step reads nothing on the host."""
+    """Return a cell whose step does not synchronize with the device."""
     network = Classifier()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
     scale = DynamicLossScaleUpdateCell(2.0**16, 2, 1000)
@@ -23,12 +23,12 @@ def real_cell(**settings) -> MFTrainOneStepCell:
 
 
 def trainer_arguments() -> TrainingArguments:
-    """Return arguments for the handler's own callbacks."""
+    """Return Trainer arguments, which transformers' own callbacks need."""
     return TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], max_steps=4)
 
 
 def test_a_report_instead_of_an_output(caplog):
-    """The report of a step has its output."""
+    """A loop may pass only the report: the output is taken from it."""
     cell = real_cell()
     cell(*labelled_batches(1)[0])
     loop = Loop()
@@ -41,7 +41,7 @@ def test_a_report_instead_of_an_output(caplog):
 
 @pytest.mark.parametrize("local_norm", [False, True])
 def test_real_steps(local_norm, caplog):
-    """What is printed of real steps is what their outputs say, overflow included."""
+    """The printed values equal those of the outputs, also for a step that overflows."""
     cell = real_cell(use_clip_grad=True, local_norm=local_norm)
     loop, outputs = Loop(args=trainer_arguments(), max_steps=4, epochs=1), []
     loop.send("on_train_begin")
@@ -60,12 +60,12 @@ def test_real_steps(local_norm, caplog):
 
 
 def test_no_read_on_the_host():
-    """A run of real steps, printed each, reads no tensor on the host."""
+    """Printing every step reads no tensor on the host."""
     cell = real_cell(use_clip_grad=True, local_norm=True)
     loop = Loop(max_steps=6, epochs=1)
     loop.send("on_train_begin")
     first, *others = labelled_batches(6)
-    # It makes the host memory that the values of all steps go through.
+    # The first step allocates the pinned host memory that all steps use.
     loop.step(cell(*first), step_report=cell.last_report)
     with HostReads() as reads:
         for batch in others:
@@ -77,7 +77,7 @@ def test_no_read_on_the_host():
 
 @pytest.mark.cuda
 def test_no_wait_for_the_device(caplog):
-    """The end of a step waits for no value of its own step."""
+    """`on_step_end` does not synchronize with the device."""
     device = torch.device("cuda")
     values = StepOutput(*(v.to(device) for v in output()))
     loop = Loop()

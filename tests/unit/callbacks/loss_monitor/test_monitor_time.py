@@ -1,4 +1,4 @@
-"""When the loss monitor prints, and the times it prints."""
+"""Which steps the loss monitor prints, and which times it shows."""
 
 import logging
 
@@ -9,7 +9,7 @@ from support.monitored_loop import Loop, output, shown
 
 @pytest.mark.parametrize("start", [0, 100])
 def test_steps_between_records(start, caplog):
-    """One record in so many steps has the loss of its step, and means over all of them."""
+    """With `per_print_times=3`, a record has the loss of its step and the mean time of three."""
     loop = Loop(per_print_times=3, max_steps=200, epochs=1)
     loop.state.global_step = start
     loop.send("on_train_begin")
@@ -23,7 +23,7 @@ def test_steps_between_records(start, caplog):
 
 
 def test_a_count_that_goes_back(caplog):
-    """A loop that counts from 0 again prints its first step."""
+    """A loop that restarts its count at 0 has its first step printed."""
     loop = Loop(per_print_times=3)
     loop.send("on_train_begin")
     for _ in range(3):
@@ -37,14 +37,14 @@ def test_a_count_that_goes_back(caplog):
 
 @pytest.mark.parametrize("event", ["on_evaluate", "on_save", "on_log", "on_step_begin"])
 def test_time_between_steps_does_not_count(event, caplog):
-    """Evaluation, checkpoints, logging and data loading are no time of a step."""
+    """Evaluation, checkpoints, logging and data loading do not add to the step time."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.clock.now += 500
     loop.step(output(), seconds=0.25)
     loop.clock.now += 500
     loop.send(event)
-    # No `on_step_begin` before this step: what counts is from the event on.
+    # Without `on_step_begin`, the step time begins at the event.
     loop.clock.now += 0.5
     loop.state.global_step += 1
     loop.send("on_step_end", step_output=output())
@@ -54,7 +54,7 @@ def test_time_between_steps_does_not_count(event, caplog):
 
 
 def test_time_left(caplog):
-    """Time left is that of typical steps, without the first one, in this run alone."""
+    """The time left is extrapolated from this run's steps without the first one."""
     loop = Loop(max_steps=1000, epochs=1)
     loop.state.global_step = 900
     loop.send("on_train_begin")
@@ -74,7 +74,7 @@ def test_time_left(caplog):
 
 
 def test_first_step_without_any_event_before(caplog):
-    """A loop that sends nothing but step ends is shown too; its first step has no time."""
+    """A loop that only sends `on_step_end` is printed too; its first step has no time."""
     loop = Loop()
     for _ in range(2):
         loop.clock.now += 0.25
@@ -87,11 +87,11 @@ def test_first_step_without_any_event_before(caplog):
 
 
 def test_the_wait_for_the_step_before_is_time_of_a_step(caplog):
-    """A step ends when the device has caught up with it: the wait for its values counts."""
+    """Waiting for the values of the step before belongs to the step time."""
     loop = Loop()
 
     class SlowDevice(logging.Handler):
-        """Takes its time until a record is there."""
+        """Let half a second pass for each record."""
 
         def emit(self, record):
             loop.clock.now += 0.5 if "Epoch" in record.getMessage() else 0.0

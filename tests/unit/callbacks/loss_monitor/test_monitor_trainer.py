@@ -1,4 +1,4 @@
-"""The loss monitor in a stock Trainer, and where else steps have no output."""
+"""The loss monitor in a stock Trainer and in other loops that pass no output."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from support.small_llama import byte_batch, small_llama
 
 
 class LlamaTexts(torch.utils.data.Dataset):
-    """Ten pieces of text."""
+    """Ten short texts."""
 
     def __len__(self) -> int:
         return 10
@@ -25,7 +25,7 @@ class LlamaTexts(torch.utils.data.Dataset):
 
 
 class EndlessTexts(torch.utils.data.IterableDataset):
-    """The same, without a length."""
+    """The same texts over and over, in a data set without a length."""
 
     def __iter__(self):
         while True:
@@ -33,7 +33,7 @@ class EndlessTexts(torch.utils.data.IterableDataset):
 
 
 def trainer(folder, monitor, *, data=None, **settings) -> Trainer:
-    """Return a stock Trainer of a small Llama: five batches, three updates an epoch."""
+    """Return a stock Trainer of a small Llama with three updates per epoch."""
     defaults = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -61,7 +61,7 @@ RECORD = re.compile(
 
 
 def test_stock_trainer(tmp_path, caplog):
-    """Each log of a stock Trainer is a record, among evaluations and checkpoints."""
+    """Each entry of the Trainer's log becomes a record with the same numbers."""
     often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     run = trainer(tmp_path, MFLossMonitor(), **often)
     run.train()
@@ -88,7 +88,7 @@ THREE = ("1/  2 1/    3", "1/  2 2/    3", "1/  2 3/    3")
     ids=["part of an epoch", "max_steps", "no length"],
 )
 def test_place_in_a_stock_trainer(settings, expected, tmp_path, caplog):
-    """Epochs and steps are the Trainer's, however its length is set; the end is 100 %."""
+    """Epochs and steps are those of the Trainer, and the last record says 100 %."""
     trainer(tmp_path, MFLossMonitor(), **settings).train()
     epochs, steps = (shown(caplog, rf"{what}:\[ *(.*?)\]") for what in ("Epoch", "step"))
 
@@ -97,10 +97,10 @@ def test_place_in_a_stock_trainer(settings, expected, tmp_path, caplog):
 
 
 def test_samples_of_a_stock_trainer(tmp_path, caplog):
-    """An update has the samples of its batches on all processes."""
+    """The throughput counts the samples of all batches of an update."""
 
     class Second:
-        """A clock on which each reading is half a second after the last."""
+        """A clock that advances half a second per reading."""
 
         now = 0.0
 
@@ -119,7 +119,7 @@ def test_samples_of_a_stock_trainer(tmp_path, caplog):
 
 
 def test_resumed_stock_trainer(tmp_path, caplog):
-    """A resumed run goes on at its step, its mean too where the Trainer restores callbacks."""
+    """A resumed run continues at its step, and continues the mean if callbacks are restored."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     first = trainer(tmp_path, MFLossMonitor(), **settings)
     first.train()
@@ -138,7 +138,7 @@ def test_resumed_stock_trainer(tmp_path, caplog):
 
 
 def test_a_loop_without_outputs(caplog):
-    """Logs are printed instead, as means of their steps; a warning says once what is missing."""
+    """The logged means are printed, and one warning says what is missing."""
     loop = Loop(max_steps=6, epochs=1)
     for _ in range(2):
         loop.state.global_step = 0

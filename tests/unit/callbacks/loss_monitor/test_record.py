@@ -1,4 +1,4 @@
-"""The record's two lines are MindFormers', byte for byte."""
+"""The two lines of a record, compared with MindFormers' format strings byte for byte."""
 
 import re
 from datetime import timedelta
@@ -17,7 +17,7 @@ POSITIVE = st.floats(min_value=2.0**-30, max_value=2.0**30, width=32)
 
 
 def record(*, step=1, epochs=1, steps_per_epoch=1, num_steps=None, **settings) -> StepRecord:
-    """Return a record of a step, with everything unknown that is not given."""
+    """Return a record in which everything that is not given is unknown."""
     length = RunLength(
         num_epochs=epochs,
         steps_per_epoch=steps_per_epoch,
@@ -42,7 +42,7 @@ def record(*, step=1, epochs=1, steps_per_epoch=1, num_steps=None, **settings) -
 def mindformers_lines(
     *, epoch, epochs, step, steps, loss, mean, seconds, lr, overflow, scale, norm, rate, left, batch
 ) -> tuple[str, str]:
-    """Return what MindFormers' format strings make of numpy values."""
+    """Format the numbers with MindFormers' own format strings."""
     origin_steps = (epoch - 1) * steps + step
     percent = origin_steps / epochs / steps * 100
     throughput = batch / 1 / seconds
@@ -86,7 +86,7 @@ NUMBERS = st.fixed_dictionaries(
 
 @given(NUMBERS, st.data())
 def test_lines_are_those_of_mindformers_format_strings(numbers, data):
-    """Whatever the numbers, both lines equal what MindFormers' own format strings print."""
+    """For any numbers, both lines equal those of MindFormers' format strings."""
     epoch = data.draw(st.integers(1, numbers["epochs"]))
     step = data.draw(st.integers(1, numbers["steps"]))
     ours = record_lines(
@@ -112,7 +112,7 @@ def test_lines_are_those_of_mindformers_format_strings(numbers, data):
 
 @given(step=st.integers(1, 900), loss=POSITIVE, norm=st.floats(0.0625, 1024, width=32))
 def test_parsers_read_the_line(step, loss, norm):
-    """The expressions that scripts use find epoch, step, loss and norm."""
+    """Regular expressions of existing scripts find epoch, step, loss and norm."""
     line, _ = record_lines(
         record(step=step, epochs=3, steps_per_epoch=300, loss=loss, global_norm=norm)
     )
@@ -132,7 +132,7 @@ def test_parsers_read_the_line(step, loss, norm):
 
 
 def test_unknown_values():
-    """Without a rate its part is left out; the rest says that it is not known."""
+    """An unknown learning rate is left out; other unknown values are named as unknown."""
     first, second = record_lines(record())
 
     assert first.endswith(
@@ -143,7 +143,7 @@ def test_unknown_values():
 
 
 def test_a_time_that_is_not_known():
-    """Without a time of a step there is no throughput, and nothing is divided by it."""
+    """Without a step time the throughput is 0."""
     first, second = record_lines(record(seconds=0.0, global_batch_size=4))
 
     assert "per_step_time: 0ms" in first
@@ -151,14 +151,14 @@ def test_a_time_that_is_not_known():
 
 
 def test_utilisation():
-    """Where the peak is known, the share of it follows the device's rate."""
+    """If the peak rate is known, the mfu follows the throughput."""
     first, _ = record_lines(record(tflops=156.0, peak_tflops=312.0))
 
     assert first.endswith("global_norm: None, train_throughput_per_npu: 156.000T, mfu: 50.0%")
 
 
 def test_a_run_that_ends_within_an_epoch():
-    """Progress is that of the run's own steps: it ends at 100 %."""
+    """A run that ends within an epoch still ends at 100 %."""
     half, _ = (record(step=s, epochs=2, steps_per_epoch=4, num_steps=6) for s in (3, 6))
     last = record(step=6, epochs=2, steps_per_epoch=4, num_steps=6)
 
@@ -167,21 +167,21 @@ def test_a_run_that_ends_within_an_epoch():
 
 
 def test_throughput_is_that_of_one_process():
-    """The samples of all processes are divided among them."""
+    """Samples per second are divided by the number of processes."""
     _, second = record_lines(record(seconds=0.5, global_batch_size=32, num_processes=4))
 
     assert " 16.00000 samples/s/p " in second
 
 
 def test_a_time_left_too_long_to_print():
-    """A run of ages has a time left all the same."""
+    """A time left beyond the largest timedelta is shown as the largest one."""
     _, second = record_lines(record(seconds_left=1e300))
 
     assert second.endswith("samples/s/p  999999999 days, 23:59:59 }")
 
 
 def test_a_norm_beyond_float32():
-    """A logged number that is no float32 is shown as infinite, without a warning."""
+    """A logged norm too large for float32 is shown as inf, without a warning."""
     first, _ = record_lines(record(global_norm=1e300))
 
     assert first.endswith("global_norm: [inf]")

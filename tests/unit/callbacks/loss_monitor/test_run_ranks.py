@@ -1,4 +1,4 @@
-"""The loss monitor on several ranks: one log, the loss of all, one small message at its steps."""
+"""The loss monitor on several ranks: who prints, which mean, and which messages are sent."""
 
 import re
 
@@ -12,13 +12,13 @@ MEANS = [2.0, 2.0, 4.0, 2.0, 7.0, 6.5]
 
 
 def shown(records):
-    """Return loss and mean of the epoch of each record."""
+    """Return the loss and the mean of each record."""
     found = [re.search(r"loss:\[ *([^/]+)/ *([^\]]+)\]", record) for record in records]
     return [tuple(map(float, match.groups())) for match in found]
 
 
-def test_one_log_has_the_mean_of_all_ranks(two_ranks):
-    """The main process prints; an epoch of three steps has the mean of its own losses."""
+def test_the_main_process_prints_means_over_ranks(two_ranks):
+    """Only the main process prints, and both numbers are means over ranks."""
     first, second = two_ranks.run(losses_shown, LOSSES, [], [], {})
 
     assert shown(first["records"]) == [
@@ -34,19 +34,19 @@ def test_one_log_has_the_mean_of_all_ranks(two_ranks):
 
 
 def test_messages_are_sent_at_logging_steps_only(two_ranks):
-    """Two numbers for each step since the last one; the mean is that of all steps all the same."""
+    """A message has two numbers for each step since the last message; no step is lost."""
     settings = {"per_print_times": 4}
     first, second = two_ranks.run(losses_shown, LOSSES, [], [5], settings)
 
     assert first["sent"] == second["sent"] == [[], [], [], [8], [2], []]
     assert shown(first["records"]) == [(2.0, 2.0)]
-    # Of the epoch's three, the last one is the main process's own: the loop ended without a word.
+    # The loop ends without logging, so the last of three losses is the main process's own.
     assert first["mean"]["total"] == pytest.approx(MEANS[3] + MEANS[4] + LOSSES[0][5])
     assert first["mean"]["num_losses"] == 3
 
 
 def test_a_rank_without_targets_is_left_out(two_ranks):
-    """Its loss is not finite, though no gradient is; one that overflows is shown as it is."""
+    """A nan loss of a rank without targets is left out; that of an overflow is shown."""
     losses = [[1.0, 2.0, NAN, NAN], [3.0, NAN, NAN, 1.0]]
     first, _ = two_ranks.run(losses_shown, losses, [4], [], {})
 
@@ -57,7 +57,7 @@ def test_a_rank_without_targets_is_left_out(two_ranks):
 
 
 def test_of_one_rank_without_a_message(two_ranks):
-    """Where it is not asked for, the main process shows its own."""
+    """With `loss_over_ranks=False`, the main process shows its own loss and sends nothing."""
     first, second = two_ranks.run(losses_shown, LOSSES, [], [], {"loss_over_ranks": False})
 
     assert [loss for loss, _ in shown(first["records"])] == LOSSES[0]
@@ -66,7 +66,7 @@ def test_of_one_rank_without_a_message(two_ranks):
 
 
 def test_one_process_sends_nothing():
-    """There is nobody to send to."""
+    """A single process sends no message."""
     alone = losses_shown(0, LOSSES, [], [], {})
 
     assert [loss for loss, _ in shown(alone["records"])] == LOSSES[0]
@@ -75,7 +75,7 @@ def test_one_process_sends_nothing():
 
 @pytest.mark.parametrize("kind", ["MFTrainer", "Trainer"])
 def test_in_the_trainer(two_ranks, tmp_path, kind):
-    """The numbers are those that the Trainer averages and logs by itself."""
+    """The losses equal those that the Trainer averages and logs."""
     first, second = two_ranks.run(train_monitored, str(tmp_path), kind, {"per_print_times": 1})
     logged = (tmp_path / "logged_0.txt").read_text(encoding="utf-8").split()
 

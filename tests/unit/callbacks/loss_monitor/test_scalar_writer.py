@@ -1,4 +1,4 @@
-"""Curves in TensorBoard: MindFormers' tags, and no value that is not known."""
+"""The loss monitor's TensorBoard curves, under MindFormers' tags."""
 
 import sys
 
@@ -12,7 +12,7 @@ TWICE = {"learning-rate", "batch-size", "loss", "grad-norm"}
 
 
 def curves(folder) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves in a folder's events files, as pairs of x and value."""
+    """Return the curves in a folder by tag, as pairs of x and value."""
     events = EventAccumulator(str(folder))
     events.Reload()
     return {
@@ -22,7 +22,7 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 def run(folder, outputs, **settings) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves of a run of these steps, each of half a second."""
+    """Run steps of half a second each, and return the curves."""
     loop = Loop(tensorboard_dir=folder, **settings)
     loop.send("on_train_begin")
     for values in outputs:
@@ -32,12 +32,12 @@ def run(folder, outputs, **settings) -> dict[str, list[tuple[int, float]]]:
 
 
 def with_twins(tags) -> set[str]:
-    """Return tags and those of the same curves over samples."""
+    """Return the tags, and the tags of the same curves over samples."""
     return {*tags, *(f"{tag} vs samples" for tag in tags)}
 
 
 def test_curves_of_a_run(tmp_path):
-    """Each record is a point over its step, and one over the samples so far."""
+    """Each record is a point over steps and a point over samples."""
     found = run(tmp_path, [output(2.0, rate=0.5, norm=3.0), output(1.0, rate=0.25, norm=4.0)])
 
     assert found.keys() == with_twins(TWICE)
@@ -53,7 +53,7 @@ def test_curves_of_a_run(tmp_path):
 
 
 def test_curves_that_are_asked_for(tmp_path):
-    """Loss scale and times are written where they are asked for."""
+    """Loss scale and times are written if their flags are set."""
     found = run(
         tmp_path,
         [output(scale=1024.0)],
@@ -73,7 +73,7 @@ def test_curves_that_are_asked_for(tmp_path):
 
 
 def test_operations_need_no_timers(tmp_path):
-    """Operations a second are written wherever they are known."""
+    """Throughput in FLOP/s is written without the flag for times."""
     found = run(tmp_path, [output()], flops_per_step=1e12)
 
     assert found["model-flops-throughput-per-npu"] == [(1, 2.0)]
@@ -81,7 +81,7 @@ def test_operations_need_no_timers(tmp_path):
 
 
 def test_values_that_are_not_known(tmp_path):
-    """Without norm and batch size their curves are absent, and those over samples."""
+    """Without norm and batch size, their curves and those over samples are missing."""
     found = run(
         tmp_path,
         [output(norm=None)],
@@ -94,14 +94,14 @@ def test_values_that_are_not_known(tmp_path):
 
 
 def test_steps_that_are_not_printed(tmp_path):
-    """Points are those of the records."""
+    """Only steps with a record have a point."""
     found = run(tmp_path, [output(float(n)) for n in range(1, 7)], per_print_times=3)
 
     assert found["loss"] == [(3, 3.0), (6, 6.0)]
 
 
 def test_steps_before_this_run(tmp_path):
-    """A curve goes on at the steps before a loop that counts from 0 again."""
+    """With `initial_epoch` and `initial_step`, the curve continues after the earlier steps."""
     found = run(tmp_path, [output()], dataset_size=3, initial_epoch=1, initial_step=1)
 
     assert [x for x, _ in found["loss"]] == [5]
@@ -109,7 +109,7 @@ def test_steps_before_this_run(tmp_path):
 
 
 def test_stock_loop(tmp_path):
-    """Logs without loss scale are written without."""
+    """A loop that logs no loss scale has no curve of it."""
     loop = Loop(tensorboard_dir=tmp_path, log_loss_scale_to_tensorboard=True)
     loop.send("on_train_begin")
     loop.step(None)
@@ -120,7 +120,7 @@ def test_stock_loop(tmp_path):
 
 
 def test_no_file_before_the_first_record(tmp_path):
-    """The events file is made at the first record, on the main process alone."""
+    """Other processes than the main one create no events file."""
     folder = tmp_path / "events"
     loop = Loop(tensorboard_dir=folder)
     loop.state.is_world_process_zero = False
@@ -132,19 +132,19 @@ def test_no_file_before_the_first_record(tmp_path):
 
 
 def test_a_second_run(tmp_path):
-    """A monitor whose file was closed writes again in its next run."""
+    """A second run of the same monitor writes to the same folder."""
     loop = Loop(tensorboard_dir=tmp_path)
     for _ in range(2):
         loop.send("on_train_begin")
         loop.step(output())
         loop.send("on_train_end")
 
-    # TensorBoard reads files of the same second in the order of their names, not of their making.
+    # TensorBoard reads files that were created in the same second in the order of their names.
     assert sorted(x for x, _ in curves(tmp_path)["loss"]) == [1, 2]
 
 
 def test_without_tensorboard(tmp_path, monkeypatch):
-    """Where TensorBoard is not installed, construction says how to install it."""
+    """Without TensorBoard, construction raises and says how to install it."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r'pip install "mfwrap\[tensorboard\]"'):
         MFLossMonitor(tensorboard_dir=tmp_path)

@@ -12,8 +12,8 @@ from support.monitored_loop import Loop, output, shown
 NAN = math.nan
 
 
-def test_a_saved_mean_goes_on(caplog):
-    """The running mean survives a checkpoint within an epoch; the pending step is in it."""
+def test_a_saved_mean_continues(caplog):
+    """A mean saved within an epoch continues after a resume and includes the pending step."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.send("on_epoch_begin")
@@ -35,7 +35,7 @@ def test_a_saved_mean_goes_on(caplog):
 
 
 def test_a_saved_mean_of_another_step(caplog):
-    """A mean that was saved at another step than the run begins at is not used."""
+    """A mean saved at another step than the run begins at is ignored."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.step(output(100.0))
@@ -49,7 +49,7 @@ def test_a_saved_mean_of_another_step(caplog):
 
 
 def test_state_makes_the_same_monitor(tmp_path):
-    """A monitor made from saved state has its settings, which JSON can hold."""
+    """A monitor made from the saved state has the same settings; JSON can hold the state."""
     monitor = MFLossMonitor(
         5, origin_epochs=2, dataset_size=3, flops_per_step=1e12, tensorboard_dir=tmp_path
     )
@@ -59,7 +59,7 @@ def test_state_makes_the_same_monitor(tmp_path):
 
 
 def test_the_length_must_be_known():
-    """A loop that does not say how long it is, is told so when it begins."""
+    """A loop of unknown length raises ValueError when it begins."""
     loop = Loop(max_steps=0, epochs=0)
     with pytest.raises(ValueError, match=r"`state.max_steps` must be set"):
         loop.send("on_train_begin")
@@ -98,6 +98,6 @@ def test_the_length_must_be_known():
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """An argument that does not fit is refused at construction."""
+    """A wrong argument raises at construction, with its name and value."""
     with pytest.raises(error, match=re.escape(message)):
         MFLossMonitor(**settings)

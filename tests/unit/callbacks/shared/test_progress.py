@@ -1,4 +1,4 @@
-"""How long a run is, in loops that say more of themselves or less."""
+"""Length of a run, positions of steps, and step times."""
 
 import sys
 
@@ -19,17 +19,17 @@ from mfwrap.callbacks.shared.progress import (
 
 
 def state(max_steps=0, epochs=0, **settings) -> TrainerState:
-    """Return a loop's state."""
+    """Return the state of a loop."""
     return TrainerState(max_steps=max_steps, num_train_epochs=epochs, **settings)
 
 
 def arguments(**settings) -> TrainingArguments:
-    """Return a Trainer's arguments."""
+    """Return arguments of a Trainer."""
     return TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **settings)
 
 
 def size(length: RunLength) -> tuple[int, int, int]:
-    """Return epochs, steps of one, and steps in all."""
+    """Return epochs, steps per epoch, and steps of the run."""
     return length.num_epochs, length.steps_per_epoch, length.num_steps
 
 
@@ -46,7 +46,7 @@ def size(length: RunLength) -> tuple[int, int, int]:
     ids=["whole", "short last group", "1.5 epochs", "max_steps", "no length", "one step"],
 )
 def test_trainer(loop, batches, accumulation, expected):
-    """In a Trainer the updates of an epoch are the loader's batches in groups."""
+    """In a Trainer, an epoch has the loader's batches in groups of the accumulation steps."""
     loader = iter(()) if batches is None else range(batches)
     args = arguments(gradient_accumulation_steps=accumulation)
 
@@ -65,7 +65,7 @@ def test_trainer(loop, batches, accumulation, expected):
     ids=["state alone", "steps alone", "two batches an update", "no epochs", "no steps"],
 )
 def test_own_loop(loop, loader, expected):
-    """In a loop without arguments its state decides, and a loader where it fits the state."""
+    """In a loop without Trainer, the state decides, and the loader if it agrees with the state."""
     assert size(run_length(RunSettings(), loop, None, loader)) == expected
 
 
@@ -80,12 +80,12 @@ def test_own_loop(loop, loader, expected):
     ids=["both", "an end before", "updates of an epoch", "epochs"],
 )
 def test_what_is_given_comes_first(given, loop, expected):
-    """Arguments of the monitor are taken before what the loop says."""
+    """Settings of the monitor override what the loop says."""
     assert size(run_length(RunSettings(**given), loop, None, None)) == expected
 
 
 def test_arguments_stand_in_for_a_bare_state():
-    """What a state leaves at 0 is taken from the arguments."""
+    """Values that the state leaves at 0 are taken from the Trainer's arguments."""
     args = arguments(max_steps=12)
 
     assert size(run_length(RunSettings(), state(), args, None)) == (1, 12, 12)
@@ -97,14 +97,14 @@ def test_arguments_stand_in_for_a_bare_state():
     ids=["nothing", "epochs", "updates of an epoch"],
 )
 def test_a_length_that_is_not_known(loop, given):
-    """A loop that does not say how long it is gets told how to."""
+    """If the length is unknown, the error says what to set."""
     with pytest.raises(ValueError, match=r"`state.max_steps` must be set .* got 0"):
         run_length(RunSettings(**given), loop, None, None)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_positions_count_through_the_epochs(epochs, steps, data):
-    """Each step has its place in its epoch; what is done and what is left make the whole."""
+    """Positions count through all epochs; finished and remaining steps add up."""
     length = RunLength(num_epochs=epochs, steps_per_epoch=steps, num_steps=epochs * steps)
     places = [(e, s) for e in range(1, epochs + 1) for s in range(1, steps + 1)]
     number = data.draw(st.integers(1, len(places)))
@@ -116,7 +116,7 @@ def test_positions_count_through_the_epochs(epochs, steps, data):
 
 
 def test_steps_before_this_run():
-    """A loop that counts from 0 again goes on where the epochs and steps before it ended."""
+    """With initial epochs and steps, positions continue after them."""
     settings = {"dataset_size": 4, "origin_epochs": 3, "initial_epoch": 1}
     length = run_length(RunSettings(**settings), state(4, 1), None, None)
     later = run_length(RunSettings(**settings, initial_step=2), state(), None, None)
@@ -127,15 +127,15 @@ def test_steps_before_this_run():
     assert later.position(1).step == 7
 
 
-def test_a_loop_that_goes_on_too_long():
-    """Steps beyond the length have no steps left."""
+def test_a_loop_that_runs_too_long():
+    """A step beyond the end of the run has no steps left."""
     length = RunLength(num_epochs=1, steps_per_epoch=2, num_steps=2)
 
     assert length.position(5).steps_left == 0
 
 
 def test_global_batch_size():
-    """Samples of an update are those of its batches; a state without a size has none."""
+    """The batch size counts all batches of an update; it is 0 if the state has none."""
     assert global_batch_size(RunSettings(), state(train_batch_size=8), None) == 8
     args = arguments(gradient_accumulation_steps=4)
     assert global_batch_size(RunSettings(), state(train_batch_size=8), args) == 32
@@ -143,8 +143,8 @@ def test_global_batch_size():
 
 
 def test_several_processes():
-    """All processes that train together have a part in the samples of an update."""
-    # Four ranks of which there is but one, and messages that go nowhere.
+    """The batch size counts the samples of all processes."""
+    # torch's fake process group: four ranks, of which only this one exists.
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
     try:
@@ -154,12 +154,12 @@ def test_several_processes():
 
 
 def clock_of(*times: float) -> StepClock:
-    """Return a clock that reads these times, one after the other."""
+    """Return a step clock that reads these times, one after the other."""
     return StepClock(iter(times).__next__)
 
 
 def run_steps(*seconds: float) -> StepClock:
-    """Return a clock after steps of these lengths."""
+    """Return a step clock after steps of these lengths, in seconds."""
     times = [0.0]
     for step in seconds:
         times.append(times[-1] + step)
@@ -171,7 +171,7 @@ def run_steps(*seconds: float) -> StepClock:
 
 
 def test_a_lap_is_the_mean_of_its_steps():
-    """A lap is the mean over the steps since the last one."""
+    """`end_lap` returns the mean time since the last call, and 0 without steps."""
     clock = clock_of(0.0, 1.0, 3.0, 7.0)
     clock.restart()
     clock.end_step()
@@ -184,7 +184,7 @@ def test_a_lap_is_the_mean_of_its_steps():
 
 
 def test_time_between_steps_is_left_out():
-    """What comes before a restart is no part of the next step."""
+    """Time before a restart does not count."""
     clock = clock_of(0.0, 1.0, 100.0, 102.0)
     clock.restart()
     clock.end_step()
@@ -195,7 +195,7 @@ def test_time_between_steps_is_left_out():
 
 
 def test_a_step_that_began_unseen_has_no_time():
-    """Without a restart before it, a step is not measured; the next one is."""
+    """A first step without a restart has no time; the next one does."""
     clock = clock_of(50.0, 52.0)
     clock.end_step()
     assert (clock.end_lap(), clock.typical_seconds) == (0.0, 0.0)
@@ -205,7 +205,7 @@ def test_a_step_that_began_unseen_has_no_time():
 
 
 def test_a_clock_that_is_set_back():
-    """A step never takes less than no time."""
+    """If the clock goes backwards, the step time is 0."""
     clock = clock_of(10.0, 4.0)
     clock.restart()
     clock.end_step()
@@ -214,7 +214,7 @@ def test_a_clock_that_is_set_back():
 
 
 def test_the_first_step_is_left_out():
-    """The first step, which warms up, counts only as long as there is no other."""
+    """The first step is left out of the typical time as soon as there is another."""
     assert run_steps(600.0).typical_seconds == 600.0
     assert run_steps(600.0, 2.0).typical_seconds == pytest.approx(2.0)
     assert run_steps(600.0, *[2.0] * 30).typical_seconds == pytest.approx(2.0)
@@ -222,7 +222,7 @@ def test_the_first_step_is_left_out():
 
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=30))
 def test_typical_time_is_an_exponential_mean(seconds):
-    """The typical time weighs a step by 0.9 to the number of steps after it."""
+    """The typical time is an exponential mean with decay 0.9."""
     weights = [0.9**age for age in range(len(seconds))][::-1]
     mean = sum(w * s for w, s in zip(weights, seconds, strict=True)) / sum(weights)
 

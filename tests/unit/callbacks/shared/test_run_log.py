@@ -1,4 +1,4 @@
-"""Where the callbacks' records go."""
+"""Where messages of the callbacks are logged."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ SAY = f"from mfwrap.callbacks.shared.run_log import run_logger\nrun_logger({NAME
 
 @pytest.fixture(autouse=True)
 def _levels():
-    """Begin without a level, and leave none behind."""
+    """Begin without levels, and restore them afterwards."""
     loggers = [logging.getLogger(name) for name in ("mfwrap", "mfwrap.callbacks")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -27,7 +27,7 @@ def _levels():
 
 
 def run_program(program: str) -> tuple[str, str]:
-    """Return what a fresh interpreter writes."""
+    """Run a program in a new interpreter; return its standard output and error."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         env={**os.environ, "PYTHONSAFEPATH": "1"},
@@ -40,7 +40,7 @@ def run_program(program: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_standard_output_where_nothing_is_configured():
-    """Without any logging set up, lines go to standard output, once, as MindFormers' begin."""
+    """Without configured logging, each message is printed once, in MindFormers' format."""
     out, err = run_program(SAY + SAY)
     line = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} - {re.escape(NAME)} - INFO - said\n"
 
@@ -64,7 +64,7 @@ def test_import_configures_nothing():
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("early", [True, False])
 def test_logging_of_the_program(early):
-    """A program's own set-up is used alone, be it before the first line or after it."""
+    """A program's own logging is used alone, configured before or after the first message."""
     configure = (
         "import logging, sys\nlogging.basicConfig(stream=sys.stderr, format='%(message)s')\n"
     )
@@ -75,7 +75,7 @@ def test_logging_of_the_program(early):
 
 
 def test_a_level_that_was_set_stays(caplog):
-    """Who sets a level for the library is not overruled."""
+    """A level that the user has set stays."""
     logging.getLogger("mfwrap").setLevel(logging.WARNING)
     run_logger(NAME).info("hidden")
     run_logger(NAME).warning("seen")
@@ -84,7 +84,7 @@ def test_a_level_that_was_set_stays(caplog):
 
 
 def test_records_reach_the_root(caplog):
-    """Lines of level INFO propagate, and no handler is added where there is one."""
+    """Messages reach the root logger, and no handler is added if it has one."""
     run_logger(NAME).info("seen")
 
     assert [(record.name, record.getMessage()) for record in caplog.records] == [(NAME, "seen")]

@@ -1,4 +1,4 @@
-"""The largest attention logits are those of the matrix that is never held as a whole."""
+"""The largest attention logits, compared with the full matrix of logits."""
 
 import math
 
@@ -15,7 +15,7 @@ from mfwrap.callbacks.training_state.attention_logits import AttentionLogits, la
 
 
 def plain_logits(query, key, mask, scale, *, is_causal) -> torch.Tensor:
-    """Return the largest logits by head, one product after the other, in float64."""
+    """Compute the largest logit of each head in float64, one query at a time."""
     heads, length = query.shape[1], query.shape[2]
     found = torch.full((heads,), -math.inf, dtype=torch.float64)
     for b in range(len(query)):
@@ -38,7 +38,7 @@ def plain_logits(query, key, mask, scale, *, is_causal) -> torch.Tensor:
     seed=st.integers(0, 99),
 )
 def test_against_every_product(sizes, kind, seed):
-    """Any mask, any number of key heads, in any number of pieces."""
+    """The result is right for any mask and number of key heads, and in pieces."""
     torch.manual_seed(seed)
     batch, key_heads, length, keys, width = sizes
     query = torch.randn(batch, 2 * key_heads, length, width)
@@ -62,20 +62,20 @@ def test_against_every_product(sizes, kind, seed):
 
 
 class Attending(nn.Module):
-    """One head by torch's function, with the products that went in."""
+    """One attention head, by torch's function."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
     def forward(self, inputs):
-        """Attend to all."""
+        """Attend to all inputs."""
         query = self.inner(inputs)
         return functional.scaled_dot_product_attention(query, inputs, inputs)
 
 
 def test_one_head_and_no_batch():
-    """Two dimensions are one head; the scale is torch's own."""
+    """A tensor of two dimensions is one head; forwards outside of the watch are ignored."""
     torch.manual_seed(0)
     network, inputs = Attending(), torch.randn(5, 4)
     watch = AttentionLogits(network)
@@ -107,14 +107,14 @@ def llama(implementation: str) -> LlamaForCausalLM:
 
 
 def test_a_network_of_transformers():
-    """Both of its implementations have the same logits, by layer; evaluation is not looked at."""
+    """Eager and sdpa attention show the same logits by layer; evaluation is ignored."""
     tokens = torch.randint(32, (2, 7))
     mask = torch.ones_like(tokens)
     mask[1, 4:] = 0
     found = []
     for implementation in ("sdpa", "eager"):
         model = llama(implementation).train()
-        # As they begin, all logits are close to zero.
+        # With initial weights, all logits are close to zero.
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.data *= 50
         watch = AttentionLogits(model)
@@ -137,7 +137,7 @@ def test_a_network_of_transformers():
 
 
 def test_an_error_within_leaves_nothing_behind():
-    """After a forward that raised, the next one is seen as if nothing had been."""
+    """After a forward that raised, the next one is watched as usual."""
     model = llama("sdpa").train()
     tokens = torch.randint(32, (1, 7))
     watch = AttentionLogits(model)

@@ -1,4 +1,4 @@
-"""Shares of experts are those of the router's own choices."""
+"""Shares of experts, compared with the choices of the routers."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def gpt_oss() -> GptOssForCausalLM:
 
 
 def deepseek() -> DeepseekV3ForCausalLM:
-    """Return a small DeepSeek, whose first layer is dense, and which routes within groups."""
+    """Return a small DeepSeek with a dense first layer and grouped routing."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         **SIZES,
@@ -66,7 +66,7 @@ def deepseek() -> DeepseekV3ForCausalLM:
 
 
 def chosen_by_routers(model, batches) -> dict[str, torch.Tensor]:
-    """Return counts, taken from what is handed to each expert's weights, one by one."""
+    """Return the share of each expert, counted from the inputs of the expert modules."""
     counts = {}
 
     def note(name):
@@ -91,7 +91,7 @@ def chosen_by_routers(model, batches) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("make", [mixtral, gpt_oss, deepseek])
 def test_shares(make):
-    """Over two micro-batches, by layer; evaluation is not counted, nor what comes after."""
+    """Shares cover all micro-batches, by layer; evaluation and later forwards do not count."""
     model = make()
     batches = [torch.randint(32, (2, 6)), torch.randint(32, (1, 5))]
     load = ExpertLoad(model)
@@ -113,7 +113,7 @@ def test_shares(make):
 
 
 def test_against_the_logits_of_the_router():
-    """Mixtral's experts are the two of highest probability, which it can return itself."""
+    """Mixtral's shares equal those of the two highest router logits."""
     model, tokens = mixtral(), torch.randint(32, (3, 6))
     load = ExpertLoad(model)
     load.begin()
@@ -127,7 +127,7 @@ def test_against_the_logits_of_the_router():
 
 
 def test_a_forward_that_is_repeated_in_the_backward():
-    """With gradient checkpointing shares are what they are without."""
+    """Gradient checkpointing does not change the shares."""
     shares = []
     for checkpointing in (False, True):
         model = mixtral()
@@ -151,7 +151,7 @@ def test_a_forward_that_is_repeated_in_the_backward():
     [([0.25] * 4, 1.0, 0.0), ([1.0, 0, 0, 0], 4.0, 0.625), ([0.5, 0.4, 0.1, 0], 2.0, 0.15)],
 )
 def test_balance(shares, busiest, dropped):
-    """MindFormers' formula at a capacity of 1.5 times the mean, and the busiest over the mean."""
+    """Imbalance and drop rate, at a capacity of 1.5, have the values of the formulas."""
     tensor = torch.tensor(shares)
 
     assert imbalance(tensor).item() == pytest.approx(busiest)

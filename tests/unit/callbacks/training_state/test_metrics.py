@@ -51,7 +51,7 @@ def test_nothing_is_computed_without_a_format(step):
 
 
 def test_local_norms_and_losses(step):
-    """Norms and losses are those of the output, the norm of the device that of all groups."""
+    """Norms and losses are those of the output; the device norm is over all groups."""
     report = step[2]
     found = of_step(
         step,
@@ -72,7 +72,7 @@ def test_local_norms_and_losses(step):
 
 
 def test_moments_and_weights(step):
-    """Norms of Adam's moments are per parameter, the norm of the weights is that of all."""
+    """Adam's moments have a norm per parameter, the weights one norm."""
     network, optimizer, _ = step
     found = of_step(step, optimizer_state_format="log", weight_state_format="log")
     expected = {}
@@ -114,7 +114,7 @@ def test_each_metric_has_its_own_formats(step):
 
 
 def test_intervals(step):
-    """Metrics are due every `step_interval` steps, stable ranks at an interval of their own."""
+    """Metrics follow `step_interval`; stable ranks follow their own."""
     settings = {
         "step_interval": 3,
         "weight_state_format": "log",
@@ -130,7 +130,7 @@ def test_intervals(step):
 
 
 def test_forward_passes(step):
-    """Logits have mean and maximum, shares have imbalance and, with a capacity, a drop rate."""
+    """Logits have a mean and a maximum; shares have an imbalance and a drop rate."""
     forward = ForwardNumbers(
         {"attention": torch.tensor([1.0, 3.0])}, {"experts": torch.tensor([0.75, 0.25])}
     )
@@ -156,7 +156,7 @@ def test_forward_passes(step):
 
 
 def test_a_loop_that_knows_little():
-    """Without output, optimizer state and network, what is known is shown and nothing raises."""
+    """Without output, optimizer state or network, the other metrics are shown."""
     settings = TrainingStateSettings(
         local_norm_format="log", optimizer_state_format="log", weight_state_format="log"
     )

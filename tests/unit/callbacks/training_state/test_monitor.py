@@ -1,4 +1,4 @@
-"""The training state monitor in MFTrainer: every number against one that is computed apart."""
+"""The training state monitor in MFTrainer, compared with numbers computed separately."""
 
 import json
 import math
@@ -35,7 +35,7 @@ EVERYTHING = {
 
 
 class Reference(TrainerCallback):
-    """Computes what the monitor shows, from the tensors themselves, in float64."""
+    """Compute what the monitor shows, from the tensors themselves, in float64."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -43,7 +43,7 @@ class Reference(TrainerCallback):
     def on_step_end(
         self, _args, state, _control, *, model, optimizer, step_output, step_report, **_
     ):
-        """Note the step; waits as much as it likes."""
+        """Compute the metrics of the step; it may synchronize with the device."""
         norms = dict(
             zip(step_report.local_norm_names, step_output.local_norm.tolist(), strict=True)
         )
@@ -64,12 +64,12 @@ class Reference(TrainerCallback):
 
 
 def lines(folder):
-    """Return the records of a run."""
+    """Return the records in a run folder."""
     return read_json_lines(folder / "training_state.jsonl")
 
 
 def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **arguments):
-    """Train a tiny Llama with local norms under a monitor."""
+    """Train a tiny Llama, with local norms, under a monitor."""
     extras = {"step": StepConfig(local_norm=True)} if kind is MFTrainer else None
     return train(
         new_trainer(kind, folder, callbacks=[monitor, *callbacks], extras=extras, **arguments)
@@ -77,7 +77,7 @@ def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **arguments):
 
 
 def test_every_number(tmp_path):
-    """Norms of gradients, of Adam's moments and of weights, and losses, at every step."""
+    """Losses and norms of gradients, moments and weights are right at every step."""
     reference = Reference()
     trained(tmp_path, TrainingStateMonitor(**EVERYTHING), callbacks=[reference])
 
@@ -90,7 +90,7 @@ def test_every_number(tmp_path):
 
 @pytest.mark.parametrize("invert", [False, True])
 def test_target(invert, tmp_path):
-    """Patterns are searched for in names; inverted, the others are shown. Sums are of all."""
+    """`target` selects parameters by name, `invert` the others; totals are over all."""
     patterns = [r"layers\.0\.", "norm"]
     settings = {"target": patterns, "invert": invert, **EVERYTHING}
     reference = Reference()
@@ -113,7 +113,7 @@ def test_target(invert, tmp_path):
 
 
 def test_step_interval(tmp_path):
-    """Every third step is shown."""
+    """With `step_interval=3`, every third step is shown."""
     monitor = TrainingStateMonitor(device_local_norm_format="jsonl", step_interval=3)
     trained(tmp_path, monitor, max_steps=7)
 
@@ -121,7 +121,7 @@ def test_step_interval(tmp_path):
 
 
 def test_formats(tmp_path, caplog):
-    """Each number goes where it is asked for: log lines as MindFormers', curves with its tags."""
+    """Each metric is written in its own formats, log lines in MindFormers' form."""
     monitor = TrainingStateMonitor(
         weight_state_format=["log", "tensorboard"],
         local_loss_format="log",
@@ -150,7 +150,7 @@ def test_formats(tmp_path, caplog):
 
 
 def test_throughput_linearity(tmp_path):
-    """Samples a second and process over the baseline: 8 samples in half a second, of 4."""
+    """Eight samples in half a second are four times a baseline of four per second."""
     clock = Clock()
 
     class Seconds(TrainerCallback):
@@ -166,7 +166,7 @@ def test_throughput_linearity(tmp_path):
 
 
 def test_print_struct(tmp_path, caplog):
-    """Names of all trainable parameters are logged, and the training ends after a step."""
+    """All trainable parameters are logged, and the training ends after one step."""
     run = trained(tmp_path, TrainingStateMonitor(print_struct=True))
     logged = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
 
@@ -175,8 +175,8 @@ def test_print_struct(tmp_path, caplog):
         assert f"{name} {tuple(weight.shape)}" in logged
 
 
-def test_a_file_is_gone_on_with(tmp_path):
-    """A resumed run appends; usual norms come from the checkpoint."""
+def test_a_resumed_run_appends(tmp_path):
+    """A resumed run appends to the file and continues the usual norms."""
     settings = {"save_strategy": "steps", "save_steps": 2}
     whole, first, later = (TrainingStateMonitor(local_loss_format="jsonl") for _ in range(3))
     trained(tmp_path / "whole", whole, **settings)
@@ -192,7 +192,7 @@ def test_a_file_is_gone_on_with(tmp_path):
 
     assert [record["step"] for record in lines(tmp_path / "parts")] == [1, 2, 3, 4]
     losses = [[r["local_loss"] for r in lines(tmp_path / name)] for name in ("whole", "parts")]
-    # The schedule of the first part is shorter, so that its second update is another one.
+    # The first part has a shorter schedule, so only the first two losses are equal.
     assert losses[0][:2] == losses[1][:2]
     saved = json.loads((tmp_path / "parts" / "checkpoint-2" / "trainer_state.json").read_text())
     kept = saved["stateful_callbacks"]["TrainingStateMonitor"]["attributes"]["saved_run"]
@@ -202,7 +202,7 @@ def test_a_file_is_gone_on_with(tmp_path):
 
 
 def test_a_stock_trainer(tmp_path, caplog):
-    """Weights, optimizer state and throughput are shown; what cannot be is said once."""
+    """A stock Trainer shows weights and optimizer state; one warning names the rest."""
     monitor = TrainingStateMonitor(**EVERYTHING)
     run = trained(tmp_path, monitor, kind=Trainer)
     records = lines(tmp_path)
@@ -222,8 +222,8 @@ def test_a_stock_trainer(tmp_path, caplog):
     ]
 
 
-def test_a_stock_trainer_that_goes_on(tmp_path):
-    """With transformers' own option the settings and the state are those of the checkpoint."""
+def test_a_resumed_stock_trainer(tmp_path):
+    """With transformers' restore option, settings and state come from the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "kind": Trainer}
     trained(
         tmp_path, TrainingStateMonitor(weight_state_format="jsonl"), **settings | {"max_steps": 2}
@@ -242,7 +242,7 @@ def test_a_stock_trainer_that_goes_on(tmp_path):
 
 
 def test_an_overflow_of_a_stock_trainer(tmp_path):
-    """A logged norm that is not finite is an anomaly of its step."""
+    """A non-finite norm in the log is recorded as an anomaly of its step."""
     model = tiny_llama()
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
     calls = iter(range(100))
@@ -256,7 +256,7 @@ def test_an_overflow_of_a_stock_trainer(tmp_path):
 
 
 def test_the_culprit_in_mftrainer(tmp_path):
-    """A module that gives nan for one token is named, with micro-batch, by an exact replay."""
+    """An exact replay names the module and micro-batch of a nan."""
     model = tiny_llama()
     poison = 31
 
@@ -283,7 +283,7 @@ def test_the_culprit_in_mftrainer(tmp_path):
     )
     trainer.train()
     records = read_json_lines(tmp_path / "anomalies.jsonl")
-    # Updates of four micro-batches of two rows, in order.
+    # An update has four micro-batches of two rows, in order.
     first = {i // 8 + 1: (i % 8) // 2 for i in reversed(poisoned)}
 
     assert [record["step"] for record in records] == sorted(step for step in first if step <= 5)
@@ -297,7 +297,7 @@ def test_the_culprit_in_mftrainer(tmp_path):
 
 
 def reads_per_run(folder, callbacks) -> list[str]:
-    """Return the host's reads in updates three to five of a run that logs nothing."""
+    """Return the host's reads in updates three to five of a run without logging."""
 
     class Counts(TrainerCallback):
         names: tuple[str, ...] = ()
@@ -324,7 +324,7 @@ def reads_per_run(folder, callbacks) -> list[str]:
 
 
 def test_nothing_more_is_read_on_the_host(tmp_path):
-    """With every monitor on, and everything shown, a step reads what it reads without."""
+    """With all monitors and metrics on, a step has no host reads of its own."""
     monitor = TrainingStateMonitor(
         **EVERYTHING,
         max_attention_logit_format="jsonl",

@@ -15,7 +15,7 @@ from support.monitored_loop import Clock, output
 
 
 def new_run(*, global_step=0, model=None, args=None, is_main=True, **settings) -> TrainingStateRun:
-    """Return a run of ten steps in a loop of one's own."""
+    """Return a run of ten steps in a hand-written loop."""
     state = TrainerState(max_steps=10, train_batch_size=4)
     state.is_world_process_zero = is_main
     return TrainingStateRun(
@@ -55,7 +55,7 @@ def test_values_are_written_a_step_later(tmp_path):
 
 
 def test_throughput_is_relative_to_the_baseline(tmp_path):
-    """Four samples in two seconds, over a baseline of eight samples per second."""
+    """Four samples in two seconds are a quarter of a baseline of eight per second."""
     clock = Clock()
     run = new_run(local_loss_format="jsonl", folder=tmp_path, throughput_baseline=8.0, clock=clock)
     run.clock.restart()
@@ -69,7 +69,7 @@ def test_throughput_is_relative_to_the_baseline(tmp_path):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_an_overflow_is_recorded_once_a_bad_loss_by_its_rank(is_main, tmp_path):
-    """All ranks see an overflow, so the main process writes it; a lone loss its own rank."""
+    """The main process writes an overflow, which all ranks see; each rank writes its bad loss."""
     run = new_run(folder=tmp_path, is_main=is_main)
     end_step(run, 1, output(overflow=True, norm=math.inf))
     end_step(run, 2, output(math.nan))
@@ -149,7 +149,7 @@ def test_a_network_that_cannot_be_replayed(caplog):
 
 
 def test_the_largest_gradient():
-    """Half precision overflows at 65504; float32 where the square of the norm does."""
+    """float16 overflows at 65504, float32 where the square of the norm overflows."""
     network = nn.Linear(2, 2)
     half = TrainingArguments(output_dir="unused", report_to=[])
     half.fp16 = True

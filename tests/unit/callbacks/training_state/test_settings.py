@@ -1,4 +1,4 @@
-"""The training state monitor's settings: MindFormers' configuration, checked."""
+"""The settings of the training state monitor."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ DEFAULTS = {
 
 
 def test_defaults_are_those_of_mindformers():
-    """Without arguments nothing is shown, and every parameter would be."""
+    """Defaults are MindFormers': no metric, and all parameters selected."""
     settings = TrainingStateMonitor()._settings
 
     assert {name: getattr(settings, name) for name in DEFAULTS} == DEFAULTS
@@ -45,7 +45,7 @@ def test_defaults_are_those_of_mindformers():
 
 
 def test_a_configuration_of_mindformers(tmp_path):
-    """A ``monitor_config`` section is the keywords, null and single words included."""
+    """The keys of MindFormers' ``monitor_config`` are accepted, with null and single words."""
     both = ["log", "tensorboard"]
     settings = TrainingStateMonitor(
         **json.loads(
@@ -65,7 +65,7 @@ def test_a_configuration_of_mindformers(tmp_path):
 
 
 def test_state_makes_the_same_monitor(tmp_path):
-    """A monitor made from saved state has its settings, which JSON can hold."""
+    """A monitor made from the saved state has the same settings; JSON can hold the state."""
     monitor = TrainingStateMonitor(
         target=["a", "b"],
         local_norm_format=["log", "jsonl"],
@@ -167,6 +167,6 @@ def test_state_makes_the_same_monitor(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """An argument that does not fit is refused at construction."""
+    """A wrong argument raises at construction, with its name and value."""
     with pytest.raises(error, match=re.escape(message)):
         TrainingStateMonitor(**settings)

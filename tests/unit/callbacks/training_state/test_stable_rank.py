@@ -1,4 +1,4 @@
-"""Stable ranks against those of a singular value decomposition."""
+"""Stable ranks, compared with singular value decompositions."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from mfwrap.callbacks.training_state.stable_rank import StableRankSettings, spec
     seed=st.integers(0, 99),
 )
 def test_against_singular_values(shape, decay, seed):
-    """Of a matrix whose singular values fall by a factor, in float64."""
+    """The result is that of the known singular values of a matrix."""
     generator = torch.Generator().manual_seed(seed)
     left, _ = torch.linalg.qr(torch.randn(shape[0], shape[0], generator=generator).double())
     right, _ = torch.linalg.qr(torch.randn(shape[1], shape[1], generator=generator).double())
@@ -31,7 +31,7 @@ def test_against_singular_values(shape, decay, seed):
 
 
 def test_five_iterations_come_near():
-    """Of weights as they begin, whose singular values lie close, they are within a tenth."""
+    """For random weights, five iterations come within a fifth of the largest eigenvalue."""
     torch.manual_seed(0)
     weight = torch.randn(64, 48)
     found = spectrum(weight, 5)
@@ -41,7 +41,7 @@ def test_five_iterations_come_near():
 
 
 def test_experts_and_types():
-    """One number for each expert; bfloat16 is read as float32; no random number is drawn."""
+    """Experts have a number each, bfloat16 is accepted, and no random number is drawn."""
     torch.manual_seed(0)
     weight = torch.randn(3, 6, 5).bfloat16()
     state = torch.get_rng_state()
@@ -63,7 +63,7 @@ def test_experts_and_types():
     ],
 )
 def test_tags(mode, ends):
-    """MindFormers': by parameter and expert; what is no matrix, or no target, is left out."""
+    """Tags are MindFormers'; vectors and weights outside of `target` are left out."""
     weights = {
         "experts.up": torch.stack([torch.eye(3), torch.diag(torch.tensor([2.0, 0, 0]))]),
         "linear.weight": torch.eye(4) * 3,
@@ -81,7 +81,7 @@ def test_tags(mode, ends):
         word = end.removeprefix("expert_")
         expected[f"weight_stable_rank/experts.up/{end}"] = ranks[word]
         expected[f"weight_eigenvalue/experts.up/{end}"] = eigenvalues[word]
-    # Of vectors that are all along one, power iteration with any start finds a part at least.
+    # Five iterations are enough for 1 %.
     assert found == pytest.approx(expected, rel=0.01)
 
 
@@ -97,7 +97,7 @@ def mesh(tmp_path):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_sharded_weight(whole, mesh):
-    """Of the whole weight or of the shard, which on one rank are the same."""
+    """A sharded weight is accepted, gathered or not; on one rank both are the same."""
     weight = distribute_tensor(torch.diag(torch.tensor([2.0, 1.0, 0.0])), mesh, [Shard(0)])
     settings = StableRankSettings(format=("log",), do_aggregation=whole, power_iteration_num=20)
     _, (rank, eigenvalue) = tagged_spectra({"w": weight}, settings)
