@@ -53,7 +53,7 @@ class AttachedAccelerator:
 
     def prepare(self, *args: Any, **keywords: Any) -> Any:
         """Prepare as accelerate does, and add to the step what was prepared."""
-        prepared = super().prepare(*args, **keywords)  # type: ignore[misc]  (the accelerator's own method)
+        prepared = super().prepare(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.build()
         return prepared
 
@@ -62,7 +62,7 @@ class AttachedAccelerator:
 
         accelerate's own list of models has them without DistributedDataParallel.
         """
-        prepared = super().prepare_model(*args, **keywords)  # type: ignore[misc]  (the accelerator's own method)
+        prepared = super().prepare_model(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.see_model(prepared)
         return prepared
 
@@ -71,7 +71,7 @@ class AttachedAccelerator:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             # One wrapper at most: afterwards `prepared.optimizer` is what does the updates.
             optimizer = unwrapped_optimizer(optimizer)
-        prepared = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]  (the accelerator's own method)
+        prepared = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]  # (the accelerator's own method)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = AttachedOptimizer
             prepared.attachment = self.attachment
@@ -90,7 +90,7 @@ class AttachedAccelerator:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule that counts applied updates only."""
-        prepared = super().prepare_scheduler(scheduler)  # type: ignore[misc]  (the accelerator's own method)
+        prepared = super().prepare_scheduler(scheduler)  # type: ignore[misc]  # (the accelerator's own method)
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__ = AttachedScheduler
             prepared.attachment = self.attachment
@@ -133,12 +133,12 @@ class AttachedAccelerator:
 
     def save_state(self, *args: Any, **keywords: Any) -> Any:
         """Save as accelerate does, and the step's state in files of its own."""
-        save = super().save_state  # type: ignore[misc]  (the accelerator's own method)
+        save = super().save_state  # type: ignore[misc]  # (the accelerator's own method)
         return self.attachment.saving(lambda: save(*args, **keywords))
 
     def load_state(self, *args: Any, **keywords: Any) -> Any:
         """Load as accelerate does, and the step's state."""
-        load = super().load_state  # type: ignore[misc]  (the accelerator's own method)
+        load = super().load_state  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.build(final=True)
         return self.attachment.loading(lambda: load(*args, **keywords))
 
@@ -147,13 +147,13 @@ class AttachedAccelerator:
         try:
             self.attachment.clear()
         finally:
-            freed = super().free_memory(*objects)  # type: ignore[misc]  (the accelerator's own method)
+            freed = super().free_memory(*objects)  # type: ignore[misc]  # (the accelerator's own method)
         return freed
 
     def end_training(self) -> None:
         """Read the results of the last update, then end as accelerate does."""
         self.attachment.flush()
-        super().end_training()  # type: ignore[misc]  (the accelerator's own method)
+        super().end_training()  # type: ignore[misc]  # (the accelerator's own method)
 
 
 def attached_class(kind: type) -> type:
@@ -161,7 +161,7 @@ def attached_class(kind: type) -> type:
     return type(f"Attached{kind.__name__}", (AttachedAccelerator, kind), {})
 
 
-class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  (accelerate is untyped)
+class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (accelerate is untyped)
     """accelerate's wrapper of an optimizer; its ``step`` is the whole update."""
 
     attachment: "AttachedStep"
@@ -229,7 +229,7 @@ def restore_scheduler(scheduler: Any) -> None:
         del scheduler.requests
 
 
-class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  (accelerate is untyped)
+class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (accelerate is untyped)
     """accelerate's wrapper of a schedule; it advances just before the next update.
 
     Only then can the host learn, without stopping the device, whether the last update was applied.

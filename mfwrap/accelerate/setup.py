@@ -196,7 +196,7 @@ def attached_handler_class(
 
     def register_comm_hook(handler: Any, model: DistributedDataParallel) -> None:
         recorder = _Recorder()
-        kind.register_comm_hook(handler, recorder)  # type: ignore[attr-defined]  (a handler of accelerate)
+        kind.register_comm_hook(handler, recorder)  # type: ignore[attr-defined]  # (a handler of accelerate)
         refuse_second_hook(recorder.hook and handler.comm_hook, communication_hook)
         tap(model, recorder.hook or communication_hook)
 

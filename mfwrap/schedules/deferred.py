@@ -111,20 +111,20 @@ class DeferredSchedule:
         """
         requests, self.deferral.requests = self.deferral.requests, []
         if requests and not self.deferral.was_skipped():
-            step = super().step  # type: ignore[misc]  (of the user's schedule)
+            step = super().step  # type: ignore[misc]  # (of the user's schedule)
             advance(self, requests, lambda request: step(*request.arguments, **request.keywords))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state after all updates so far. Synchronizes with the device."""
         self.deferral.flush()
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]  (the user's schedule)
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]  # (the user's schedule)
         # torch's state_dict returns all attributes, ours included.
         return {name: value for name, value in state.items() if name != "deferral"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the schedule; requested steps are dropped."""
         self.deferral.requests.clear()
-        super().load_state_dict(state_dict)  # type: ignore[misc]  (the user's schedule)
+        super().load_state_dict(state_dict)  # type: ignore[misc]  # (the user's schedule)
 
 
 def defer_schedule(
