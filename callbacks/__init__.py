@@ -10,6 +10,7 @@ from mfwrap.callbacks.checkpoint_monitor import CheckpointMonitor
 from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.local_norm_monitor import LocalNormMonitor
 from mfwrap.callbacks.loss_monitor.monitor import MFLossMonitor
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.callbacks.mindspore.early_stopping import EarlyStopping
 from mfwrap.callbacks.mindspore.history import History
@@ -38,6 +39,7 @@ __all__ = [
     "LocalNormMonitor",
     "LossMonitor",
     "MFLossMonitor",
+    "MetricsRecorder",
     "ModelCheckpoint",
     "ProfileMonitor",
     "ReduceLROnPlateau",

@@ -1,4 +1,4 @@
-"""The numbers of each step and each evaluation of a run, in its file ``metrics.jsonl``."""
+"""Record each step and evaluation of a run in ``metrics.jsonl``, and its speed beside it."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,84 +9,80 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from mfwrap.callbacks import EvalCallback
+from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 __all__ = [
-    "METRICS_FILE",
-    "RECIPE_FILE",
     "MetricsRecorder",
     "ThroughputRecorder",
-    "limit_of",
     "results_of",
 ]
-
-METRICS_FILE = "metrics.jsonl"
-RECIPE_FILE = "recipe.yaml"
-_LIMIT = "max_grad_norm"
 
 
 @final
 class MetricsRecorder(TrainerCallback):
-    """Write a record of each step, with the names of `StepOutput`, and of each evaluation.
+    """Write one record per step, with the field names of `StepOutput`, and one per evaluation.
 
-    The numbers stay on the device until the Trainer logs, evaluates or saves, where it waits
-    anyway. Written by the main process alone. A run that is resumed goes on behind its checkpoint.
-    The first record has the limit of the global norm, where there is one.
+    The numbers stay on the device until the Trainer logs, evaluates or saves, because it
+    synchronizes there anyway. Only the main process writes. A resumed run drops the records after
+    its checkpoint and continues the file. If gradients are clipped, the first record has
+    ``max_grad_norm``.
 
     Args:
-        folder: Of the run.
-        evaluates_average: Whether evaluations within the training see averaged weights.
-        says_evaluations: Whether to log them, too.
+        folder: Run folder, which gets ``metrics.jsonl``.
+        evaluates_average: Whether evaluations during training use averaged weights. Their metrics
+            then get the prefix ``ema_``.
+        says_evaluations: Whether to log evaluations as well.
     """
 
     def __init__(
         self, folder: Path, *, evaluates_average: bool, says_evaluations: bool = False
     ) -> None:
         self._says_evaluations = says_evaluations
-        self._path = folder / METRICS_FILE
+        self._path = folder / "metrics.jsonl"
         self._prefix = "ema_" if evaluates_average else ""
         self._lines = JsonLines(self._path)
         self._reports: list[tuple[int, StepReport]] = []
         self._is_training = False
+        self._writes = False
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Keep the records up to the step that the run goes on from."""
+        """Begin the file; a resumed run keeps the records up to its checkpoint."""
         self._reports.clear()
-        self._is_training = True
-        if not state.is_world_process_zero:
+        self._is_training, self._writes = True, state.is_world_process_zero
+        if not self._writes:
             return
         records = read_json_lines(self._path) if self._path.exists() else []
         self._path.unlink(missing_ok=True)
         self._lines = JsonLines(self._path)
         if args is not None and args.max_grad_norm:
-            self._lines.append({_LIMIT: args.max_grad_norm})
+            self._lines.append({"max_grad_norm": args.max_grad_norm})
         for record in records:
             if 0 < record.get("step", 0) <= state.global_step:
                 self._lines.append(record)
 
     def on_step_end(
         self,
-        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        args: TrainingArguments | None,  # noqa: ARG002  (the Trainer passes it by position)
         state: TrainerState,
         *_: Any,
         step_report: StepReport | None = None,
         **__: Any,
     ) -> None:
-        """Keep the report of the step."""
-        if state.is_world_process_zero and step_report is not None:
+        """Keep the report of the step, whose numbers stay on the device."""
+        if self._writes and step_report is not None:
             self._reports.append((state.global_step, step_report))
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """Write the steps since the last time."""
+        """Write the steps since the last call."""
         self.write_steps()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Write the steps since the last time."""
+        """Write the steps since the last call."""
         self.write_steps()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -96,14 +92,14 @@ class MetricsRecorder(TrainerCallback):
 
     def on_evaluate(
         self,
-        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        args: TrainingArguments | None,  # noqa: ARG002  (the Trainer passes it by position)
         state: TrainerState,
         *_: Any,
         metrics: dict[str, float] | None = None,
         **__: Any,
     ) -> None:
-        """Write an evaluation within the training."""
-        if state.is_world_process_zero and self._is_training and metrics is not None:
+        """Write an evaluation during training."""
+        if self._writes and self._is_training and metrics is not None:
             self.write_steps()
             results = {self._prefix + name: value for name, value in results_of(metrics).items()}
             self._lines.append({"step": state.global_step, **results})
@@ -113,12 +109,13 @@ class MetricsRecorder(TrainerCallback):
                     "Eval result: step %d, %s", state.global_step, said
                 )
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Write a record of its own."""
-        self._lines.append(record)
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one more record; does nothing outside of the main process."""
+        if self._writes:
+            self._lines.append(record)
 
     def write_steps(self) -> None:
-        """Write the steps since the last time, with one copy from the device for each field."""
+        """Write the steps since the last call, with one copy from the device per field."""
         if not self._reports:
             return
         steps = [step for step, _ in self._reports]
@@ -141,14 +138,14 @@ class MetricsRecorder(TrainerCallback):
 
 @final
 class ThroughputRecorder(TrainerCallback):
-    """Write samples a second, of all processes, each time that the Trainer logs.
+    """Write samples per second, summed over processes, each time that the Trainer logs.
 
-    They are in ``throughput.jsonl``, apart from numbers that are the same in every run. Evaluations
-    and checkpoints do not count.
+    They go to ``throughput.jsonl``, because the numbers in ``metrics.jsonl`` are the same each time
+    a run is repeated. The time of evaluations and checkpoints is left out.
 
     Args:
-        folder: Of the run.
-        clock: Returns seconds.
+        folder: Run folder, which gets ``throughput.jsonl``.
+        clock: Returns seconds from an arbitrary start.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -158,12 +155,12 @@ class ThroughputRecorder(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: TrainingArguments | None,  # noqa: ARG002  (its name is the Trainer's)
+        args: TrainingArguments | None,  # noqa: ARG002  (the Trainer passes it by position)
         state: TrainerState,
         *_: Any,
         **__: Any,
     ) -> None:
-        """Start to count."""
+        """Start the clock."""
         self._start = state.global_step, self._clock()
 
     def on_log(
@@ -174,8 +171,8 @@ class ThroughputRecorder(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Write the samples of the steps since the last time."""
-        if logs is None or "loss" not in logs:  # an evaluation's, or the summary
+        """Write the throughput of the steps since the clock was started."""
+        if logs is None or "loss" not in logs:  # the log of an evaluation, or the final summary
             return
         start, seconds = self._start
         self._start = state.global_step, self._clock()
@@ -186,7 +183,7 @@ class ThroughputRecorder(TrainerCallback):
         record = {"throughput": samples / (self._start[1] - seconds)}
         self._lines.append({"step": state.global_step, **record})
 
-    # What was not training is left out, with the steps before it since the last log.
+    # Start the clock again after an evaluation or a checkpoint. Steps since the last log are lost.
     on_evaluate = on_train_begin
     on_save = on_train_begin
 
@@ -196,18 +193,8 @@ def _column(values: list[Tensor | None]) -> list[Any] | None:
     return torch.stack(tensors).tolist() if len(tensors) == len(values) else None
 
 
-def limit_of(metrics: Path) -> float | None:
-    """Return the limit of the global norm that the file of a run's numbers has; ``None`` if none.
-
-    Raises:
-        ValueError: If it holds what is no record.
-    """
-    limits = [record[_LIMIT] for record in read_json_lines(metrics) if _LIMIT in record]
-    return float(limits[-1]) if limits else None
-
-
 def results_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what a Trainer's evaluation has found, without its timings."""
+    """Return the metrics of a Trainer's evaluation without its timings."""
     timings = ("_runtime", "_per_second", "_time")
     return {
         name: value

@@ -3,18 +3,16 @@
     python -m mfwrap.recipes.causal_lm --output_dir runs/causal_lm
     torchrun --nproc_per_node 2 -m mfwrap.recipes.causal_lm
 
-Everything is built from what is installed: the model from its configuration, the text from
-`pydoc_data.topics`. The run folder gets `metrics.jsonl`, `run.png` and the models of raw and
-averaged weights in `save_pretrained` form. Of several processes the main one writes.
+Nothing is downloaded: the model is built from its configuration, and the text comes from Python's
+`pydoc_data.topics`. The run folder gets `metrics.jsonl`, `run.png`, and the models of raw and of
+averaged weights in the format of `save_pretrained`. Of several processes only the main one writes.
 """
 
-import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -32,47 +30,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mfwrap import (
-    DynamicLossScaleUpdateCell,
-    ExponentialMovingAverage,
-    MFTrainOneStepCell,
-    StepReport,
-)
-from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
+from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
+from mfwrap.callbacks import LocalNormMonitor, MetricsRecorder, MFLossMonitor
 from mfwrap.report import draw_run
-
-
-class MetricsFile:
-    """Write one JSON line a step, reading the device once in a while.
-
-    Args:
-        file: Open for writing; ``None`` on the processes that write nothing.
-    """
-
-    def __init__(self, file: TextIO | None) -> None:
-        self._file = file
-        self._reports: list[StepReport] = []
-
-    def add(self, report: StepReport | None) -> None:
-        """Keep the report of a step; its numbers stay on the device."""
-        if report is not None and self._file is not None:
-            self._reports.append(report)
-
-    def write_steps(self) -> None:
-        """Write all steps that were added since the last time."""
-        for report in self._reports:
-            step = int(report.applied_updates + report.skipped_updates)
-            values = {k: v.tolist() for k, v in report.output._asdict().items() if k != "size"}
-            local_norms = zip(report.local_norm_names, values["local_norm"], strict=True)
-            self.write({"step": step, **values, "local_norm": dict(local_norms)})
-        self._reports.clear()
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Write one record."""
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-
 
 IGNORED_LABEL = -100
 
@@ -83,24 +43,26 @@ class RecipeArguments:
 
     output_dir: Path = field(default=Path("runs/causal_lm"), metadata={"help": "run folder"})
     max_steps: int = field(default=250, metadata={"help": "number of updates"})
-    micro_batch_size: int = field(default=8, metadata={"help": "texts in a micro-batch"})
-    gradient_accumulation_steps: int = field(default=2, metadata={"help": "micro-batches"})
+    micro_batch_size: int = field(default=8, metadata={"help": "texts per micro-batch"})
+    gradient_accumulation_steps: int = field(
+        default=2, metadata={"help": "micro-batches per update"}
+    )
     sequence_length: int = field(default=256, metadata={"help": "longest text, in bytes"})
     learning_rate: float = field(default=3e-3, metadata={"help": "highest learning rate"})
-    warmup_steps: int = field(default=30, metadata={"help": "updates up to that rate"})
+    warmup_steps: int = field(default=30, metadata={"help": "updates until that rate is reached"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "limit of the global norm"})
     ema_decay: float = field(default=0.95, metadata={"help": "decay of the averaged weights"})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16"})
-    logging_steps: int = field(default=10, metadata={"help": "updates between two read-outs"})
-    seed: int = field(default=0, metadata={"help": "seed of weights and order"})
+    logging_steps: int = field(default=10, metadata={"help": "updates between two log lines"})
+    seed: int = field(default=0, metadata={"help": "seed of the weights and of the data order"})
 
     def __post_init__(self) -> None:
-        """Refuse what would train nothing.
+        """Check the numbers.
 
         Raises:
-            ValueError: If a number that must be positive is not.
+            ValueError: If a number is too small to train anything.
         """
-        # A text of one byte has nothing to predict.
+        # A text of one byte has no next byte to predict.
         smallest = {"max_steps": 1, "micro_batch_size": 1, "sequence_length": 2, "logging_steps": 1}
         for name, limit in smallest.items():
             if getattr(self, name) < limit:
@@ -109,10 +71,12 @@ class RecipeArguments:
 
 
 class PythonTopics(Dataset[dict[str, Tensor]]):
-    """Pieces of the topics of Python's `help()`, as bytes; the last piece of each is padded.
+    """The topics of Python's `help()` as bytes, cut into pieces of equal length.
+
+    The last piece of each topic is padded. Padding is not a target.
 
     Args:
-        names: Topics to take.
+        names: Names of the topics.
         sequence_length: Length of a piece, in bytes.
     """
 
@@ -140,7 +104,7 @@ class PythonTopics(Dataset[dict[str, Tensor]]):
 
 
 def build_model(sequence_length: int) -> LlamaForCausalLM:
-    """Build a Llama of 1.3 million weights over bytes."""
+    """Return a Llama of 1.3 million random weights, whose tokens are bytes."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
@@ -159,13 +123,13 @@ def build_model(sequence_length: int) -> LlamaForCausalLM:
 def text_loaders(
     batch_size: int, sequence_length: int, seed: int, max_samples: int | None = None
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return loaders of training text and of the topics that are held out, every tenth.
+    """Return loaders of training text and of held-out text, which is every tenth topic.
 
     Args:
-        batch_size: Pieces of text in a batch.
+        batch_size: Pieces of text per batch.
         sequence_length: Length of a piece, in bytes.
-        seed: Of the training text's order.
-        max_samples: Pieces that are taken of each; ``None`` for all.
+        seed: Seed of the order of the training text.
+        max_samples: Largest number of pieces of each text; ``None`` for all.
     """
     names = sorted(topics)
     training = PythonTopics([n for i, n in enumerate(names) if i % 10], sequence_length)
@@ -182,7 +146,7 @@ def _first(dataset: PythonTopics, number: int | None) -> Dataset[dict[str, Tenso
 
 
 def micro_batches(loader: DataLoader[Any], number: int) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield `number` batches at a time, epoch after epoch."""
+    """Yield lists of `number` batches, epoch after epoch, without end."""
     pending: list[dict[str, Tensor]] = []
     while True:
         for batch in loader:
@@ -194,7 +158,7 @@ def micro_batches(loader: DataLoader[Any], number: int) -> Iterator[list[dict[st
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, loader: DataLoader[Any], accelerator: Accelerator) -> float:
-    """Return the mean loss per byte of the held-out text."""
+    """Return the mean loss per byte of held-out text, over all processes."""
     model.eval()
     totals = torch.zeros(2, device=accelerator.device)
     for batch in loader:
@@ -205,40 +169,31 @@ def evaluate(model: torch.nn.Module, loader: DataLoader[Any], accelerator: Accel
     return float(loss / num_targets)
 
 
-def train(
-    arguments: RecipeArguments,
-    cell: MFTrainOneStepCell,
-    loader: DataLoader[Any],
-    metrics: MetricsFile,
-    accelerator: Accelerator,
-) -> None:
-    """Do all updates."""
-    monitors = run_monitors(arguments, accelerator.num_processes)
-    state = TrainerState(is_world_process_zero=accelerator.is_main_process)
+class Monitors:
+    """Callbacks in a loop without a Trainer, called with the arguments that a Trainer gives them.
 
-    def notify(event: str, **values: Any) -> None:
-        for monitor in monitors:
-            getattr(monitor, event)(None, state, TrainerControl(), **values)
+    Args:
+        callbacks: Callbacks, in the order in which they are called.
+        accelerator: Tells whether this is the main process.
+        global_step: Updates so far, if the run is resumed.
+    """
 
-    notify("on_train_begin")
-    batches = micro_batches(loader, arguments.gradient_accumulation_steps)
-    try:
-        for state.global_step, batch in zip(
-            range(1, arguments.max_steps + 1), batches, strict=False
-        ):
-            output = cell.step(batch)
-            metrics.add(cell.last_report)
-            notify("on_step_end", step_output=output, step_report=cell.last_report)
-            if state.global_step % arguments.logging_steps == 0:
-                metrics.write_steps()
-        cell.flush()
-    finally:
-        metrics.write_steps()
-        notify("on_train_end")
+    def __init__(
+        self, callbacks: Sequence[TrainerCallback], accelerator: Accelerator, global_step: int = 0
+    ) -> None:
+        self._callbacks = callbacks
+        self.state = TrainerState(
+            is_world_process_zero=accelerator.is_main_process, global_step=global_step
+        )
+
+    def notify(self, event: str, **values: Any) -> None:
+        """Call a method of each callback, such as ``on_step_end``."""
+        for callback in self._callbacks:
+            getattr(callback, event)(None, self.state, TrainerControl(), **values)
 
 
 def run_monitors(arguments: RecipeArguments, num_processes: int) -> list[TrainerCallback]:
-    """Return what shows the run: its record, and of several processes the norms of each."""
+    """Return the monitors: the log of the run and, on several processes, each one's local norms."""
     samples = arguments.micro_batch_size * arguments.gradient_accumulation_steps * num_processes
     monitors: list[TrainerCallback] = [
         MFLossMonitor(
@@ -253,23 +208,22 @@ def run_monitors(arguments: RecipeArguments, num_processes: int) -> list[Trainer
     return monitors
 
 
-def main() -> None:
-    """Train, evaluate raw and averaged weights, and write the run folder."""
-    # The parser's own name for the type of a dataclass is one that no dataclass has.
-    parser = HfArgumentParser(RecipeArguments)  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses()
-    set_seed(arguments.seed)
-    accelerator = Accelerator(
-        # accelerate takes several processes on CPU for so many that know nothing of each other
-        # unless it is told.
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision=arguments.mixed_precision,
-        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
-    )
-    train_and_save(arguments, accelerator)
-    # Now, because a network that outlives its group of processes can keep them from ending.
-    accelerator.free_memory()
-    accelerator.end_training()
+def train(
+    arguments: RecipeArguments,
+    cell: MFTrainOneStepCell,
+    loader: DataLoader[Any],
+    recorder: MetricsRecorder,
+    monitors: Monitors,
+) -> None:
+    """Do all updates."""
+    batches = micro_batches(loader, arguments.gradient_accumulation_steps)
+    for step, batch in zip(range(1, arguments.max_steps + 1), batches, strict=False):
+        output = cell.step(batch)
+        monitors.state.global_step = step
+        monitors.notify("on_step_end", step_output=output, step_report=cell.last_report)
+        if step % arguments.logging_steps == 0:
+            recorder.write_steps()
+    cell.flush()
 
 
 def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None:
@@ -299,19 +253,20 @@ def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None
         calculate_per_token_loss=True,
         local_norm_groups="layer",
     )
-    with contextlib.ExitStack() as stack:
-        file = None
-        if accelerator.is_main_process:
-            arguments.output_dir.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((arguments.output_dir / "metrics.jsonl").open("w"))
-        metrics = MetricsFile(file)
-        start = evaluate(model, held_out, accelerator)
-        metrics.write({"step": 0, "eval_loss": start})
-        train(arguments, cell, training, metrics, accelerator)
-        raw = evaluate(model, held_out, accelerator)
-        with ema.swap():
-            averaged = evaluate(model, held_out, accelerator)
-        metrics.write({"step": arguments.max_steps, "eval_loss": raw, "ema_eval_loss": averaged})
+    recorder = MetricsRecorder(arguments.output_dir, evaluates_average=False)
+    others = run_monitors(arguments, accelerator.num_processes)
+    monitors = Monitors([recorder, *others], accelerator)
+    start = evaluate(model, held_out, accelerator)
+    monitors.notify("on_train_begin")
+    recorder.write({"step": 0, "eval_loss": start, "max_grad_norm": arguments.max_grad_norm})
+    try:
+        train(arguments, cell, training, recorder, monitors)
+    finally:
+        monitors.notify("on_train_end")
+    raw = evaluate(model, held_out, accelerator)
+    with ema.swap():
+        averaged = evaluate(model, held_out, accelerator)
+    recorder.write({"step": arguments.max_steps, "eval_loss": raw, "ema_eval_loss": averaged})
     if accelerator.is_main_process:
         save(arguments, accelerator.unwrap_model(model), ema)
     accelerator.print(
@@ -323,17 +278,36 @@ def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None
 def save(
     arguments: RecipeArguments, model: LlamaForCausalLM, ema: ExponentialMovingAverage
 ) -> None:
-    """Write both models in `save_pretrained` form, and the picture."""
+    """Write the models of raw and of averaged weights, and the picture of the run."""
     disable_progress_bar()
     model.save_pretrained(arguments.output_dir / "model")
     with ema.swap():
         model.save_pretrained(arguments.output_dir / "model_ema")
     draw_run(
-        arguments.output_dir / "metrics.jsonl",
+        arguments.output_dir,
         arguments.output_dir / "run.png",
-        max_grad_norm=arguments.max_grad_norm,
         title="A small Llama on Python's documentation",
+        loss_title="Loss, in nats per byte",
     )
+
+
+def main() -> None:
+    """Read the settings, train, evaluate raw and averaged weights, and write the run folder."""
+    # HfArgumentParser types its argument as a class of its own that no dataclass is.
+    parser = HfArgumentParser(RecipeArguments)  # type: ignore[arg-type]  # (see above)
+    (arguments,) = parser.parse_args_into_dataclasses()
+    set_seed(arguments.seed)
+    accelerator = Accelerator(
+        # Without `cpu=True`, accelerate would not connect several processes on a machine that has
+        # no accelerator: each would train alone.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=arguments.mixed_precision,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+    )
+    train_and_save(arguments, accelerator)
+    # A network that outlives its process group can keep the processes from ending.
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or absent, and what they hold beside the weights."""
+"""Write checkpoints that are complete or absent, and store the step's state in them."""

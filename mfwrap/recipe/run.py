@@ -15,7 +15,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import (
-    RECIPE_FILE,
     MetricsRecorder,
     ThroughputRecorder,
     results_of,
@@ -76,7 +75,7 @@ def run_recipe(
             say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
         text = yaml.safe_dump(recipe.document.data, sort_keys=False, allow_unicode=True)
-        with whole_file(folder / RECIPE_FILE) as partial:
+        with whole_file(folder / "recipe.yaml") as partial:
             partial.write_text(text, encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
     return RunResult(folder, _finish(trainer, recorder, folder))
@@ -173,7 +172,7 @@ def _finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, 
                 averaged = results_of(trainer.evaluate())
                 metrics |= {f"ema_{name}": value for name, value in averaged.items()}
             trainer.save_model(str(folder / "model_ema"))
-    if metrics and trainer.is_world_process_zero():
+    if metrics:
         recorder.write({"step": trainer.state.global_step, **metrics})
     return metrics
 

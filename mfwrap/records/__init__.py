@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object per line."""
+"""Write and read the records of a run: files with one JSON object per line."""
 
 from typing import TYPE_CHECKING
 

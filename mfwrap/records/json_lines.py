@@ -1,4 +1,4 @@
-"""Records of a run in a file, one JSON object a line, that outlive a crash."""
+"""Files with one JSON object per line that survive a crash."""
 
 import json
 import math
@@ -11,56 +11,57 @@ __all__ = ["JsonLines", "read_json_lines"]
 
 @final
 class JsonLines:
-    """Append records to a file.
+    """Append records to a file, one JSON object per line.
 
-    Each record is one line and has left the process when `append` returns, so that what a process
-    wrote before it was killed is there. A line that a crash of the machine has torn at the end of
-    the file is cut off before the next one is written. The file belongs to one process.
+    When `append` returns, the record has been handed to the operating system, so it is in the file
+    even if the process is killed next. If a crash of the machine cut off the last line of an
+    existing file, that line is removed before the first new one is written. Only one process may
+    write to the file.
 
     Args:
-        path: The file; made with its folder at the first record.
+        path: The file. It and its folder are created with the first record.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_whole = False
+        self._has_checked_end = False
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record.
 
         Args:
-            record: What JSON can hold. A float that is not finite, for which JSON has no number,
-                becomes the string that ``float`` reads: ``"nan"``, ``"inf"`` or ``"-inf"``.
+            record: Anything that JSON can represent. JSON has no NaN and no infinity, so they
+                become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` reads.
 
         Raises:
             OSError: If the file cannot be written.
         """
         line = json.dumps(_plain(record), allow_nan=False) + "\n"
-        if not self._is_whole:
+        if not self._has_checked_end:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(self.path)
-            self._is_whole = True
-        # Without a buffer, in one call: a kill leaves a whole line or none.
+            _remove_cut_off_line(self.path)
+            self._has_checked_end = True
+        # One unbuffered write: a kill leaves the whole line or nothing of it.
         with self.path.open("ab", buffering=0) as file:
             file.write(line.encode())
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, without a last line that is torn.
+    """Return the records of a file, without a last line that a crash has cut off.
 
     Args:
-        path: What `JsonLines` wrote.
+        path: File that `JsonLines` wrote.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a line that is not the last one is no JSON object.
+        ValueError: If a line other than the last one is not a JSON object.
     """
     *lines, last = path.read_bytes().split(b"\n")
     records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
     try:
         records.append(_record(path, len(lines) + 1, last))
     except ValueError:
-        # Nothing, behind the end of the last line, or the beginning of a line.
+        # Empty after a final newline, or a line cut off by a crash: not a record.
         return records
     return records
 
@@ -71,12 +72,12 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        msg = f"line {number} of {path} must be a JSON object, got {line[:80]!r}"
-        raise ValueError(msg)  # noqa: TRY004  (the content of a file, no argument's type)
+        msg = f"{path}:{number}: expected a JSON object, got {line[:80]!r}"
+        raise ValueError(msg)  # noqa: TRY004  (the content of a file, not the type of an argument)
     return record
 
 
-def _cut_torn_line(path: Path) -> None:
+def _remove_cut_off_line(path: Path) -> None:
     if not path.exists():
         return
     content = path.read_bytes()

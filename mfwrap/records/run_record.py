@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read back as curves, norms and anomalies."""
+"""Read the folder of a run as curves, local norms and anomalies."""
 
 import json
 import re
@@ -14,8 +14,10 @@ __all__ = ["Curve", "RunRecord", "read_run"]
 _NORM = "local_norm/"
 _RANK = re.compile(r"_rank(\d+)$")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_TRAINER_STATE = "trainer_state.json"
+
 _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss"}
-"""Names that transformers and MindFormers have for what a step's output calls otherwise."""
+"""Names of transformers and MindFormers, and the name of the same number in `StepOutput`."""
 
 _NO_CURVES = {"step", "epoch", "size"}
 
@@ -25,50 +27,53 @@ class Curve:
     """A number over the steps of a run."""
 
     steps: list[int] = field(default_factory=list)
-    """Ascending, each once."""
+    """Ascending and distinct."""
 
     values: list[float] = field(default_factory=list)
-    """As many; may be nan or infinite."""
+    """One value per step; may be NaN or infinite."""
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """What a run has left in its folder."""
+    """The numbers that a run has recorded in its folder."""
 
     name: str
+    """Name of the folder."""
+
     curves: dict[str, Curve]
     """By name: ``loss``, ``global_norm``, ``learning_rate``, ``loss_scale``, ``eval_loss``, ..."""
 
     local_norms: dict[int, dict[str, Curve]]
-    """By rank and name of the group."""
+    """By rank, then by name of the parameter group."""
 
     anomalies: list[dict[str, Any]]
     """In the order of their steps."""
 
     max_grad_norm: float | None = None
-    """Where gradients were clipped; ``None`` if they were not, or it is not known."""
+    """Limit at which gradients were clipped; ``None`` if they were not, or if it is unknown."""
 
     def last_step(self) -> int:
-        """Return the last step of any curve; 0 without one."""
+        """Return the last step of any curve; 0 if there is no curve."""
         return max((curve.steps[-1] for curve in self.curves.values() if curve.steps), default=0)
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read what a run has left: JSON lines, the Trainer's log, anomalies.
+    """Read what a run has recorded: JSON Lines files, anomalies, and the Trainer's log.
 
-    Read are ``*.jsonl`` (``*_rank<r>.jsonl`` of the other ranks), ``anomalies*.jsonl``, and
-    ``trainer_state.json`` of the folder or of its newest checkpoint. A step that is recorded twice,
-    as after a resume, counts as it was recorded last.
+    Reads every ``*.jsonl`` file of the folder (``*_rank<r>.jsonl`` belong to other ranks,
+    ``anomalies*.jsonl`` are the anomalies), and ``trainer_state.json`` of the folder or of its
+    newest checkpoint. If a step was recorded twice, as happens after a resume, the last record
+    counts.
 
     Args:
-        folder: Of the run.
+        folder: Run folder.
 
     Raises:
-        FileNotFoundError: If there is no such folder, or nothing of a run in it.
-        ValueError: If a file is not what its name says.
+        FileNotFoundError: If the folder does not exist or holds no numbers of a run.
+        ValueError: If a file cannot be read.
     """
     if not folder.is_dir():
-        msg = f"`run` must be the folder of a run, got {folder}, which is none"
+        msg = f"{folder} is not a run folder: there is no such folder"
         raise FileNotFoundError(msg)
     points = _Points()
     anomalies = []
@@ -81,12 +86,13 @@ def read_run(folder: Path) -> RunRecord:
             points.add_all(records, rank)
     state = _trainer_state(folder)
     if state is not None:
-        # It has means over several steps, and names sorted by letters: it fills the gaps alone.
+        # The Trainer logs means over several steps, and sorts names by letter. So its log only
+        # supplies what no other file has.
         points.fill_from(_log_of(state))
     if not points.curves and not points.local_norms:
         msg = (
-            f"`run` must be the folder of a run, got {folder} with neither *.jsonl nor "
-            "trainer_state.json that holds numbers of steps"
+            f"{folder} is not a run folder: neither a *.jsonl file nor {_TRAINER_STATE} in it "
+            "has the numbers of a step"
         )
         raise FileNotFoundError(msg)
     return RunRecord(
@@ -102,7 +108,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 class _Points:
-    """Values by name and step, the last one of each step."""
+    """Values by name and step; a later value of a step replaces an earlier one."""
 
     def __init__(self) -> None:
         self.curves: dict[str, dict[int, float]] = {}
@@ -114,10 +120,11 @@ class _Points:
             step = record.get("step")
             if isinstance(step, int) and not isinstance(step, bool):
                 self._add(step, record, rank)
-            self.max_grad_norm = record.get("max_grad_norm", self.max_grad_norm)
+            if (limit := _number(record.get("max_grad_norm"))) is not None:
+                self.max_grad_norm = limit
 
     def fill_from(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add what is of other steps, or has another name, than what is known."""
+        """Add the values of names and steps that are still missing."""
         other = _Points()
         other.add_all(records)
         for name, values in other.curves.items():
@@ -135,25 +142,27 @@ class _Points:
             if name.startswith(_NORM):
                 norms.setdefault(name.removeprefix(_NORM), {})[step] = value
             elif rank == 0:
-                known = _ALIASES.get(name, name)
-                self.curves.setdefault(known, {})[step] = value
+                self.curves.setdefault(_ALIASES.get(name, name), {})[step] = value
         if not norms:
             del self.local_norms[rank]
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record by name, those of ``local_norm`` as ``local_norm/<group>``."""
+    norms = record.get("local_norm")
+    if isinstance(norms, Mapping):
+        record = {**record, **{f"{_NORM}{group}": norm for group, norm in norms.items()}}
     for name, value in record.items():
-        if name == "local_norm" and isinstance(value, Mapping):
-            yield from ((f"{_NORM}{group}", _number(norm)) for group, norm in value.items())
-        elif name not in _NO_CURVES and (number := _number(value)) is not None:
+        if name not in _NO_CURVES and (number := _number(value)) is not None:
             yield name, number
 
 
-def _number(value: Any) -> Any:
-    """Return a number as float, also one that JSON has none for; ``None`` for anything else."""
-    if isinstance(value, (bool, int, float)):
-        return float(value)
-    if value in ("nan", "inf", "-inf"):
+def _number(value: Any) -> float | None:
+    """Return a number as float, ``None`` for anything else.
+
+    `JsonLines` writes non-finite numbers, which JSON does not have, as strings.
+    """
+    if isinstance(value, (bool, int, float)) or value in ("nan", "inf", "-inf"):
         return float(value)
     return None
 
@@ -164,13 +173,13 @@ def _sorted(values: Mapping[int, float]) -> Curve:
 
 
 def _trainer_state(folder: Path) -> Path | None:
-    """Return the Trainer's state: the folder's own, or that of the checkpoint of most steps."""
-    if (folder / "trainer_state.json").is_file():
-        return folder / "trainer_state.json"
+    """Return the Trainer's state of the folder, or that of its checkpoint of the highest step."""
+    if (folder / _TRAINER_STATE).is_file():
+        return folder / _TRAINER_STATE
     steps = {
-        int(match[1]): path / "trainer_state.json"
+        int(match[1]): path / _TRAINER_STATE
         for path in folder.iterdir()
-        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / "trainer_state.json").is_file()
+        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / _TRAINER_STATE).is_file()
     }
     return steps[max(steps)] if steps else None
 
@@ -179,15 +188,11 @@ def _log_of(path: Path) -> list[dict[str, Any]]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        msg = f"{path} must be the Trainer's state, got a file that is no JSON"
+        msg = f"{path}: invalid JSON: {error}"
         raise ValueError(msg) from error
     log = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
-        msg = f"{path} must be the Trainer's state, got no list `log_history` in it"
+        msg = f"{path}: expected a Trainer's state with a list of objects `log_history`"
         raise ValueError(msg)
-    return [entry for entry in log if not _is_summary(entry)]
-
-
-def _is_summary(entry: Mapping[str, Any]) -> bool:
-    # What `train` returns at its end stands in the log like a step.
-    return "train_runtime" in entry
+    # The summary that `train` logs at its end looks like a step, but is not one.
+    return [entry for entry in log if "train_runtime" not in entry]

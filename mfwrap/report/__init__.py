@@ -1,4 +1,4 @@
-"""A run as a page and as a picture."""
+"""Show a run as an HTML page or as a picture."""
 
 from typing import TYPE_CHECKING
 

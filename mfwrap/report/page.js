@@ -3,7 +3,7 @@
   const panels = JSON.parse(document.getElementById("panels").textContent);
   const root = document.documentElement;
   const remembered = () => { try { return localStorage.getItem("mfwrap-theme"); } catch { return null; } };
-  const remember = (theme) => { try { localStorage.setItem("mfwrap-theme", theme); } catch { /* a page from a file may not */ } };
+  const remember = (theme) => { try { localStorage.setItem("mfwrap-theme", theme); } catch { /* browsers may refuse storage to a local file */ } };
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const plots = panels.map((panel) => document.getElementById(panel.name).querySelector(".plot"));
   const linked = plots.filter((_, i) => panels[i].has_steps);

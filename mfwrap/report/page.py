@@ -1,4 +1,4 @@
-"""A page that shows runs: one file, which opens without a network."""
+"""The run page: one HTML file that shows one run or several, without a network."""
 
 import html
 import json
@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.run_record import Curve, RunRecord, read_run
+from mfwrap.report.curves import NUMBER
 from mfwrap.report.drawing import Panel
 from mfwrap.report.panels import panels_of
 
@@ -40,53 +41,53 @@ _PAGE = """<!doctype html>
 _UNKNOWN = "\N{EN DASH}"
 
 _ANOMALY_COLUMNS = (
-    ("kind", "What"),
+    ("kind", "Kind"),
     ("layer", "Layer"),
-    ("where", "First in"),
-    ("name", "Name"),
+    ("where", "Where"),
+    ("name", "Module or weight"),
     ("ranks", "Rank"),
     ("micro_batch", "Micro-batch"),
-    ("gradients", "Norm of the worst group"),
+    ("gradients", "Suspect group: norm"),
     ("skipped", "Update"),
 )
 
 
 def write_run_page(folders: Sequence[Path], page: Path) -> None:
-    """Write a page with the curves, norms and anomalies of one run, or of several over each other.
+    """Write a page with the curves, norms and anomalies of one run, or of several runs compared.
 
-    The page holds everything it needs, about 5 MB of it plotly. It follows the system's choice of
-    light or dark until the button is used. Panels share their axis of steps.
+    The page contains everything it needs; 5 MB of it are plotly. It uses the system's light or dark
+    colors until the button is used. When one panel is zoomed, all panels over steps follow.
 
     Args:
-        folders: Of the runs, at least one.
-        page: HTML file that is written.
+        folders: Run folders, at least one.
+        page: HTML file to write or replace.
 
     Raises:
-        FileNotFoundError: If a folder holds nothing of a run.
-        ValueError: If `folders` is empty, or a file in one is not what its name says.
+        FileNotFoundError: If a folder is not a run folder.
+        ValueError: If `folders` is empty, or a file in a run folder cannot be read.
     """
     if not folders:
-        msg = "`folders` must hold at least one run, got none"
+        msg = "`folders` must contain at least one run folder, got none"
         raise ValueError(msg)
-    runs = _told_apart([read_run(folder) for folder in folders])
+    runs = _with_distinct_names([read_run(folder) for folder in folders])
     panels = panels_of(runs)
     text = _PAGE.format(
         title=html.escape(", ".join(run.name for run in runs)),
         last_step=max(run.last_step() for run in runs),
-        style=_part("page.css"),
+        style=_resource("page.css"),
         summary=_summary(runs),
         panels="\n".join(_section(panel) for panel in panels),
         anomalies=_anomalies(runs),
         plotly=get_plotlyjs(),
         data=_data(panels),
-        program=_part("page.js"),
+        program=_resource("page.js"),
     )
     with whole_file(page) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
-def _told_apart(runs: list[RunRecord]) -> list[RunRecord]:
-    """Number runs whose folders have the same name."""
+def _with_distinct_names(runs: list[RunRecord]) -> list[RunRecord]:
+    """Append a number to names that several runs have."""
     names = [run.name for run in runs]
     for number, run in enumerate(runs, start=1):
         if names.count(run.name) > 1:
@@ -94,7 +95,7 @@ def _told_apart(runs: list[RunRecord]) -> list[RunRecord]:
     return runs
 
 
-def _part(name: str) -> str:
+def _resource(name: str) -> str:
     return resources.files("mfwrap.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -103,15 +104,15 @@ def _data(panels: Sequence[Panel]) -> str:
         {
             "name": panel.name,
             "has_steps": panel.has_steps,
-            "figure": json.loads(_laid_out(panel).to_json()),
+            "figure": json.loads(_with_layout(panel).to_json()),
         }
         for panel in panels
     ]
-    # Within a script element nothing may look like its end.
+    # Inside a script element, "</script" would end the element.
     return json.dumps(content).replace("</", "<\\/")
 
 
-def _laid_out(panel: Panel) -> Any:
+def _with_layout(panel: Panel) -> Any:
     figure = panel.figure
     figure.update_layout(
         template="none",
@@ -137,8 +138,11 @@ def _section(panel: Panel) -> str:
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
-    """Return a table of the runs, a row each."""
-    columns = ("Run", "Steps", "Loss", "Evaluation, best", "Averaged, best", "Skipped", "Anomalies")
+    """Return a table with one row per run."""
+    columns = (
+        *("Run", "Steps", "Last loss", "Best evaluation", "Best with averaged weights"),
+        *("Skipped updates", "Anomalies"),
+    )
     head = "".join(f'<th class="number">{column}</th>' for column in columns[1:])
     rows = "".join(
         f'<tr><td class="name">{html.escape(run.name)}</td>'
@@ -153,47 +157,50 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 
 
 def _figures(run: RunRecord) -> list[str]:
-    finite = [value for value in _values(run, "loss") if math.isfinite(value)]
-    skipped = _values(run, "skipped_updates")
+    losses = _finite(run, "loss")
+    # Either a count since the start of the run or a flag per step is recorded.
+    counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
+    skipped = counts[-1:] or ([sum(flags)] if flags else [])
     return [
         str(run.last_step()),
-        _shown(finite[-1] if finite else None),
-        _shown(min(_values(run, "eval_loss"), default=None)),
-        _shown(min(_values(run, "ema_eval_loss"), default=None)),
-        _shown(skipped[-1] if skipped else None),
+        _shown(losses[-1] if losses else None),
+        _shown(min(_finite(run, "eval_loss"), default=None)),
+        _shown(min(_finite(run, "ema_eval_loss"), default=None)),
+        _shown(skipped[0] if skipped else None),
         str(len(run.anomalies)),
     ]
 
 
-def _values(run: RunRecord, name: str) -> list[float]:
-    return run.curves.get(name, Curve()).values
+def _finite(run: RunRecord, name: str) -> list[float]:
+    return [value for value in run.curves.get(name, Curve()).values if math.isfinite(value)]
 
 
 def _shown(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.5g}"
+    return _UNKNOWN if value is None else f"{value:{NUMBER}}"
 
 
 def _anomalies(runs: Sequence[RunRecord]) -> str:
-    """Return a table of what went wrong; each step leads to its place in the curves."""
+    """Return a table of anomalies, whose steps are links to their place in the curves."""
     heads = "".join(f"<th>{title}</th>" for _, title in _ANOMALY_COLUMNS)
     rows = [
         f'<tr><td>{html.escape(run.name)}</td><td class="number">'
         f'<a href="#loss" data-step="{int(anomaly["step"])}">{int(anomaly["step"])}</a></td>'
-        + "".join(f'<td class="name">{_told(key, anomaly)}</td>' for key, _ in _ANOMALY_COLUMNS)
+        + "".join(f'<td class="name">{_cell(key, anomaly)}</td>' for key, _ in _ANOMALY_COLUMNS)
         + "</tr>"
         for run in runs
         for anomaly in run.anomalies
     ]
     if not rows:
-        return '<h2 id="anomalies">Anomalies</h2><p class="note">None was recorded.</p>'
+        return '<h2 id="anomalies">Anomalies</h2><p class="note">None recorded.</p>'
     return (
-        '<h2 id="anomalies">Anomalies</h2><p class="note">A step leads to its place in the curves.'
-        '</p><div class="wide"><table><thead><tr><th>Run</th><th class="number">Step</th>'
+        '<h2 id="anomalies">Anomalies</h2>'
+        '<p class="note">Click a step to show it in all curves.</p>'
+        '<div class="wide"><table><thead><tr><th>Run</th><th class="number">Step</th>'
         f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
-def _told(key: str, anomaly: dict[str, Any]) -> str:
+def _cell(key: str, anomaly: dict[str, Any]) -> str:
     value = anomaly.get(key)
     if value is None:
         return _UNKNOWN
@@ -202,10 +209,8 @@ def _told(key: str, anomaly: dict[str, Any]) -> str:
     if key == "ranks":
         return html.escape(", ".join(str(rank) for rank in value)) or _UNKNOWN
     if key == "gradients":
-        worst = value[0] if value else None
-        return html.escape(f"{worst['name']}: {_norm(worst['norm'])}") if worst else _UNKNOWN
+        # The record lists the most suspect group first.
+        if not value:
+            return _UNKNOWN
+        return html.escape(f"{value[0]['name']}: {float(value[0]['norm']):{NUMBER}}")
     return html.escape(str(value).replace("_", " ") if key == "kind" else str(value))
-
-
-def _norm(value: Any) -> str:
-    return f"{float(value):.4g}"

@@ -1,29 +1,22 @@
-"""The panels of a run page, as plotly figures."""
+"""The panels of a run page: which there are, and their curves."""
 
 import html
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
 from mfwrap.records.run_record import Curve, RunRecord
-from mfwrap.report.drawing import (
-    Panel,
-    color_of,
-    finite,
-    label,
-    line,
-    norms_by_rank,
-    norms_by_step,
-    points,
-    smoothed,
-)
+from mfwrap.report.curves import NOT_FINITE_COLOR, overflow_steps, smoothed, with_gaps
+from mfwrap.report.drawing import Panel, add_menu, color_of, label, line, points
+from mfwrap.report.norm_maps import norms_by_rank, norms_by_step
 
 __all__ = ["panels_of"]
 
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu")
+"""Parts of the names of curves that belong to the panel of throughput."""
+
 _OWN_PANEL = {
     *("loss", "eval_loss", "ema_eval_loss", "learning_rate", "loss_scale", "global_norm"),
     *("overflow", "overflows", "applied_updates", "skipped_updates", "max_grad_norm"),
@@ -31,14 +24,16 @@ _OWN_PANEL = {
 
 
 def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return the panels that the runs have numbers for.
+    """Return the panels of the numbers that the runs have recorded; others are left out.
 
     Args:
-        runs: At least one. Of several, each has a colour of its own in every panel.
+        runs: At least one run. Each run has the same color in all panels.
     """
     panels = [
         _loss(runs),
-        _lines(runs, "learning_rate", "Learning rate", "Of the first parameter group."),
+        _lines(
+            runs, "learning_rate", "Learning rate", "Learning rate of the first parameter group."
+        ),
         _loss_scale(runs),
         _global_norm(runs),
         *norms_by_step(runs),
@@ -59,10 +54,10 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     shown = [panel for panel in panels if panel.figure.data]
     steps = [s for run in runs for curve in run.curves.values() for s in curve.steps]
     if steps:
-        room = 0.01 * (max(steps) - min(steps)) + 0.5
+        margin = 0.01 * (max(steps) - min(steps)) + 0.5
         for panel in shown:
             if panel.has_steps:
-                panel.figure.update_xaxes(range=[min(steps) - room, max(steps) + room])
+                panel.figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
     return shown
 
 
@@ -75,24 +70,25 @@ def _loss(runs: Sequence[RunRecord]) -> Panel:
             raw.update(line_width=1)
             figure.add_trace(raw)
             figure.add_trace(line(smoothed(curve), label(run, "training, smoothed", runs), color))
-            _add_not_finite(figure, curve, label(run, "loss not finite", runs))
+            _mark_non_finite(figure, curve, label(run, "loss not finite", runs))
         for key, words, symbol in (
             ("eval_loss", "evaluation", "circle"),
             ("ema_eval_loss", "evaluation, averaged weights", "diamond-open"),
         ):
             if curve := run.curves.get(key):
                 name = label(run, words, runs)
-                marks = points(curve.steps, finite(curve.values), name, color=color)
+                marks = points(curve.steps, with_gaps(curve.values), name, color=color)
                 figure.add_trace(marks.update(marker_symbol=symbol, marker_line_width=2))
-    note = "Of this rank's tokens, unscaled. Crosses: not finite."
+    note = "Unscaled loss on this rank's data. Crosses mark steps whose loss is NaN or infinite."
     return Panel("loss", "Loss", note, figure)
 
 
-def _add_not_finite(figure: go.Figure, curve: Curve, name: str) -> None:
+def _mark_non_finite(figure: go.Figure, curve: Curve, name: str) -> None:
     steps = [s for s, v in zip(curve.steps, curve.values, strict=True) if not math.isfinite(v)]
     if steps:
         top = max((v for v in curve.values if math.isfinite(v)), default=0.0)
-        figure.add_trace(points(steps, [top] * len(steps), name, symbol="x", color="#c0392b"))
+        marker = {"symbol": "x", "color": NOT_FINITE_COLOR}
+        figure.add_trace(points(steps, [top] * len(steps), name, **marker))
 
 
 def _lines(runs: Sequence[RunRecord], key: str, title: str, note: str) -> Panel:
@@ -104,13 +100,16 @@ def _lines(runs: Sequence[RunRecord], key: str, title: str, note: str) -> Panel:
 
 
 def _loss_scale(runs: Sequence[RunRecord]) -> Panel:
-    note = "As the next step uses it, logarithmic. Crosses: steps whose gradients overflowed."
+    note = (
+        "Loss scale that the next step uses, on a logarithmic axis. Crosses mark steps whose "
+        "gradients overflowed."
+    )
     panel = _lines(runs, "loss_scale", "Loss scale", note)
     panel.figure.update_traces(line_shape="hv")
     panel.figure.update_yaxes(type="log", **_powers_of_two(runs))
     for number, run in enumerate(runs):
         scale = run.curves.get("loss_scale")
-        steps = _overflow_steps(run)
+        steps = overflow_steps(run)
         if scale is not None and steps:
             at = dict(zip(scale.steps, scale.values, strict=True))
             values = [at.get(step) for step in steps]
@@ -122,7 +121,7 @@ def _loss_scale(runs: Sequence[RunRecord]) -> Panel:
 
 
 def _powers_of_two(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the ticks of an axis of loss scales: at most a dozen powers of two."""
+    """Return the ticks of the axis of loss scales: about a dozen powers of two."""
     scales = [
         scale
         for run in runs
@@ -135,24 +134,15 @@ def _powers_of_two(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {"tickvals": [2.0**tick for tick in ticks], "ticktext": [f"2^{tick}" for tick in ticks]}
 
 
-def _overflow_steps(run: RunRecord) -> list[int]:
-    """Return steps that are recorded to have overflowed, or after which the count is higher."""
-    if curve := run.curves.get("overflow"):
-        return [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
-    curve = run.curves.get("overflows", Curve())
-    counted = pairwise([(0, 0.0), *zip(curve.steps, curve.values, strict=True)])
-    return [step for (_, before), (step, count) in counted if count > before]
-
-
 def _global_norm(runs: Sequence[RunRecord]) -> Panel:
-    note = "L2 norm of all unscaled gradients before clipping, logarithmic."
+    note = "L2 norm of all unscaled gradients before clipping, on a logarithmic axis."
     panel = _lines(runs, "global_norm", "Global norm", note)
     panel.figure.update_yaxes(type="log", dtick="D2", exponentformat="power")
     for number, run in enumerate(runs):
         curve = run.curves.get("global_norm")
         if curve is None:
             continue
-        _add_not_finite(panel.figure, curve, label(run, "norm not finite", runs))
+        _mark_non_finite(panel.figure, curve, label(run, "norm not finite", runs))
         spikes = [a for a in run.anomalies if a.get("kind") == "spike" and "global_norm" in a]
         if spikes:
             steps, norms = [a["step"] for a in spikes], [float(a["global_norm"]) for a in spikes]
@@ -167,7 +157,7 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
                 text=f"clipped above {run.max_grad_norm:g}",
                 x=0.005,
                 xref="paper",
-                # On a logarithmic axis plotly takes a label's place as a power of ten.
+                # On a logarithmic axis, plotly positions labels by the logarithm.
                 y=math.log10(run.max_grad_norm),
                 xanchor="left",
                 yanchor="bottom",
@@ -179,7 +169,7 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
 def _choice(
     runs: Sequence[RunRecord], name: str, title: str, belongs: Callable[[str], bool]
 ) -> Panel:
-    """Return a panel of all curves that belong to it, of which one kind is shown at a time."""
+    """Return a panel of all curves for which `belongs` holds; a menu chooses the one shown."""
     found = {key for run in runs for key in run.curves if belongs(key)}
     kinds = sorted(found, key=lambda key: (key.startswith("eval_"), key))
     figure = go.Figure()
@@ -190,25 +180,8 @@ def _choice(
                 figure.add_trace(line(curve, label(run, kind, runs), color_of(number)))
                 figure.data[-1].visible = kind == kinds[0]
                 of_kind.append(kind)
-    if len(kinds) > 1:
-        figure.update_layout(
-            updatemenus=[
-                {
-                    "x": 0,
-                    "xanchor": "left",
-                    "y": 1.05,
-                    "yanchor": "bottom",
-                    "buttons": [
-                        {
-                            "label": html.escape(kind),
-                            "method": "update",
-                            "args": [{"visible": [each == kind for each in of_kind]}],
-                        }
-                        for kind in kinds
-                    ],
-                }
-            ]
-        )
+    choices = {html.escape(kind): [each == kind for each in of_kind] for kind in kinds}
+    add_menu(figure, choices)
     only = kinds[0] if kinds else ""
-    note = "The menu chooses which." if len(kinds) > 1 else html.escape(only)
+    note = "The menu chooses the curve." if len(kinds) > 1 else html.escape(only)
     return Panel(name, title, note, figure)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, writes, and exits with."""
+"""The command line: its output, its files and its exit codes."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from PIL import Image
 from mfwrap.cli import cli, main
 from mfwrap.recipe.library import shipped_recipes
 from support.recipe_texts import recipe_text
+from support.run_folders import write_run, write_trainer_run
 
 
 def call(capsys, *arguments):
@@ -26,7 +27,7 @@ def call(capsys, *arguments):
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    """Return the file of a small recipe, in a folder of its own."""
+    """Return the file of a small recipe, in a new current folder."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "small.yaml"
     file.write_text(recipe_text(training={"save_strategy": "steps", "save_steps": 3}))
@@ -34,7 +35,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 def test_train_and_plot(recipe, capsys):
-    """A run ends with 0 and its results, leaves its folder, and can be drawn."""
+    """A run prints its results, writes its folder, exits with 0 and can be drawn."""
     code, out, _ = call(capsys, "train", recipe, "--set", "ema.decay=0.5")
     folder = Path("runs/small")
 
@@ -46,8 +47,28 @@ def test_train_and_plot(recipe, capsys):
         assert picture.format == "PNG"
 
 
+def test_plot_of_a_stock_trainer(tmp_path, monkeypatch, capsys):
+    """A folder of checkpoints without metrics.jsonl is drawn, too."""
+    monkeypatch.chdir(tmp_path)
+    write_trainer_run(Path("run"))
+
+    assert call(capsys, "plot", "run")[:2] == (0, "wrote run/run.png\n")
+
+
+@pytest.mark.parametrize("module", ["click", "yaml"])
+def test_without_the_recipes_extra(module):
+    """An ordinary install is told how to install the extra."""
+    words = f"import sys; sys.modules['{module}'] = None; import mfwrap.cli"
+    result = program("-c", words)
+
+    assert result.returncode == 1
+    assert result.stderr == (
+        f'mfwrap: the command line needs {module}; pip install "mfwrap[recipes]"\n'
+    )
+
+
 def test_resume(recipe, capsys):
-    """A run goes on from its newest checkpoint, or from one that is named."""
+    """A run resumes from its newest checkpoint, or from a given one."""
     call(capsys, "train", recipe, "--set", "training.max_steps=3")
     code, _, _ = call(capsys, "train", recipe, "--resume")
     steps = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
@@ -58,7 +79,7 @@ def test_resume(recipe, capsys):
 
 
 def test_a_second_run_into_one_folder(recipe, capsys):
-    """It is refused in one line, and with ``--overwrite`` says what it has removed."""
+    """A second run is refused in one line; ``--overwrite`` prints what it has removed."""
     short = ("train", recipe, "--set", "training.max_steps=3")
     call(capsys, *short)
     code, out, err = call(capsys, *short)
@@ -83,12 +104,18 @@ def test_a_second_run_into_one_folder(recipe, capsys):
         (["validate", "causal_lmm"], "did you mean 'causal_lm'?"),
         (["validate", "RECIPE", "--set", "training.max_step=1"], "did you mean `max_steps`?"),
         (["validate", "RECIPE", "--set", "ema.decay=2"], "`ema.decay` must be in [0, 1), got 2"),
-        (["train", "RECIPE", "--resume"], "must hold a checkpoint"),
-        (["train", "RECIPE", "--resume", "nowhere"], "must be the folder of a checkpoint"),
-        (["train", "RECIPE", "--resume", "--overwrite"], "must be given without --resume"),
-        (["plot", "nowhere"], "must be the folder of a run"),
+        (["train", "RECIPE", "--resume"], "--resume: no checkpoint in runs/small"),
+        (["train", "RECIPE", "--resume", "nowhere"], "--resume: no such folder: nowhere"),
+        (
+            ["train", "RECIPE", "--resume", "--overwrite"],
+            "--overwrite deletes the checkpoints that --resume needs",
+        ),
+        (["plot", "nowhere"], "nowhere is not a run folder"),
         (["init", "causal_lmm"], "did you mean 'causal_lm'?"),
-        (["import-mindformers", "nowhere"], "must be a MindFormers YAML file"),
+        (
+            ["import-mindformers", "nowhere"],
+            "nowhere: no such file; expected a MindFormers YAML file",
+        ),
     ],
 )
 def test_bad_input(recipe, capsys, arguments, says):
@@ -103,7 +130,7 @@ def test_bad_input(recipe, capsys, arguments, says):
 
 
 def test_a_run_that_fails(recipe, capsys):
-    """It ends with 1, one line, and the traceback in its folder."""
+    """A failed run exits with 1, prints one line, and writes the traceback to its folder."""
     first = call(capsys, "train", recipe, "--set", "training.learning_rate=1e38",
                  "--set", "runner_wrapper.max_consecutive_skips=1")  # fmt: skip
     code, _, err = first
@@ -115,13 +142,13 @@ def test_a_run_that_fails(recipe, capsys):
 
 
 def test_validate(recipe, capsys):
-    """A recipe that fits is said to, and nothing is written."""
+    """A valid recipe is reported as valid, and nothing is written."""
     assert call(capsys, "validate", recipe) == (0, f"{recipe}: valid\n", "")
     assert list(Path.cwd().iterdir()) == [recipe]
 
 
 def test_keys_without_meaning_are_one_line(recipe, capsys):
-    """MindFormers' own keys are named on standard error, and the recipe is valid."""
+    """Keys that only MindFormers uses are listed on standard error, and the recipe is valid."""
     entry = "callbacks=[{type: MFLossMonitor, micro_batch_num: 2}, {type: SummaryMonitor}]"
     code, _, err = call(capsys, "validate", recipe, "--set", entry)
 
@@ -130,24 +157,73 @@ def test_keys_without_meaning_are_one_line(recipe, capsys):
 
 
 def test_recipes_lists_all(capsys):
-    """Every shipped recipe has its line."""
+    """Every shipped recipe has a line."""
     _, out, _ = call(capsys, "recipes")
 
     assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
 
 
 def test_init(recipe, capsys):
-    """A shipped recipe is written once, as it is, and never over a file."""
+    """A shipped recipe is copied unchanged, and an existing file is not overwritten."""
     assert call(capsys, "init", "regression")[0] == 0
     assert Path("regression.yaml").read_text() == shipped_recipes()["regression"].text
     code, _, err = call(capsys, "init", "regression")
     assert code == 2
-    assert "must be a new file" in err
+    assert err == "mfwrap: cannot write regression.yaml: File exists\n"
     assert call(capsys, "init", "regression", "--output", "b.yaml")[0] == 0
 
 
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Return two run folders in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return [write_run(Path("first")), write_run(Path("second"))]
+
+
+def test_one_run(runs, capsys):
+    """The page is written to the run folder and can be written again."""
+    for _ in range(2):
+        assert call(capsys, "report", runs[0]) == (0, "wrote first/run.html\n", "")
+    page = (runs[0] / "run.html").read_text(encoding="utf-8")
+
+    assert "<h1>first</h1>" in page
+    assert sorted(path.name for path in Path().iterdir()) == ["first", "second"]
+
+
+def test_several_runs(runs, capsys):
+    """The page is written to the current folder or to --output."""
+    assert call(capsys, "report", *runs)[:2] == (0, "wrote run.html\n")
+    assert call(capsys, "report", *runs, "--output", "new/both.html")[:2] == (
+        0,
+        "wrote new/both.html\n",
+    )
+    assert "first, second</h1>" in Path("new/both.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "mfwrap: none is not a run folder: there is no such folder\n"),
+        (["."], "trainer_state.json in it has the numbers of a step\n"),
+        ([], "Missing argument 'RUN...'. See mfwrap --help.\n"),
+        (["first", "--output", "second"], "File 'second' is a directory. See mfwrap --help.\n"),
+        (
+            ["first", "--output", "first/metrics.jsonl/page.html"],
+            "page.html: [Errno 17] File exists: 'first/metrics.jsonl'",
+        ),
+    ],
+)
+def test_report_refuses(arguments, message, runs, capsys):
+    """A folder without a run or a page that cannot be written is one line and exit code 2."""
+    code, out, err = call(capsys, "report", *arguments)
+
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_import_mindformers(recipe, capsys):
-    """A MindFormers file becomes a recipe on standard output; what is left out is said."""
+    """A MindFormers file is converted to standard output, with warnings about ignored keys."""
     Path("mf.yaml").write_text("runner_wrapper: {use_clip_grad: True}\nprofile: False\n")
     code, out, err = call(capsys, "import-mindformers", "mf.yaml")
 
@@ -160,7 +236,7 @@ def test_import_mindformers(recipe, capsys):
 
 @pytest.mark.parametrize("command", ["", *sorted(cli.commands)])
 def test_help_has_examples(capsys, command):
-    """Each command explains itself by an example, but for the one without arguments."""
+    """The help of each command with arguments has an example."""
     code, out, _ = call(capsys, *filter(None, [command, "--help"]))
 
     assert code == 0
@@ -168,7 +244,7 @@ def test_help_has_examples(capsys, command):
 
 
 def test_completion():
-    """A shell completes commands and names of recipes."""
+    """A shell completes commands and recipe names."""
     complete = ShellComplete(cli, {}, "mfwrap", "_MFWRAP_COMPLETE")
     commands = [item.value for item in complete.get_completions([], "")]
     names = [item.value for item in complete.get_completions(["train"], "reg")]
@@ -178,7 +254,7 @@ def test_completion():
 
 
 def program(*words, env=None, **options):
-    """Run a program of its own."""
+    """Run Python in a process of its own."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(
         [sys.executable, *map(str, words)],
@@ -191,7 +267,7 @@ def program(*words, env=None, **options):
 
 
 def test_as_a_module(recipe):
-    """``python -m mfwrap`` is the command line, with its exit code."""
+    """``python -m mfwrap`` runs the command line and returns its exit code."""
     result = program("-m", "mfwrap", "plot", "nowhere")
 
     assert result.returncode == 2
@@ -204,7 +280,8 @@ def test_as_a_module(recipe):
     "launcher",
     [
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"],
-        # Its launcher of several CPU processes is MPI's; that of GPUs starts the same program.
+        # accelerate starts several CPU processes with MPI only; its launcher for GPUs starts the
+        # same program.
         ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
          "--main_process_port", "29532", "--num_machines", "1", "--mixed_precision", "no",
          "--dynamo_backend", "no"],
@@ -212,7 +289,7 @@ def test_as_a_module(recipe):
     ids=["torchrun", "accelerate"],
 )  # fmt: skip
 def test_on_two_processes(recipe, launcher, tmp_path):
-    """Under a launcher two processes train one model on two halves of each batch."""
+    """Under a launcher, two processes train one model, each on half of every batch."""
     result = program(
         *launcher, "-m", "mfwrap", "train", recipe,
         "--set", "training.per_device_train_batch_size=4", timeout=200,

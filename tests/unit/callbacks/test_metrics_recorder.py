@@ -1,4 +1,4 @@
-"""What a recipe's run records beside its steps."""
+"""What a run records beside its steps."""
 
 import itertools
 
@@ -8,10 +8,10 @@ from transformers import TrainerState, TrainingArguments
 from mfwrap.callbacks.metrics_recorder import (
     MetricsRecorder,
     ThroughputRecorder,
-    limit_of,
     results_of,
 )
 from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_record import read_run
 
 
 def arguments_of(folder, **settings):
@@ -20,7 +20,7 @@ def arguments_of(folder, **settings):
 
 
 def test_throughput_is_that_of_training(tmp_path):
-    """Samples a second since the last log, evaluation or checkpoint, whichever was last."""
+    """Throughput counts from the last log, evaluation or checkpoint, whichever came last."""
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     arguments, state = arguments_of(tmp_path, **settings), TrainerState()
     seconds = itertools.count(0, 2)
@@ -45,16 +45,16 @@ def test_throughput_is_that_of_training(tmp_path):
 
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
-    """The first record has it, where gradients are clipped."""
+    """The limit is in the record of the run if gradients are clipped."""
     recorder = MetricsRecorder(tmp_path, evaluates_average=False)
     recorder.on_train_begin(arguments_of(tmp_path, max_grad_norm=limit), TrainerState(), None)
     recorder.write({"step": 1, "loss": 1.0})
 
-    assert limit_of(tmp_path / "metrics.jsonl") == found
+    assert read_run(tmp_path).max_grad_norm == found
 
 
 def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
-    """Records behind the checkpoint go; the limit stays there once."""
+    """Records after the checkpoint are dropped, and the limit stays there once."""
     arguments, state = arguments_of(tmp_path), TrainerState()
     recorder = MetricsRecorder(tmp_path, evaluates_average=False)
     recorder.on_train_begin(arguments, state, None)
@@ -69,7 +69,7 @@ def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
 
 @pytest.mark.parametrize("says", [False, True])
 def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
-    """Under names of averaged weights where these are evaluated, without timings."""
+    """Metrics of averaged weights get a prefix, and timings are left out."""
     state = TrainerState(global_step=7)
     recorder = MetricsRecorder(tmp_path, evaluates_average=True, says_evaluations=says)
     recorder.on_train_begin(None, TrainerState(), None)
@@ -84,7 +84,19 @@ def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
 
 
 def test_results_have_no_timings():
-    """Only what an evaluation has found is a result."""
+    """Timings and the epoch are not results of an evaluation."""
     metrics = {"eval_loss": 1.0, "eval_runtime": 2.0, "eval_samples_per_second": 3.0, "epoch": 4.0}
 
     assert results_of(metrics) == {"eval_loss": 1.0}
+
+
+def test_only_the_main_process_writes(tmp_path):
+    """Other processes write no file."""
+    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    state = TrainerState(is_world_process_zero=False)
+    recorder.on_train_begin(arguments_of(tmp_path), state, None)
+    recorder.write({"step": 1, "loss": 1.0})
+    recorder.on_evaluate(None, state, None, metrics={"eval_loss": 0.5})
+    recorder.on_train_end()
+
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Records in a file: whole lines, whatever happens to the process that writes them."""
+"""Records in a file are whole lines, even if the writing process is killed."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mfwrap.records import json_lines
 from mfwrap.records.json_lines import JsonLines, read_json_lines
 
-# With what could end a line, a string or an encoding.
+# Characters that could end a line or a string, and characters of several bytes.
 text = st.text(alphabet='az09 "\\\n\r\t\0\x85\u2028\u00e9\U0001f600', max_size=8)
 plain = st.recursive(
     st.none()
@@ -32,7 +32,7 @@ plain = st.recursive(
 @settings(max_examples=40)
 @given(records=st.lists(st.dictionaries(text, plain, max_size=5), max_size=5))
 def test_what_is_written_is_read(records):
-    """Any records come back, in their order, from the same file or one that is gone on with."""
+    """All records are read back in order, also if the file was closed and continued."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "new" / "records.jsonl"
         for record in records:
@@ -41,8 +41,8 @@ def test_what_is_written_is_read(records):
         assert (read_json_lines(path) if records else []) == records
 
 
-def test_what_is_not_finite_is_a_word(tmp_path):
-    """Every line is JSON that any reader takes; ``float`` gets the number back."""
+def test_non_finite_numbers_are_strings(tmp_path):
+    """Every line is valid JSON, and ``float`` turns the strings back into numbers."""
     path = tmp_path / "records.jsonl"
     JsonLines(path).append({"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5,)})
 
@@ -55,33 +55,33 @@ def test_what_is_not_finite_is_a_word(tmp_path):
 
 
 @pytest.mark.parametrize("length", range(1, 20))
-def test_a_torn_line(length, tmp_path):
-    """A last line that broke off is left out when read, and cut off when the run goes on."""
+def test_a_line_that_a_crash_cut_off(length, tmp_path):
+    """An incomplete last line is not read, and the next writer removes it."""
     path = tmp_path / "records.jsonl"
-    whole, torn = b'{"step": 1}\n', b'{"step": 2, "x": 1}\n'
-    path.write_bytes(whole + torn[:length])
-    expected = [{"step": 1}] + ([{"step": 2, "x": 1}] if length == len(torn) - 1 else [])
+    whole, cut = b'{"step": 1}\n', b'{"step": 2, "x": 1}\n'
+    path.write_bytes(whole + cut[:length])
+    expected = [{"step": 1}] + ([{"step": 2, "x": 1}] if length == len(cut) - 1 else [])
 
     assert read_json_lines(path) == expected
     JsonLines(path).append({"step": 3})
     assert read_json_lines(path) == [{"step": 1}, {"step": 3}]
 
 
-def test_a_broken_line_within(tmp_path):
-    """Anything but the last line that is no object is named."""
+def test_an_invalid_line_before_the_last(tmp_path):
+    """The error names file and line."""
     path = tmp_path / "records.jsonl"
     path.write_text('{"step": 1}\n[2]\n{"step": 3}\n')
 
-    with pytest.raises(ValueError, match=re.escape(f"line 2 of {path} must be a JSON object")):
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: expected a JSON object")):
         read_json_lines(path)
 
 
 def test_a_killed_process_leaves_its_lines(tmp_path):
-    """What was appended before SIGKILL is there."""
+    """Records that were appended before a SIGKILL are in the file."""
     program = (
         "import os, runpy, signal, sys\n"
         "from pathlib import Path\n"
-        # By its file, which is quick: the package would load transformers.
+        # Run the file itself: importing the package would load torch.
         "lines = runpy.run_path(sys.argv[2])['JsonLines'](Path(sys.argv[1]))\n"
         "for step in range(3):\n"
         "    lines.append({'step': step})\n"

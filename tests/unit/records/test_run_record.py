@@ -1,4 +1,4 @@
-"""A run's folder is read back as it was written."""
+"""A run folder is read back as it was written."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from support.run_folders import GROUPS, write_lines, write_run, write_trainer_ru
 
 
 def test_a_run_of_the_cell(tmp_path):
-    """Curves, norms of each rank, and anomalies by step."""
+    """A record has curves, local norms of each rank, and anomalies in the order of steps."""
     run = read_run(write_run(tmp_path / "first", num_ranks=3))
 
     assert run.name == "first"
@@ -31,19 +31,19 @@ def test_a_run_of_the_cell(tmp_path):
 
 
 def test_a_run_of_the_trainer(tmp_path):
-    """The log of the checkpoint of most steps; its names are those of the step's output."""
+    """The newest checkpoint's log is read, under the names of a step's output."""
     run = read_run(write_trainer_run(tmp_path))
 
     assert run.curves["loss"] == Curve([2, 4, 6, 8, 10], [3.0 / s for s in (2, 4, 6, 8, 10)])
     assert run.curves["global_norm"].values == [2.0] * 5
     assert run.curves["eval_loss"] == Curve([10], [0.1])
     assert run.local_norms == {0: {"embed": Curve([2, 4, 6, 8, 10], [1.0, 2.0, 3.0, 4.0, 5.0])}}
-    # A summary of the whole training is no step.
+    # The final summary of the training is not a step.
     assert "train_loss" not in run.curves
 
 
 def test_the_state_of_the_folder_itself_comes_first(tmp_path):
-    """As ``trainer.save_state()`` writes it at the end."""
+    """The state that ``trainer.save_state()`` writes at the end is preferred to checkpoints."""
     write_trainer_run(tmp_path)
     log = [{"step": 12, "loss": 0.25}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
@@ -52,7 +52,7 @@ def test_the_state_of_the_folder_itself_comes_first(tmp_path):
 
 
 def test_what_was_recorded_last_counts(tmp_path):
-    """A resumed run records some steps again; the last line may be torn."""
+    """Of a step that a resumed run recorded again, the last complete record is read."""
     write_lines(tmp_path / "metrics.jsonl", [{"step": s, "loss": s} for s in (1, 2, 3, 2, 3)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
@@ -61,7 +61,7 @@ def test_what_was_recorded_last_counts(tmp_path):
 
 
 def test_the_trainers_log_fills_gaps(tmp_path):
-    """It has means over several steps and names sorted by letters; JSON lines have neither."""
+    """Values and group order come from JSON Lines; the Trainer's log adds what they lack."""
     records = [{"step": s, "loss": s, "local_norm": {"z": 1.0, "a": 2.0}} for s in (1, 2)]
     write_lines(tmp_path / "metrics.jsonl", records)
     log = [
@@ -79,20 +79,20 @@ def test_the_trainers_log_fills_gaps(tmp_path):
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
-        ({}, FileNotFoundError, "must be the folder of a run, got .* with neither"),
-        ({"anomalies.jsonl": '{"step": 1}\n'}, FileNotFoundError, "with neither"),
+        ({}, FileNotFoundError, "is not a run folder: neither"),
+        ({"anomalies.jsonl": '{"step": 1}\n'}, FileNotFoundError, "is not a run folder: neither"),
         (
             {"metrics.jsonl": "[1]\n{}\n"},
             ValueError,
-            "line 1 of .* must be a JSON object",
+            r"metrics\.jsonl:1: expected a JSON object, got b'\[1\]'",
         ),
-        ({"trainer_state.json": "{"}, ValueError, "trainer_state.json must be .* no JSON"),
-        ({"trainer_state.json": "{}"}, ValueError, "got no list `log_history`"),
-        ({"trainer_state.json": '{"log_history": [1]}'}, ValueError, "got no list `log_history`"),
+        ({"trainer_state.json": "{"}, ValueError, r"trainer_state\.json: invalid JSON: "),
+        ({"trainer_state.json": "{}"}, ValueError, "with a list of objects `log_history`"),
+        ({"trainer_state.json": '{"log_history": [1]}'}, ValueError, "list of objects `log_hist"),
     ],
 )
-def test_what_is_no_run(tmp_path, files, error, message):
-    """It is said what was expected."""
+def test_a_folder_that_is_no_run(tmp_path, files, error, message):
+    """The error names the file and what was expected of it."""
     for name, content in files.items():
         (tmp_path / name).write_text(content)
 
@@ -101,6 +101,8 @@ def test_what_is_no_run(tmp_path, files, error, message):
 
 
 def test_no_folder(tmp_path):
-    """A file is no run, nor is nothing."""
-    with pytest.raises(FileNotFoundError, match="which is none"):
+    """A folder that does not exist is refused."""
+    with pytest.raises(
+        FileNotFoundError, match="nothing is not a run folder: there is no such folder"
+    ):
         read_run(tmp_path / "nothing")

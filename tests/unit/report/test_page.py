@@ -1,4 +1,4 @@
-"""The page holds all it needs, and works in a browser."""
+"""The page contains all it needs and works in a browser."""
 
 import re
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from mfwrap.report.page import write_run_page
-from support.run_folders import write_run
+from support.run_folders import write_lines, write_run
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -23,7 +23,7 @@ def page_file(tmp_path_factory):
 
 
 def test_nothing_is_loaded_from_elsewhere(page_file):
-    """No script, style, picture or font has an address."""
+    """No script, style, picture or font is loaded from an address."""
     text = page_file.read_text(encoding="utf-8")
     elements = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
@@ -33,27 +33,48 @@ def test_nothing_is_loaded_from_elsewhere(page_file):
 
 
 def test_names_are_no_markup(page_file):
-    """What a layer is called stays text."""
+    """The name of a layer is never interpreted as HTML."""
     assert "<script>alert(1)" not in page_file.read_text(encoding="utf-8")
 
 
 def test_what_was_first_is_named(page_file):
-    """The table of anomalies has the module, by the field that the record has for it."""
+    """The table of anomalies names the module where an anomaly began."""
     text = page_file.read_text(encoding="utf-8")
 
     assert '<td class="name">layers.1.mlp</td>' in text
 
 
+@pytest.mark.parametrize(
+    ("records", "shown"),
+    [
+        ([{"skipped": True}, {"skipped": False}, {"skipped": True}], "2"),
+        ([{"skipped_updates": 1}, {"skipped_updates": 4}], "4"),
+        ([{}, {}], "\N{EN DASH}"),
+    ],
+)
+def test_skipped_updates_are_counted(tmp_path, records, shown):
+    """The summary counts each step's flag, or takes the count of a Trainer's log."""
+    lines = [{"step": step, "loss": 1.0, **each} for step, each in enumerate(records, 1)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_run_page([tmp_path], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    row = re.search(r'<table id="summary">.*?<tbody>(.*?)</tbody>', text, flags=re.DOTALL)[1]
+    assert re.findall(r'<td class="number">(.*?)</td>', row)[-2] == shown
+
+
 def test_runs_of_one_name_are_numbered(page_file):
-    """They could not be told apart."""
+    """Runs whose folders have the same name get numbers."""
     assert "run (1), run (2)</h1>" in page_file.read_text(encoding="utf-8")
 
 
 def test_no_run(tmp_path):
-    """A page of nothing is refused, and none is written."""
-    with pytest.raises(ValueError, match="`folders` must hold at least one run"):
+    """Without a run folder an error is raised, and no page is written."""
+    with pytest.raises(
+        ValueError, match="`folders` must contain at least one run folder, got none"
+    ):
         write_run_page([], tmp_path / "page.html")
-    with pytest.raises(FileNotFoundError, match="must be the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="none is not a run folder"):
         write_run_page([tmp_path / "none"], tmp_path / "page.html")
 
     assert list(tmp_path.iterdir()) == []
@@ -61,7 +82,7 @@ def test_no_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Return a headless browser, if there is one on the machine."""
+    """Return a headless browser; the test is skipped on a machine without one."""
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
@@ -73,7 +94,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser, page_file):
-    """Return a function that opens the page, offline, in a colour scheme."""
+    """Return a function that opens the page offline in a color scheme."""
     contexts = []
 
     def open_page(scheme="light"):
@@ -93,7 +114,7 @@ def opened(browser, page_file):
 
 
 def test_all_panels_are_drawn(opened):
-    """Each has a plot with its traces; nothing is said in the console."""
+    """Each panel has a plot with its traces, and the console stays empty."""
     page = opened()
 
     sections = page.locator("section")
@@ -116,7 +137,7 @@ def test_all_panels_are_drawn(opened):
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 22, 28)")]
 )
 def test_light_and_dark(opened, scheme, paper):
-    """The page is as the system is, plots included, until the button is used."""
+    """Page and plots have the system's colors until the button is used."""
     page = opened(scheme)
     background = "getComputedStyle(document.querySelector({})).backgroundColor"
     plot = "document.querySelector('#loss .plot').layout.paper_bgcolor"
@@ -129,7 +150,7 @@ def test_light_and_dark(opened, scheme, paper):
 
 
 def test_an_anomaly_leads_to_its_place(opened):
-    """All panels over steps show the stretch around it, marked."""
+    """All panels over steps zoom to the step and mark it."""
     page = opened()
     page.locator("a[data-step='30']").first.click()
     page.wait_for_function(
@@ -143,7 +164,7 @@ def test_an_anomaly_leads_to_its_place(opened):
 
 
 def test_panels_move_together(opened):
-    """What is looked at in one is looked at in the others."""
+    """When one panel is zoomed, the others follow."""
     page = opened()
     page.evaluate("Plotly.relayout(document.querySelector('#loss .plot'), {'xaxis.range': [5, 9]})")
     page.wait_for_function(

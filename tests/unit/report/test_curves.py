@@ -1,0 +1,94 @@
+"""Curves are reduced without losing extremes, gaps or overflows."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.records.run_record import Curve, read_run
+from mfwrap.report.curves import binned, overflow_steps, smoothed, thinned
+from support.run_folders import write_run, write_trainer_run
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
+
+
+@given(values=VALUES, limit=st.integers(4, 60), bad=st.sets(st.integers(0, 399), max_size=3))
+def test_thinned_curves_keep_their_extremes(values, limit, bad):
+    """First, last, highest, lowest and non-finite points are kept, and no point is moved."""
+    values = [math.nan if i in bad else value for i, value in enumerate(values)]
+    curve = Curve(list(range(1, len(values) + 1)), values)
+
+    few = thinned(curve, limit)
+
+    points = dict(zip(curve.steps, curve.values, strict=True))
+    kept = dict(zip(few.steps, few.values, strict=True))
+    assert all(repr(points[step]) == repr(value) for step, value in kept.items())
+    assert few.steps == sorted(kept)
+    assert {1, len(values)} <= kept.keys()
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        assert {max(finite), min(finite)} <= set(few.values)
+    num_bad = sum(not math.isfinite(value) for value in values)
+    assert sum(not math.isfinite(value) for value in few.values) == num_bad
+    assert len(kept) <= max(limit + 2 + num_bad, 0)
+
+
+def test_short_curves_are_not_thinned():
+    """A curve of few points is returned unchanged."""
+    curve = Curve([1, 2, 3], [1.0, math.nan, 2.0])
+
+    assert thinned(curve) is curve
+
+
+@given(slope=st.floats(-5, 5), length=st.integers(1, 300))
+def test_smoothing_leaves_a_straight_line(slope, length):
+    """Smoothing does not change a straight line, not even at its ends."""
+    values = [slope * i for i in range(length)]
+
+    assert smoothed(Curve(list(range(length)), values)).values == pytest.approx(values, abs=1e-6)
+
+
+def test_smoothing_averages_finite_values():
+    """The mean equals NumPy's; a gap stays only if no finite value is near."""
+    values = list(np.random.default_rng(0).normal(size=400))
+    values[100] = math.inf
+    expected = [
+        np.mean([v for v in values[i - near : i + near + 1] if math.isfinite(v)])
+        for i in range(400)
+        for near in [min(6, i, 399 - i)]
+    ]
+
+    assert smoothed(Curve(list(range(400)), values)).values == pytest.approx(expected)
+    assert math.isnan(smoothed(Curve([1], [math.nan])).values[0])
+
+
+@given(
+    norms=st.lists(st.floats(0, 1e6) | st.just(math.nan), min_size=1, max_size=2000),
+    first=st.integers(0, 5),
+)
+def test_columns_have_the_largest_norm(norms, first):
+    """Each step is in one of at most 800 columns, which has the largest finite norm."""
+    curve = Curve(list(range(first, first + len(norms))), norms)
+
+    starts, (row,) = binned({"a": curve})
+
+    assert len(starts) == len(row) <= 800
+    assert starts[0] == first
+    for start, end, norm in zip(starts, [*starts[1:], first + len(norms)], row, strict=True):
+        finite = [v for v in norms[start - first : end - first] if math.isfinite(v)]
+        assert norm == max(finite, default=None)
+
+
+def test_groups_with_different_steps():
+    """A column in which a group has no norm is empty for it."""
+    groups = {"a": Curve([1, 2], [1.0, 2.0]), "b": Curve([2, 4], [3.0, math.inf])}
+
+    assert binned(groups) == ([1, 2, 4], [[1.0, 2.0, None], [None, 3.0, None]])
+
+
+def test_overflows(tmp_path):
+    """Overflows come from each step's flag, or from the count in a Trainer's log."""
+    assert overflow_steps(read_run(write_run(tmp_path / "cell"))) == [20]
+    assert overflow_steps(read_run(write_trainer_run(tmp_path / "trainer"))) == [4, 8]

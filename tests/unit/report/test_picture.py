@@ -1,0 +1,113 @@
+"""The picture of a run shows the panels that there are numbers for."""
+
+import math
+
+import pytest
+from PIL import Image
+
+from mfwrap.report.picture import draw_run
+from support.run_folders import write_lines, write_run, write_trainer_run
+
+NOT_FINITE = (192, 57, 43)
+"""The color of missing local norms, as red, green and blue."""
+
+
+def colors_of(file):
+    """Return the colors of a picture, each with the number of its pixels."""
+    with Image.open(file) as picture:
+        found = picture.convert("RGB").getcolors(maxcolors=2**24)
+    return {color: number for number, color in found}
+
+
+def height_of(file):
+    """Return the height of a picture in pixels."""
+    with Image.open(file) as picture:
+        return picture.size[1]
+
+
+def test_non_finite_numbers(tmp_path):
+    """A step without finite numbers leaves gaps, and its local norms have a color of their own."""
+    lines = [
+        {
+            "step": step,
+            "loss": "nan" if step == 2 else 3.0 / step,
+            "overflow": step == 2,
+            "global_norm": "nan" if step == 2 else 1.0,
+            "local_norm": {"a": "nan" if step == 2 else 0.5, "b": 0.0},
+            "max_grad_norm": 1.0,
+        }
+        for step in range(1, 5)
+    ]
+    lines.append({"step": 4, "eval_loss": 1.0})
+    write_lines(tmp_path / "metrics.jsonl", lines)
+
+    draw_run(tmp_path, tmp_path / "run.png", title="overflow at step 2")
+
+    # One of eight cells of the map, which has about 1200 x 350 pixels.
+    assert colors_of(tmp_path / "run.png")[NOT_FINITE] > 20_000
+
+
+@pytest.mark.parametrize("norm", [0.0, "nan"])
+def test_no_positive_local_norm(tmp_path, norm):
+    """A map without a positive norm has no logarithmic scale, and is drawn all the same."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0, "local_norm": {"a": norm}}])
+
+    draw_run(tmp_path, tmp_path / "run.png")
+
+    assert (tmp_path / "run.png").exists()
+
+
+def test_panels_without_numbers_are_left_out(tmp_path):
+    """A run that recorded only losses has a lower picture than one with norms."""
+    write_lines(tmp_path / "losses" / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
+    draw_run(tmp_path / "losses", tmp_path / "losses.png")
+    draw_run(write_run(tmp_path / "all"), tmp_path / "all.png")
+
+    assert height_of(tmp_path / "losses.png") < height_of(tmp_path / "all.png") / 2
+
+
+def test_the_log_of_a_stock_trainer(tmp_path):
+    """A run without metrics.jsonl is drawn from the Trainer's log."""
+    draw_run(write_trainer_run(tmp_path), tmp_path / "run.png")
+
+    assert len(colors_of(tmp_path / "run.png")) > 50
+
+
+def test_a_limit_of_infinity_is_not_drawn(tmp_path):
+    """`max_grad_norm=inf` measures the norm and never clips."""
+    lines = [
+        {"step": s, "loss": 1.0, "global_norm": 2.0, "max_grad_norm": limit}
+        for s, limit in ((1, math.inf), (2, "inf"))
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines[1:])
+
+    draw_run(tmp_path, tmp_path / "run.png")
+
+    assert (tmp_path / "run.png").exists()
+
+
+def test_no_loss(tmp_path):
+    """A run without a loss is refused, and no file is written."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "eval_loss": 2.0}])
+
+    with pytest.raises(ValueError, match="has no step with a loss"):
+        draw_run(tmp_path, tmp_path / "run.png")
+    assert not (tmp_path / "run.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    """An error while the picture is written leaves no half picture behind."""
+    folder = write_run(tmp_path / "run")
+    draw_run(folder, folder / "run.png")
+    old = (folder / "run.png").read_bytes()
+
+    def break_off(_, file, **__) -> None:
+        file.write_bytes(old[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", break_off)
+    with pytest.raises(OSError, match="No space left"):
+        draw_run(folder, folder / "run.png")
+
+    assert (folder / "run.png").read_bytes() == old
+    assert not list(folder.glob("*.partial"))
