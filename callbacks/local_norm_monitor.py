@@ -8,11 +8,10 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
 from mfwrap.arguments import check_int, directory_name
-from mfwrap.callbacks.culprit.anomaly_log import rank_file
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.tensorboard import summary_writer_class
 from mfwrap.collectives import gather_on_main
-from mfwrap.records.json_lines import JsonLines
+from mfwrap.records.json_lines import JsonLines, rank_file
 
 __all__ = ["LocalNormMonitor"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, final
 
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.records.json_lines import JsonLines
+from mfwrap.records.json_lines import JsonLines, rank_file
 
-__all__ = ["Anomaly", "AnomalyLog", "GroupNorm", "WeightNorm", "rank_file"]
+__all__ = ["Anomaly", "AnomalyLog", "GroupNorm", "WeightNorm"]
 
 _KINDS = {
     "loss_not_finite": "non-finite loss",
@@ -192,8 +192,3 @@ class AnomalyLog:
             self._lines.append(anomaly.as_record())
         file = "" if self._lines is None else f"; see {self._lines.path}"
         run_logger(__package__).warning("%s%s", anomaly, file)
-
-
-def rank_file(folder: Path, name: str, rank: int) -> Path:
-    """Return the JSON Lines file of a rank: ``<name>.jsonl``, or ``<name>_rank<rank>.jsonl``."""
-    return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")

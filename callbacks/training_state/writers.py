@@ -7,14 +7,13 @@ from typing import final
 import numpy as np
 from transformers import TrainingArguments
 
-from mfwrap.callbacks.culprit.anomaly_log import rank_file
 from mfwrap.callbacks.shared.progress import RunPosition
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.tensorboard import EventsFile
 from mfwrap.callbacks.training_state.metrics import Metric
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import this_rank
-from mfwrap.records.json_lines import JsonLines
+from mfwrap.records.json_lines import JsonLines, rank_file
 
 __all__ = ["MetricWriters", "metric_writers"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["JsonLines", "read_json_lines"]
+__all__ = ["JsonLines", "rank_file", "read_json_lines"]
 
 
 @final
@@ -64,6 +64,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         # Empty after a final newline, or a line cut off by a crash: not a record.
         return records
     return records
+
+
+def rank_file(folder: Path, name: str, rank: int) -> Path:
+    """Return the file of a rank: ``<name>.jsonl`` of rank 0, else ``<name>_rank<rank>.jsonl``."""
+    return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:

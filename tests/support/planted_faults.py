@@ -1,4 +1,4 @@
-"""Faults at random places of a training, and what has to be recorded of each."""
+"""Faults at random places of a training, and the expected record of each."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["FAULTS_OF_A_RUN", "KINDS", "LASTING", "check_record", "random_faults
 
 KINDS = ("activation", "gradient", "weight gradient", "data")
 LASTING = ("blow-up", "drift")
-"""After one of these the weights stay what it made of them."""
+"""Faults that change a weight for good."""
 
 FAULTS_OF_A_RUN = 5
 _RECORDED_AS = {
@@ -21,9 +21,9 @@ _RECORDED_AS = {
 
 
 def random_faults(seed: int, num_ranks: int = 1) -> list[tuple[int, Fault]]:
-    """Return faults of one run of 30 steps with their ranks, in the order of their steps."""
-    dice = random.Random(seed)  # noqa: S311  (no secret)
-    # Not in neighbouring steps, of which only the first is replayed; a spike has to have a history.
+    """Return the faults of one run of 30 steps with their ranks, ordered by step."""
+    dice = random.Random(seed)  # noqa: S311  (test data, not cryptography)
+    # Not in neighboring steps, of which only the first is replayed. A spike needs a history.
     steps = [*sorted(dice.sample(range(2, 21, 2), FAULTS_OF_A_RUN - 1)), 28 + dice.randrange(2)]
     kinds = [dice.choice(KINDS) for _ in steps]
     lasting = LASTING if num_ranks > 1 else LASTING[:1]
@@ -47,14 +47,14 @@ def random_faults(seed: int, num_ranks: int = 1) -> list[tuple[int, Fault]]:
 def check_record(
     record: dict[str, Any], fault: Fault, *, rank: int = 0, seed: int = 0, replayed: bool = True
 ) -> None:
-    """Fail if a record does not name what was planted.
+    """Fail unless a record names the planted fault.
 
     Args:
-        record: As it was written.
-        fault: What it has to be of.
-        rank: Where that was.
-        seed: Of the batches of that rank.
-        replayed: Whether the step was.
+        record: Record of the anomaly.
+        fault: Planted fault.
+        rank: Rank of the fault.
+        seed: Seed of the batches of that rank.
+        replayed: Whether the step was replayed.
     """
     layer = f"blocks.{fault.block}"
     weight = f"{layer}.linear.weight"
@@ -67,7 +67,7 @@ def check_record(
         return
     assert record["skipped"] is (fault.kind != "blow-up")
     if fault.kind == "weight gradient":
-        # It was not part of the computation, and a replay does not find it again.
+        # The fault was in a hook that is gone, so a replay does not reproduce it.
         assert [(one["name"], one["rank"]) for one in record["gradients"]] == [(weight, rank)]
         assert "where" not in record
     if fault.kind == "blow-up":

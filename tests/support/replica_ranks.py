@@ -1,4 +1,4 @@
-"""What each of three ranks does in the tests of the comparison of replicas."""
+"""Programs of the ranks in the tests of `ReplicaCheck`."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Do every case as one of the ranks, and leave what happened in the folder."""
+    """Run every case as one rank and save the results in the folder."""
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
@@ -39,7 +39,7 @@ def run_rank(rank: int, folder: str) -> None:
 def _check(
     rank: int, folder: Path, *, where: str = "", stop: bool = False, on_rank: int = -1
 ) -> list[int]:
-    """Return the steps that were done; in step 4 of 6 one bit is flipped on one rank."""
+    """Return the completed steps; in step 4 of 6 one bit is flipped on one rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     state, control = TrainerState(), TrainerControl()
@@ -64,7 +64,7 @@ def _check(
 
 
 def _saves(rank: int) -> list[int]:
-    """Return when checkpoints are asked for by clocks that differ: the main process's decides."""
+    """Return the steps of checkpoints by time, with a different clock on each rank."""
     now = [0.0]
     monitor = CheckpointMonitor(save_checkpoint_seconds=10, clock=lambda: now[0])
     state, control = TrainerState(max_steps=20), TrainerControl()

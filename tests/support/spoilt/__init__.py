@@ -1,1 +1,1 @@
-"""Trainings with a planted fault."""
+"""Networks and trainings with planted faults."""

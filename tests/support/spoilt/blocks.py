@@ -1,4 +1,4 @@
-"""A small network that can be spoilt in any of its blocks, and its training under a monitor."""
+"""A small network with planted faults in any of its blocks, trained under a monitor."""
 
 import copy
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit.anomaly_log import rank_file
-from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.json_lines import rank_file, read_json_lines
 
 __all__ = ["NUM_BLOCKS", "Batch", "Blocks", "Fault", "batches_of", "records_of", "train_blocks"]
 
@@ -27,14 +26,14 @@ _VALUES = {"nan": float("nan"), "inf": float("inf")}
 
 
 class Fault(NamedTuple):
-    """Something that goes wrong in a step."""
+    """A planted fault."""
 
     step: int
     """Counted from 1."""
 
     kind: str
     """``"activation"``, ``"gradient"`` (of an output), ``"weight gradient"``, ``"data"``,
-    ``"blow-up"`` of a weight, or ``"drift"``, one that changes a little."""
+    ``"blow-up"`` (a weight grows) or ``"drift"`` (a weight changes a little)."""
 
     block: int = 0
     value: str = "nan"
@@ -45,7 +44,7 @@ class Fault(NamedTuple):
 
 
 class _SpoilGradient(torch.autograd.Function):
-    """Pass a tensor on; multiply its gradient."""
+    """Return a tensor unchanged; multiply its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ class _SpoilGradient(torch.autograd.Function):
 
 
 class _Block(nn.Module):
-    """A linear layer with dropout that does what a batch's codes say of it."""
+    """A linear layer with dropout and the faults that the batch's codes ask for."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class _Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks one after the other and a head; returns the loss."""
+    """A sequence of blocks and a head; returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +89,9 @@ class Blocks(nn.Module):
         Args:
             inputs: Shape ``(batch, 8)``.
             targets: Shape ``(batch, 1)``.
-            codes: Shape ``(2, 4)``: what goes wrong forward and backward: 0, 1 nan, 2 inf.
-            indices: Of the rows; not used.
+            codes: Faults of each block in forward and backward, shape ``(2, 4)``: 0 none, 1 NaN,
+                2 infinity.
+            indices: Data set indices of the rows; not used.
         """
         del indices
         for block in self.blocks:
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
 
 def batches_of(step: int, seed: int, num: int, faults: Sequence[Fault]) -> list[Batch]:
-    """Return the micro-batches of a step with the faults that lie in them."""
+    """Return the micro-batches of a step, with their faults."""
     found = []
     for number in range(num):
         generator = torch.Generator().manual_seed(10007 * seed + 101 * step + number)
@@ -151,10 +151,10 @@ def train_blocks(
     first_step: int = 1,
     network: nn.Module | None = None,
 ) -> Blocks:
-    """Train in a loop of accelerate's with clipping and a warm-up, telling a monitor.
+    """Train in an accelerate loop with clipping and a warm-up, under a monitor.
 
     Returns:
-        The network.
+        The trained network.
     """
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     GradientState._reset_state()
@@ -215,6 +215,6 @@ def _blow_up_or_hook(network: Blocks, faults: Sequence[Fault]) -> list[Any]:
 
 
 def records_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the anomalies that were written; none if there is no file."""
+    """Return the anomalies that a rank has written; empty without a file."""
     path = rank_file(folder, "anomalies", rank)
     return read_json_lines(path) if path.exists() else []

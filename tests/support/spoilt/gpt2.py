@@ -1,4 +1,4 @@
-"""A tiny GPT-2 with dropout and tied embeddings, and rows for it that can spoil its loss."""
+"""A tiny GPT-2 with dropout and tied embeddings, and data that can make its loss NaN."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +17,10 @@ NAN = float("nan")
 
 
 class Rows(Dataset):
-    """43 rows of numbers that count on, 4 to 11 of them: 22 batches of two, the last of one.
+    """43 rows of 4 to 11 counting numbers: 22 batches of two rows, the last of one.
 
     Args:
-        spoilt: Numbers of the rows whose factor is NaN.
+        spoilt: Indices of the rows whose loss is NaN.
     """
 
     def __init__(self, spoilt: Sequence[int] = ()) -> None:
@@ -40,7 +40,7 @@ class Rows(Dataset):
 
 
 def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return rows as one batch, padded at their ends; padding is no target."""
+    """Return rows as one batch, padded at the end; padding is ignored by the loss."""
     inputs, labels, factors = zip(*(row.values() for row in rows), strict=True)
     return {
         "input_ids": pad_sequence(inputs, batch_first=True),
@@ -51,12 +51,12 @@ def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class SpoiltGPT2(GPT2LMHeadModel):
-    """A language model whose loss can be spoilt by its batch."""
+    """A language model that multiplies its loss by factors of the batch."""
 
     def forward(
         self, input_ids=None, attention_mask=None, labels=None, factor=None, **keywords: Any
     ) -> Any:
-        """Return what GPT-2 returns, with the loss times all factors."""
+        """Return GPT-2's output with the loss times all factors."""
         output = super().forward(
             input_ids=input_ids, attention_mask=attention_mask, labels=labels, **keywords
         )

@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of the search for a culprit."""
+"""Programs of the ranks in the tests of the culprit finder."""
 
 import os
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ RANK_FAULTS: dict[str, dict[int, list[Fault]]] = {
     },
     "none": {0: [], 1: []},
 }
-"""By run and rank."""
+"""Faults by run and rank."""
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Do every run as one of the ranks; the monitors leave their files in folders of the runs."""
+    """Run every training as one rank; each run has its folder of files."""
     _begin(rank, folder)
     for name, faults in RANK_FAULTS.items():
         monitor = TrainingStateMonitor(
@@ -39,7 +39,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def run_planted(rank: int, folder: str, seeds: Sequence[int]) -> None:
-    """Train once for each seed as one of the ranks, with faults of its own and without any."""
+    """Train twice for each seed as one rank: with its planted faults and without."""
     _begin(rank, folder)
     for seed in seeds:
         own = [fault for at, fault in random_faults(seed, NUM_RANKS) if at == rank]

@@ -1,4 +1,4 @@
-"""A training whose gradients can be spoilt, in every precision and with every kind of optimizer."""
+"""A training with bad gradients on demand, in every precision and with every optimizer."""
 
 import contextlib
 from collections.abc import Callable
@@ -31,13 +31,13 @@ OPTIMIZERS = {
 
 
 class Precision(NamedTuple):
-    """Where half precision enters, if at all."""
+    """Which parts of a training are in half precision."""
 
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
 
     def context(self, device_type: str) -> contextlib.AbstractContextManager:
-        """Return the autocast that forward runs under, if any."""
+        """Return the autocast context of the forward, if any."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self.autocast)
@@ -53,7 +53,7 @@ PRECISIONS = {
 
 
 class BadElement:
-    """Puts a value into one element of a parameter's gradient while `active`."""
+    """Put a value into one element of a parameter's gradient while `active`."""
 
     def __init__(self, parameter: nn.Parameter, value: float) -> None:
         self.active = False
@@ -69,7 +69,7 @@ class BadElement:
 
 
 class SpoiltTraining:
-    """A cell with schedule and average, and a gradient that can be spoilt."""
+    """A cell with schedule and average, and bad gradients on demand."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class SpoiltTraining:
         )
 
     def step(self, batch: tuple[Tensor, Tensor], *, bad: bool = False) -> StepReport:
-        """Do one step, with the bad element in its gradient or without."""
+        """Run one step, with or without the bad element in its gradient."""
         inputs, labels = batch
         self.bad_element.active = bad
         with self.precision.context(inputs.device.type):
@@ -109,7 +109,7 @@ class SpoiltTraining:
         return self.cell.last_report
 
     def state(self) -> dict:
-        """Return all that a skipped update must leave alone, but for the averages."""
+        """Return the state that a skipped update must not change, except the averages."""
         self.cell.flush()
         return training_state(self.network, self.optimizer, self.schedule)
 

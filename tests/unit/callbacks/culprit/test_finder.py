@@ -1,4 +1,4 @@
-"""Planted faults are found where they were planted, and nothing is found where none was."""
+"""Planted faults are found where they were planted, and good steps raise no alarm."""
 
 import types
 
@@ -36,14 +36,14 @@ from support.spoilt.blocks import Fault, records_of, train_blocks
     "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 20))]
 )
 def test_planted_faults(seed, tmp_path):
-    """A hundred faults: step, rank, layer, micro-batch and rows are those that were planted."""
+    """The records name step, rank, layer, micro-batch and rows of the planted faults."""
     faults = [fault for _, fault in random_faults(seed)]
     monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
     train_blocks(monitor, faults, num_steps=30)
     records = records_of(tmp_path)
 
     assert monitor.num_scale_overflows == 0
-    # A weight that has blown up stays so.
+    # A weight that has blown up keeps failing: look at the steps up to the first failure.
     first = {record["step"]: record for record in reversed(records)}
     blow_up = faults[-1].step if faults[-1].kind == "blow-up" else 99
     assert [step for step in sorted(first) if step <= blow_up] == [f.step for f in faults]
@@ -53,7 +53,7 @@ def test_planted_faults(seed, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_replay(kind, tmp_path):
-    """What goes wrong in the backward has its layer; of the forward only the step is known."""
+    """Without a replay, a backward fault has its layer, a forward fault only its step."""
     fault = Fault(25, kind, block=1)
     train_blocks(TrainingStateMonitor(folder=tmp_path), [fault], num_steps=26)
     (record,) = records_of(tmp_path)
@@ -65,19 +65,19 @@ def test_without_a_replay(kind, tmp_path):
     "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 10))]
 )
 def test_clean_runs(seed, tmp_path):
-    """Warm-up, clipping and a loss scale that looks for its level twice raise no alarm."""
+    """Warm-up, clipping and a loss scale that is too high raise no alarm."""
     monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
     scale = DynamicLossScaleUpdateCell(2.0**70, 2, 3)
     train_blocks(monitor, num_steps=45, num_micro_batches=1, seed=seed, scale=scale)
 
     assert records_of(tmp_path) == []
-    # From 2**70 down to where squares fit into float32, and up again every third step.
+    # The scale falls from 2**70 until squares fit into float32, then rises every third step.
     assert monitor.num_scale_overflows > 10
 
 
 @pytest.mark.parametrize("step", [3, 25])
 def test_a_fault_while_the_scale_is_high_but_not_too_high(step, tmp_path):
-    """A dynamic scale that falls does not hide a gradient that is nan for another reason."""
+    """A high loss scale does not hide a gradient that is NaN for another reason."""
     fault = Fault(step, "weight gradient", block=2)
     monitor = TrainingStateMonitor(folder=tmp_path)
     train_blocks(monitor, [fault], scale=DynamicLossScaleUpdateCell(2.0**30, 2, 1000))
@@ -87,7 +87,7 @@ def test_a_fault_while_the_scale_is_high_but_not_too_high(step, tmp_path):
 
 
 def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
-    """Of a run that has diverged each step is recorded, and only the first is replayed."""
+    """Each step of a diverged run is recorded, and only the first is replayed."""
     faults = [Fault(step, "activation", block=0) for step in range(22, 27)]
     train_blocks(
         TrainingStateMonitor(folder=tmp_path, replay=True),
@@ -102,7 +102,7 @@ def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
 
 
 def test_a_weight_that_spoils_the_loss(tmp_path):
-    """Without a replay, too, it is named when it has risen beyond what the loss can hold."""
+    """Without a replay, a weight that has risen until the loss overflows is named."""
 
     class BlowUp(TrainerCallback):
         def on_step_begin(self, _args, state, *_, model, **__):
@@ -120,7 +120,7 @@ def test_a_weight_that_spoils_the_loss(tmp_path):
 
 
 def test_usual_norms_go_on_after_a_resume(tmp_path):
-    """A spike right after a resume is seen by what was usual before it."""
+    """A spike right after a resume is detected by the usual norms from before."""
     first = TrainingStateMonitor(folder=tmp_path / "first")
     network = train_blocks(first, num_steps=25)
     later = TrainingStateMonitor(folder=tmp_path / "later")
@@ -138,7 +138,7 @@ def test_usual_norms_go_on_after_a_resume(tmp_path):
 
 
 def test_without_local_norms(tmp_path, caplog):
-    """Step and rank are recorded, and it is said once why the layer is not."""
+    """Without local norms, step and rank are recorded, and one warning explains it."""
     monitor = TrainingStateMonitor(folder=tmp_path)
     train_blocks(monitor, [Fault(25, "weight gradient")], local_norm=False)
     (record,) = records_of(tmp_path)
@@ -154,7 +154,7 @@ def test_without_local_norms(tmp_path, caplog):
 
 
 def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
-    """The fault is found with the weights of a step later, and the record says so."""
+    """Without ``on_pre_optimizer_step``, the replay has later weights, and the record says so."""
     fault = Fault(25, "activation", block=3, micro_batch=1)
     train_blocks(
         TrainingStateMonitor(folder=tmp_path, replay=True), [fault], sends_pre_optimizer_step=False
@@ -167,7 +167,7 @@ def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
 
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
 def test_a_loss_of_one_rank(loss):
-    """One that is not finite though gradients are is a record of its rank; norms are learned."""
+    """A non-finite loss of one rank is recorded there, and its norms are still learned."""
     finder = CulpritFinder(None, spike_factor=10.0, limit=1e19)
     found = []
     for step, norm in enumerate([2.0] * 25 + [500.0], start=1):
@@ -189,10 +189,10 @@ def test_a_loss_of_one_rank(loss):
 
 
 def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
-    """Its update was applied; the line says so, and nothing is named."""
+    """A non-finite loss with finite gradients is recorded without a replay and a name."""
 
     class Offset(torch.nn.Module):
-        """Its loss holds a number that no gradient goes through."""
+        """Network whose loss has a term without a gradient."""
 
         def __init__(self):
             super().__init__()
@@ -216,7 +216,7 @@ def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
 
 
 def test_monitoring_changes_nothing(tmp_path):
-    """Weights after a run with a replay are bitwise those of the run without a monitor's search."""
+    """A replay changes no weight, bit for bit."""
     faults = [Fault(10, "activation", block=1), Fault(14, "gradient", block=2)]
     watching = TrainingStateMonitor(folder=tmp_path, replay=True)
     watched = train_blocks(watching, faults, num_steps=16)

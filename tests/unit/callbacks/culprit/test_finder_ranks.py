@@ -1,4 +1,4 @@
-"""On two ranks the one at fault is named, in one record, and nobody waits for nobody."""
+"""On two ranks, one record names the rank at fault, and no rank hangs."""
 
 import pytest
 from torch import multiprocessing
@@ -10,11 +10,11 @@ from support.spoilt.ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
 
 
 def check_planted(folder, seed):
-    """Fail if the records of a run are not those of what was planted in it."""
+    """Fail unless the records of a run are those of its planted faults."""
     planted = random_faults(seed, NUM_RANKS)
     records = records_of(folder / f"faults_{seed}")
     last = planted[-1][1]
-    # A weight that has blown up, or drifted, stays so.
+    # A weight that has blown up or drifted keeps failing.
     end = last.step if last.kind in LASTING else 30
     by_step = {}
     for record in records:
@@ -26,7 +26,7 @@ def check_planted(folder, seed):
         *before, record = by_step[fault.step]
         check_record(record, fault, rank=rank, seed=rank)
         if fault.kind == "blow-up":
-            # By then replicas differ, and that is recorded, too.
+            # The replicas differ by then, which is recorded as well.
             (differ,) = before
             check_record(differ, fault._replace(kind="drift"), rank=rank)
         else:
@@ -42,7 +42,7 @@ def check_planted(folder, seed):
     ids=["ten", "ninety"],
 )
 def test_planted_faults(seeds, tmp_path):
-    """Ten and ninety: layer, rank, step and micro-batch; nothing in as many runs without any."""
+    """Planted faults are recorded with layer, rank, step and micro-batch; clean runs have none."""
     arguments = (str(tmp_path), tuple(seeds))
     multiprocessing.spawn(run_planted, args=arguments, nprocs=NUM_RANKS)
 
@@ -52,7 +52,7 @@ def test_planted_faults(seeds, tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the folder with what both ranks have written."""
+    """Return the folder with the files of both ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=NUM_RANKS)
     return folder
@@ -61,7 +61,7 @@ def runs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RANK_FAULTS)
 def test_each_fault_is_named_with_its_rank(run, runs):
-    """Step, rank, micro-batch and layer, in the order of the steps; in the main process's file."""
+    """The main process's file names step, rank, micro-batch and layer, in order."""
     faults = sorted((f.step, rank, f) for rank, fs in RANK_FAULTS[run].items() for f in fs)
     steps = sorted({step for step, _, _ in faults})
     records = records_of(runs / run)
@@ -80,7 +80,7 @@ def test_each_fault_is_named_with_its_rank(run, runs):
 
 @pytest.mark.slow
 def test_losses_are_each_ranks_own(runs):
-    """Each rank has its file of numbers, and its own data in it."""
+    """Each rank writes its own losses to its own file."""
     first, second = (
         [record["local_loss"] for record in read_json_lines(runs / "none" / name)]
         for name in ("training_state.jsonl", "training_state_rank1.jsonl")

@@ -1,4 +1,4 @@
-"""A replay finds where something that is not finite arises, and leaves no trace."""
+"""A replay finds where the first non-finite value arises, and changes nothing."""
 
 import math
 import re
@@ -13,7 +13,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Network(nn.Module):
-    """Two layers with dropout and running statistics; returns its loss if it gets targets."""
+    """Two layers with dropout and running statistics; with targets it returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Network(nn.Module):
         self.outputs: list[torch.Tensor] = []
 
     def forward(self, inputs, targets=None, **others):
-        """Return a dict with the loss, or the outputs."""
+        """Return a dict with the loss and the outputs, or the outputs alone."""
         self.others = others
         outputs = self.last(self.drop(self.norm(self.first(inputs)))).squeeze(1)
         self.outputs.append(outputs.detach())
@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 def recorded(*calls, network=None):
-    """Return the recorder of a step with these calls, each a pair of positionals and keywords."""
+    """Return the recorder of a step; each call is a pair of positionals and keywords."""
     network = Network() if network is None else network
     recorder = StepRecorder(network)
     for positional, keywords in calls:
@@ -44,17 +44,17 @@ def recorded(*calls, network=None):
 
 
 def call(rows=3, **keywords):
-    """Return a call that is in order."""
+    """Return a call without faults."""
     return (torch.randn(rows, 4), torch.randn(rows)), keywords
 
 
 def test_a_step_in_order():
-    """Nothing is found where all is finite."""
+    """A replay of a good step finds nothing."""
     assert replay_step(recorded(call(), call(rows=5)), 2.0**16) is None
 
 
 def test_nothing_is_left_behind():
-    """Generators, buffers and gradients are as before; the replay draws the step's numbers."""
+    """A replay draws the numbers of the step and restores generators, buffers and gradients."""
     recorder = recorded(call(), call())
     network = recorder.network
     state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -77,7 +77,7 @@ def test_nothing_is_left_behind():
 
 
 def test_a_weight():
-    """A weight that is not finite is named itself."""
+    """A non-finite weight is named itself."""
     recorder = recorded(call(), call())
     with torch.no_grad():
         recorder.network.last.bias.fill_(INF)
@@ -87,7 +87,7 @@ def test_a_weight():
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_an_input(value):
-    """Named as the network's forward names it, with its rows and the indices of the batch."""
+    """An input is named as in the forward, with its rows and the indices of the batch."""
     (inputs, targets), _ = call()
     inputs[1:, 2] = value
     indices = torch.tensor([7, 3, 9])
@@ -98,21 +98,21 @@ def test_an_input(value):
 
 
 def test_a_mask_may_be_minus_infinity():
-    """In what no gradient passes, -inf is no fault."""
+    """In a tensor without a gradient, -inf is not a fault."""
     recorder = recorded(call(mask=torch.full((3, 3), -INF)))
 
     assert replay_step(recorder, 1.0) is None
 
 
 def test_a_loss():
-    """What is not finite in no module but in the loss."""
+    """A loss is named if the outputs of all modules are finite."""
     recorder = recorded(((torch.randn(3, 4), torch.full((3,), -INF)), {}))
 
     assert replay_step(recorder, 1.0) == Origin("loss", "", 0)
 
 
 def test_a_scale_that_is_too_high():
-    """With the loss scale of the step, the gradients overflow as they did in it."""
+    """With the loss scale of the step, the gradients overflow as in the step."""
     recorder = recorded(call())
 
     assert replay_step(recorder, 3e38).where == "gradient"
@@ -120,7 +120,7 @@ def test_a_scale_that_is_too_high():
 
 
 def test_a_weights_gradient():
-    """Of a gradient that goes wrong behind all modules, the weight is named."""
+    """A gradient that goes wrong after all modules is named by its weight."""
     network = Network()
     network.first.weight.register_hook(lambda gradient: gradient * NAN)
 
@@ -130,7 +130,7 @@ def test_a_weights_gradient():
 
 
 def test_the_gradient_nearest_to_the_loss_comes_first():
-    """Backward reaches the last module first; those before it only inherit."""
+    """The module that the backward reaches first is named."""
     network = Network()
     for module in (network.first, network.norm):
         module.register_forward_hook(
@@ -141,7 +141,7 @@ def test_the_gradient_nearest_to_the_loss_comes_first():
 
 
 def test_a_loss_outside_of_the_network():
-    """Only the forward is watched."""
+    """If the loop computes the loss, only the forward is checked."""
     network = Network()
     network.first.weight.register_hook(lambda gradient: gradient * NAN)
     outside = ((torch.randn(3, 4),), {})
@@ -151,7 +151,7 @@ def test_a_loss_outside_of_the_network():
 
 
 def test_autocast_is_that_of_the_call():
-    """What was computed in bfloat16 is computed in it again."""
+    """A call under autocast is replayed under the same autocast."""
     network = Network()
     with torch.autocast("cpu", torch.bfloat16):
         recorder = recorded(call(), network=network)
@@ -161,7 +161,7 @@ def test_autocast_is_that_of_the_call():
 
 
 def test_only_training_is_recorded():
-    """Evaluations, and what is under no_grad, are no part of a step; old steps are let go."""
+    """Only training calls are recorded, and old steps are released."""
     network = Network()
     recorder = StepRecorder(network)
     positional, _ = call()
@@ -181,13 +181,13 @@ def test_only_training_is_recorded():
 
 
 def test_what_cannot_be_recorded():
-    """A compiled network's hooks would be compiled, too."""
+    """A compiled network is not recorded."""
     assert inner_network(torch.compile(Network(), backend="eager")) is None
     assert isinstance(inner_network(Network()), Network)
 
 
 def test_an_error_of_the_network_leaves_all_as_it_was():
-    """It is raised, with generators and recorder in order."""
+    """An error of the network is raised, and generators and recorder are restored."""
     network = Network()
     recorder = recorded(call(), network=network)
     handle = network.drop.register_forward_pre_hook(lambda *_: 1 / 0)
