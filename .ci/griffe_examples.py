@@ -1,4 +1,4 @@
-"""What mkdocstrings is told of this project's docstrings."""
+"""Extend Griffe, the docstring parser of mkdocstrings, for this project's docstrings."""
 
 import re
 from typing import Any
@@ -7,10 +7,10 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Read a section ``Example:`` with a doctest as Griffe reads ``Examples:``."""
+    """Treat a docstring section ``Example:`` like Griffe's own section ``Examples:``."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rename the section."""
+        """Rename the section in the docstring of `obj`."""
         if obj.docstring is not None:
             value = obj.docstring.value
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", value, flags=re.MULTILINE)

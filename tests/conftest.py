@@ -1,4 +1,4 @@
-"""For every test: a fixed seed, no state left over, CUDA tests only where CUDA is."""
+"""Seed every test, reset shared state after it, and skip CUDA tests where there is no CUDA."""
 
 import gc
 import random
@@ -15,11 +15,12 @@ from support.ranks.pool import RankPool
 settings.register_profile(
     "mfwrap",
     deadline=None,
-    # The same cases in every run, on every machine: a failure that comes and goes teaches nothing.
+    # Generate the same examples in every run and on every machine, so that failures are
+    # reproducible.
     derandomize=True,
     database=None,
     max_examples=25,
-    # The first example pays for what torch loads late.
+    # The first example is slow because torch imports some of its modules on first use.
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mfwrap")
@@ -27,7 +28,7 @@ settings.load_profile("mfwrap")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most of what is sampled to the slow tests; skip what needs a CUDA device."""
+    """Mark all but a sample of ``fast_sample`` tests as slow, and skip tests that need CUDA."""
     families: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function):
@@ -35,8 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (_, name), cases in families.items():
         marker = cases[0].get_closest_marker("fast_sample")
         if marker is not None:
-            # The same ones in every run.
-            choice = random.Random(name)  # noqa: S311  (a choice, no secret)
+            # Seeded by the test's name, so that every run samples the same cases.
+            choice = random.Random(name)  # noqa: S311  (sampling, not cryptography)
             kept = choice.sample(cases, min(marker.args[0], len(cases)))
             for case in cases:
                 if case not in kept:
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector leave alone what was imported: every Trainer makes it look at all of it."""
+    """Freeze imported objects, so that each Trainer's garbage collection does not visit them."""
     gc.collect()
     gc.freeze()
 
@@ -61,14 +62,14 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory) -> Iterator[RankPool]:
-    """Two processes that are ranks of one group."""
+    """Start two processes that are the ranks of one process group."""
     with RankPool(2, tmp_path_factory.mktemp("two_ranks")) as pool:
         yield pool
 
 
 @pytest.fixture(autouse=True)
 def _independent_test() -> Iterator[None]:
-    """Seed torch before each test; afterwards forget the settings that accelerate shares."""
+    """Seed torch before each test; afterwards reset the dtype and accelerate's shared state."""
     torch.manual_seed(0)
     default_dtype = torch.get_default_dtype()
     yield

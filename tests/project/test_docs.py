@@ -1,4 +1,4 @@
-"""What the documentation shows beside Python: commands are run, YAML is checked."""
+"""The shell commands and YAML sections in README.md and docs/ are valid and run."""
 
 import re
 import shlex
@@ -20,36 +20,36 @@ BLOCK = re.compile(
 TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
 TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
 
-# What TRL and datasets warn of is theirs.
+# Warnings of TRL and datasets must not fail these tests.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return a page's blocks of a language, but for those that are marked."""
+    """Return a page's blocks of a language, except those below ``<!-- no-test: reason -->``."""
     found = BLOCK.finditer(page.read_text(encoding="utf-8"))
     return [one["text"] for one in found if one["language"] == language and not one["left_out"]]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the words of each command of a page that is ours, without the program's name."""
+    """Return the arguments of each ``mfwrap`` command on a page."""
     texts = [text.replace("\\\n", " ") for text in blocks(page, "bash")]
     lines = [shlex.split(line, comments=True) for text in texts for line in text.splitlines()]
     return [words[1:] for words in lines if words[:1] == ["mfwrap"]]
 
 
 def is_long(words: list[str]) -> bool:
-    """Return whether a command trains as long as its recipe says."""
+    """Return whether a command trains for the recipe's full number of steps."""
     return words[0] == "train" and not any("max_steps" in word for word in words)
 
 
 def named(pages: list[Path]) -> list:
-    """Return pages as parameters with their names."""
+    """Return pytest parameters for pages, with their paths as ids."""
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))
 def test_commands_are_there(page):
-    """Every command that a page shows exists, with its options."""
+    """Every command on a page exists and has the options that the page uses."""
     for words in commands(page):
         group = cli.commands[words[0]]
         context = group.make_context(words[0], words[1:], resilient_parsing=True)
@@ -61,7 +61,7 @@ def test_commands_are_there(page):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))
 def test_commands_run(page, tmp_path, monkeypatch):
-    """The commands of a page run one after the other, long trainings on a tiny setting."""
+    """The commands of a page succeed one after the other; long trainings run for two steps only."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_llama.yaml").write_text("runner_wrapper: {use_clip_grad: True}\n")
     for words in commands(page):
@@ -72,7 +72,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if blocks(page, "yaml")]))
 def test_yaml_is_valid(page, tmp_path, monkeypatch):
-    """Sections that a page shows fit a recipe."""
+    """Every YAML block on a page is a valid recipe, or is valid as part of one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"measurements": [1.0], "price": 2.0}\n')
     for text in blocks(page, "yaml"):

@@ -1,4 +1,4 @@
-"""Examples in docstrings run, and what is public has a docstring."""
+"""Examples in docstrings run, and every public name has a docstring."""
 
 import doctest
 import importlib
@@ -15,10 +15,10 @@ PACKAGES = (mfwrap, mfwrap.callbacks, mfwrap.recipes)
 
 
 def module_names() -> list[str]:
-    """Name every module of the package, as it is imported by a user.
+    """Return the import name of every module, sorted.
 
-    An editable install has ``mfwrap.callbacks`` and ``mfwrap.recipes`` outside of mfwrap's own
-    path, an ordinary one inside.
+    In an editable install, ``mfwrap.callbacks`` and ``mfwrap.recipes`` are outside of the folder
+    mfwrap/, so all three packages are searched. In an ordinary install they are inside.
     """
     names = {package.__name__ for package in PACKAGES}
     for package in PACKAGES:
@@ -28,14 +28,14 @@ def module_names() -> list[str]:
 
 
 def examples(name: str) -> list[doctest.DocTest]:
-    """Return the docstrings of a module that have examples."""
+    """Return the docstrings of a module that contain examples."""
     tests = doctest.DocTestFinder().find(importlib.import_module(name), name)
     return [test for test in tests if test.examples]
 
 
 @pytest.mark.parametrize("name", module_names())
 def test_examples_run(name, tmp_path, monkeypatch):
-    """The examples of each module print what they say."""
+    """The examples in a module's docstrings print the output that they show."""
     monkeypatch.chdir(tmp_path)
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
@@ -46,13 +46,13 @@ def test_examples_run(name, tmp_path, monkeypatch):
 
 
 def test_there_are_examples():
-    """The search for examples finds some."""
+    """At least one docstring contains an example, so the test above runs something."""
     assert sum(len(examples(name)) for name in module_names()) > 0
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_public_names_are_documented(package):
-    """Each public class and function has a docstring, each public method its own or its base's."""
+    """Every public class and function has a docstring; a method may inherit its docstring."""
     public = {name: getattr(package, name) for name in getattr(package, "__all__", ())}
     for name, value in list(public.items()):
         if inspect.isclass(value):

@@ -1,4 +1,4 @@
-"""The counter of host reads sees every kind of read, and nothing else."""
+"""HostReads counts every kind of host read, and nothing else."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ NO_READS = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_each_kind_of_read_is_counted_once(read):
-    """Every way to a tensor's values is one read, however many layers of torch it passes."""
+    """Each way to read a tensor's values counts as one read, even if torch calls another inside."""
     with HostReads() as counted:
         read()
 
@@ -77,7 +77,7 @@ def test_each_kind_of_read_is_counted_once(read):
 
 @pytest.mark.parametrize("call", NO_READS.values(), ids=NO_READS)
 def test_what_stays_on_the_device_is_not_counted(call):
-    """Arithmetic, copies that do not wait and tensors as tensors are no reads."""
+    """Arithmetic, non-blocking copies and tensor arguments do not count as reads."""
     with HostReads() as counted:
         call()
 
@@ -85,7 +85,7 @@ def test_what_stays_on_the_device_is_not_counted(call):
 
 
 def test_a_read_during_backward_is_counted():
-    """The modes follow autograd into backward."""
+    """A read inside a gradient hook counts, although autograd calls the hook."""
     weight = torch.ones(3, requires_grad=True)
     weight.register_hook(lambda gradient: gradient * gradient.sum().item())
 
@@ -96,7 +96,7 @@ def test_a_read_during_backward_is_counted():
 
 
 def test_a_read_tells_where_it_was_made():
-    """Name and place of a read, innermost frame first, without torch's own frames."""
+    """A read has its name and its call stack, innermost frame first, without torch's frames."""
     with HostReads() as counted:
         torch.is_nonzero(SCALAR)
         SCALAR.item()
@@ -108,7 +108,7 @@ def test_a_read_tells_where_it_was_made():
 
 
 def test_reads_outside_of_the_block_are_not_counted():
-    """Before and after the block nothing is seen."""
+    """Reads before and after the ``with`` block do not count."""
     SCALAR.item()
     with HostReads() as counted:
         pass

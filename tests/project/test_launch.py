@@ -1,4 +1,4 @@
-"""The recipes run under torchrun as one training of two processes, without a change."""
+"""The recipe scripts run unchanged under torchrun as one training of two processes."""
 
 import json
 import subprocess
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.slow
 
 SMALL = ["--micro_batch_size=2", "--sequence_length=32", "--warmup_steps=2"]
 TIMEOUT_SECONDS = 480
-"""Enough for a slow machine."""
+"""Time limit of one training; long enough for a slow machine."""
 
 
 def launch(recipe, folder, *settings):
-    """Run a recipe by torchrun on two processes; return what both of them print."""
+    """Run a recipe with torchrun on two processes, and return their output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     command += ["--standalone", "-m", f"mfwrap.recipes.{recipe}", f"--output_dir={folder}"]
     ended = subprocess.run(
@@ -34,7 +34,7 @@ def launch(recipe, folder, *settings):
 
 
 def test_the_cells_recipe(tmp_path):
-    """One log and one set of files, of the main process; norms of both, by rank."""
+    """The main process alone writes the log and the model; each rank's local norms are recorded."""
     printed = launch("causal_lm", tmp_path, "--max_steps=6", "--logging_steps=2")
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
@@ -47,7 +47,7 @@ def test_the_cells_recipe(tmp_path):
     other = read_json_lines(tmp_path / "local_norms_rank1.jsonl")
     own = read_json_lines(tmp_path / "local_norms.jsonl")
     assert [each["step"] for each in other] == [2, 4, 6]
-    # Each has data of its own.
+    # The two ranks train on different data, so their norms differ.
     assert all(ours != theirs for ours, theirs in zip(own, other, strict=True))
     assert (tmp_path / "run.png").exists()
     for name in ("model", "model_ema"):
@@ -56,12 +56,12 @@ def test_the_cells_recipe(tmp_path):
 
 
 def test_accelerates_loop(tmp_path):
-    """Half as many updates as alone; checkpoints hold the step once and each process's state."""
+    """Two processes need half the updates; a checkpoint holds one step and both random states."""
     settings = ["--num_train_epochs=1", "--max_samples=48", "--per_print_times=2"]
     printed = launch("accelerate_loop", tmp_path, *settings, "--checkpointing_steps=3")
     names = {path.name for path in (tmp_path / "step_6").iterdir()}
 
-    # 48 texts are 24 micro-batches, 12 a process, and 6 updates.
+    # 48 texts are 24 micro-batches, which are 12 per process, which are 6 updates.
     assert printed.count("{ Epoch") == 3
     assert printed.count("loss on held-out text") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step_3", "step_6"]

@@ -1,4 +1,4 @@
-"""Each name of MindSpore's documents stands in docs/names.md with its test; the guides' numbers."""
+"""docs/names.md covers every name of MindSpore's documents, and MindSpore's guides run in torch."""
 
 import ast
 import copy
@@ -18,14 +18,14 @@ from support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 DOCUMENTED = {
-    # the reference page of the step with a loss scale
+    # Reference page of nn.TrainOneStepWithLossScaleCell.
     "The step with a loss scale": (
         *("TrainOneStepWithLossScaleCell", "get_overflow_status", "process_loss_scale"),
         *("set_sense_scale", "start_overflow_check", "scale_sense", "Cell", "Tensor", "Parameter"),
         *("construct", "MatMul", "MSELoss", "Momentum", "trainable_params", "WithLossCell"),
         *("DynamicLossScaleUpdateCell", "mstype.float32", "TypeError", "ValueError"),
     ),
-    # the source of the managers
+    # Source of the loss-scale managers.
     "Loss-scale managers": (
         *("LossScaleManager", "FixedLossScaleManager", "DynamicLossScaleManager", "Model"),
         *("get_loss_scale", "update_loss_scale", "get_update_cell", "get_drop_overflow_update"),
@@ -33,7 +33,7 @@ DOCUMENTED = {
         *("scale_factor", "scale_window", "increase_ratio", "decrease_ratio", "cur_iter"),
         *("last_overflow_iter", "bad_step", "bad_step_max", "Momentum", "RuntimeError"),
     ),
-    # the guide that compares three frameworks
+    # Guide "Comparison of the training process" of three frameworks.
     "The comparison of three frameworks": (
         *("set_context", "GRAPH_MODE", "Accuracy", "SoftmaxCrossEntropyWithLogits", "Model"),
         *("CheckpointConfig", "ModelCheckpoint", "LossMonitor", "model.train", "lenet", "LeNet"),
@@ -44,29 +44,29 @@ DOCUMENTED = {
         *("grad", "grad_reducer", "backbone_network", "WithLossCell", "set_grad", "ParallelMode"),
         *("DistributedGradReducer", "ops.depend", "F.depend", "fill", "identity"),
     ),
-    # the guide on gradients
+    # Guide on gradients.
     "Gradients": (
         *("mindspore.grad", "mindspore.value_and_grad", "GradOperation", "grad_position"),
         *("weights", "has_aux", "Dense", "set_data", "asnumpy", "StaticLossScaler", "scale"),
         *("unscale", "all_finite", "clip_by_global_norm"),
     ),
-    # the reference page of MindFormers' step
+    # Reference page of MindFormers' MFTrainOneStepCell.
     "MindFormers' step": (
         *("MFTrainOneStepCell", "network", "optimizer", "use_clip_grad", "max_grad_norm"),
         *("scale_sense", "local_norm", "loss", "overflow", "loss scale", "learning rate"),
         *("global norm", "size", "TypeError", "ValueError"),
     ),
 }
-"""Public names in MindSpore's and MindFormers' documents of a training step, by section."""
+"""Public names in MindSpore's and MindFormers' documents, by section of docs/names.md."""
 
 
 def section(title: str) -> str:
-    """Return what stands below a heading of the page."""
+    """Return the text below a heading of docs/names.md."""
     return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """Return names and test of each row of a table."""
+    """Return the first cell, which holds the names, and the test of each row of a table."""
     return re.findall(r"^\| (.+?) \| .+ \| `(tests/.+)` \|$", text, re.MULTILINE)
 
 
@@ -74,14 +74,14 @@ def rows(text: str) -> list[tuple[str, str]]:
     ("title", "name"), [(title, name) for title, names in DOCUMENTED.items() for name in names]
 )
 def test_each_name_has_a_test(title, name):
-    """Every public name stands in the table of its document."""
+    """Every public name of a document is in a row of its table."""
     pattern = rf"`[^`]*(?<!\w){re.escape(name)}(?!\w)[^`]*`"
 
     assert [row for row in rows(section(title)) if re.search(pattern, row[0])]
 
 
 def test_each_row_is_read():
-    """No row of a table is one that the tests pass over."""
+    """`rows` finds every row of every table."""
     for title in DOCUMENTED:
         lines = [line for line in section(title).splitlines() if line.startswith("| ")]
         assert len(rows(section(title))) == len(lines) - 2
@@ -89,7 +89,7 @@ def test_each_row_is_read():
 
 @pytest.mark.parametrize("test", sorted({test for _, test in rows(PAGE)}))
 def test_each_test_exists(test):
-    """What the table names is there."""
+    """Every test that a table names exists."""
     file, _, name = test.partition("::")
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
 
@@ -98,14 +98,14 @@ def test_each_test_exists(test):
 
 @pytest.mark.parametrize(("name", "sentence"), [*ABSENT_NAMES.items(), *ABSENT_CALLBACKS.items()])
 def test_each_absent_name_stands_on_the_page(name, sentence):
-    """With what its error says."""
+    """Every absent name is on the page, with the sentence of its error message."""
     lines = section("Names that are not here").splitlines()
 
     assert [line for line in lines if f"`{name}`" in line and line.endswith(f" | {sentence} |")]
 
 
 def test_the_notebook_of_the_comparison_runs():
-    """Every cell of MindSpore's notebook that compares frameworks."""
+    """Every cell of MindSpore's comparison notebook, written for torch, gives its output."""
     path = Path(__file__).with_name("comparison_notebook.txt")
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failures, cells = doctest.testfile(
@@ -117,7 +117,7 @@ def test_the_notebook_of_the_comparison_runs():
 
 
 def test_what_stands_for_operators():
-    """Torch's forms of the operators that the documents use."""
+    """Operators of torch give the results of the MindSpore operators in the documents."""
     loss = torch.tensor(3.0)
     weight = nn.Parameter(torch.ones(2, 3))
 
@@ -128,7 +128,7 @@ def test_what_stands_for_operators():
 
 
 def test_what_stands_for_a_dataset():
-    """A part of the samples, of another type, in another order, in batches of one's own making."""
+    """A loader of torch can select samples, convert their dtype, order them and form batches."""
     data = MyDataset(100)
     part = torch.utils.data.Subset(data, range(10))
     loader = torch.utils.data.DataLoader(
@@ -149,7 +149,7 @@ def test_what_stands_for_a_dataset():
 
 
 class GuidesStep(TrainOneStepCell):
-    """The step whose source the guide goes through, line by line."""
+    """The training step that MindSpore's guide explains line by line, written for torch."""
 
     def __init__(self, network, optimizer, sens=1.0):
         super().__init__(network, optimizer, sens)
@@ -167,7 +167,7 @@ class GuidesStep(TrainOneStepCell):
 
 @pytest.mark.parametrize("sens", [1.0, 4.0])
 def test_the_guides_own_step(sens):
-    """A step that is written out does what the cell does, also in `Model`."""
+    """The guide's step gives the same losses and weights as the cell, also in `Model`."""
     network = WithLossCell(nn.Linear(3, 1), nn.MSELoss())
     assert network.backbone_network is network.backbone
     other = copy.deepcopy(network)
@@ -186,7 +186,7 @@ def test_the_guides_own_step(sens):
 
 
 class MyDataset(torch.utils.data.Dataset):
-    """The guide's dataset of zeros and ones, mended."""
+    """The guide's dataset of zeros and ones, without the guide's bug in ``__getitem__``."""
 
     def __init__(self, n):
         self.data = [np.zeros((3, 4, 5), np.float32) for _ in range(n)]
@@ -200,7 +200,7 @@ class MyDataset(torch.utils.data.Dataset):
 
 
 def test_the_guides_training_prints_its_numbers(capsys):
-    """The guide's data, rate and momentum give the losses of the same steps by hand."""
+    """The guide's training prints the losses of the same steps computed by hand."""
     dataset = MyDataset(100)
     loader = torch.utils.data.DataLoader(dataset, batch_size=25)
     assert (len(dataset), dataset[0][0].shape, float(dataset[0][1][0])) == (100, (3, 4, 5), 1.0)
@@ -210,7 +210,7 @@ def test_the_guides_training_prints_its_numbers(capsys):
 
     Model(network, nn.MSELoss(), optimizer).train(1, loader, callbacks=LossMonitor())
 
-    # Inputs are zero: the bias alone learns the label 1.
+    # The inputs are zero, so only the bias learns; the label is 1.
     bias = velocity = 0.0
     expected = []
     for step in range(1, 5):

@@ -1,4 +1,4 @@
-"""The Python snippets of README.md and docs/ run as they stand."""
+"""The Python snippets in README.md and docs/ run unchanged."""
 
 import re
 import sys
@@ -21,14 +21,14 @@ BLOCK = re.compile(
 
 
 class Snippet(NamedTuple):
-    """A block of Python in a page, with the line at which its code begins."""
+    """A Python block on a page, with the number of its first line of code."""
 
     line: int
     code: str
 
 
 def snippets(text: str) -> list[Snippet]:
-    """Return the Python blocks of a page, but for those behind ``<!-- no-test: reason -->``."""
+    """Return the Python blocks of a page, except those below ``<!-- no-test: reason -->``."""
     return [
         Snippet(
             line=text.count("\n", 0, match.start("code")) + 1,
@@ -40,13 +40,13 @@ def snippets(text: str) -> list[Snippet]:
 
 
 def run(page: Path, blocks: list[Snippet], namespace: dict) -> None:
-    """Run blocks in order, with the page's own line numbers in tracebacks."""
+    """Run blocks in order; tracebacks show the line numbers of the page."""
     for block in blocks:
         exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)  # noqa: S102  (our own documentation)
 
 
 def test_readme_has_snippets():
-    """README.md is there and shows code that is run."""
+    """README.md exists and contains Python code that is run."""
     assert README.exists(), "README.md is missing"
     assert snippets(README.read_text(encoding="utf-8")), "README.md has no ```python block"
 
@@ -55,9 +55,9 @@ def test_readme_has_snippets():
     "page", [page for page in PAGES if page.exists()], ids=lambda page: page.name
 )
 def test_snippets_run(page, tmp_path, monkeypatch):
-    """The blocks of a page run one after the other, as a reader would type them."""
+    """The blocks of a page run one after the other in one namespace."""
     monkeypatch.chdir(tmp_path)
-    # A module that can be found: dataclasses and pickle look up where a class was defined.
+    # dataclasses and pickle look up the module of a class, so the snippets need a real module.
     module = types.ModuleType("snippets_of_a_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -65,7 +65,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 
 def test_snippets_are_found():
-    """A block is found with its line and without its indentation; one with a reason is left out."""
+    """A block is found with its line, without its indentation, unless it is marked no-test."""
     page = (
         "# Title\n\n```python\na = 1\nb = 2\n```\n\n```bash\nmake\n```\n"
         "<!-- no-test: needs two GPUs -->\n```python\nraise\n```\n"
@@ -79,7 +79,7 @@ def test_snippets_are_found():
 
 
 def test_a_wrong_snippet_fails(tmp_path):
-    """An error in a snippet is reported at its line of the page."""
+    """The traceback of a failing snippet shows its line on the page."""
     page = tmp_path / "page.md"
     blocks = snippets("text\n\n```python\na = 1\n```\n```python\nassert a == 2\n```\n")
 
