@@ -1,4 +1,4 @@
-"""accelerate's training loop as its documentation has it, alone or with the step behind it."""
+"""Run the training loop of accelerate's documentation, plain or with mfwrap's step attached."""
 
 import functools
 import math
@@ -42,20 +42,20 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "foreach AdamW": lambda weights: AdamW(weights, lr=1e-2, weight_decay=0.1, foreach=True),
     "fused SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=True),
     "SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=False),
-    # Its first eps depends on the type of the weights unless it is given.
+    # The default of Adafactor's first eps depends on the weights' dtype, so it is set here.
     "Adafactor": lambda weights: Adafactor(weights, lr=1e-2, eps=(1e-7, 1e-3)),
 }
 
 
 def new_accelerator(precision: str = "no", *, scale: float = 1.0, **settings: Any) -> Accelerator:
-    """Return an accelerator on CPU that shares no settings with those before it.
+    """Return an accelerator on the CPU that shares no state with earlier accelerators.
 
-    In fp16 it has what accelerate gives itself on CUDA only: autocast, and a gradient scaler.
+    In fp16 it gets autocast and a gradient scaler, which accelerate creates on CUDA only.
 
     Args:
         precision: accelerate's ``mixed_precision``.
-        scale: First scale of that scaler.
-        settings: Of the accelerator.
+        scale: Initial scale of the fp16 gradient scaler.
+        settings: Further keyword arguments of the accelerator.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -67,13 +67,13 @@ def new_accelerator(precision: str = "no", *, scale: float = 1.0, **settings: An
 
 
 def inverse(step: int) -> float:
-    """Return the factor of the learning rate."""
+    """Return the learning rate's factor ``1 / (1 + step)``."""
     return 1 / (1 + step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What a loop trains with."""
+    """The settings of a training loop."""
 
     optimizer: str = "fused AdamW"
 
@@ -81,58 +81,60 @@ class Loop:
     """accelerate's ``mixed_precision``."""
 
     scale: float = 1.0
-    """Loss scale; alone, accelerate has one in fp16 only."""
+    """Loss scale; plain accelerate scales the loss in fp16 only."""
 
     accumulation: int = 1
+    """Number of micro-batches per update."""
 
     max_norm: float | None = None
-    """What the loop clips by; ``None`` for no clipping."""
+    """Largest norm of the gradients; ``None`` means no clipping."""
 
     num_batches: int = 5
-    """Micro-batches in all."""
+    """Total number of micro-batches."""
 
     bad_updates: tuple[int, ...] = ()
-    """Updates with a bad element in the gradient of their first micro-batch."""
+    """Indices of updates with a bad element in the gradient of their first micro-batch."""
 
     bad_value: float = math.nan
+    """Value of the bad element."""
 
     left_out: tuple[int, ...] = ()
-    """Updates of which the data holds nothing; the others have the data that they have anyway."""
+    """Indices of updates whose data is removed; the data of all other updates stays the same."""
 
     zero_grad_first: bool = False
-    """Zero gradients before forward, as loops without accumulation often do."""
+    """Whether to zero gradients before the forward, as loops without accumulation often do."""
 
 
 class Trace(NamedTuple):
-    """What training leaves behind; lists have one item an update unless it is said otherwise."""
+    """The results of a training; lists have one item per update unless a field says otherwise."""
 
     losses: list[float]
-    """One a micro-batch."""
+    """Losses, one per micro-batch."""
 
     norms: list[Tensor]
-    """What clipping returned."""
+    """Norms that ``clip_grad_norm_`` returned."""
 
     rates: list[float]
     """Learning rates that the optimizer used."""
 
     skipped: list[bool]
-    """What ``optimizer_step_was_skipped`` said."""
+    """Values of ``optimizer_step_was_skipped``."""
 
     states: list[dict[str, Any]]
-    """Weights and optimizer state; one more, the first is from before the first update."""
+    """Weights and optimizer state: before the first update, then after each update."""
 
     averages: list[list[Tensor]]
-    """Averaged weights; one more, as above."""
+    """Averages of the weights: before the first update, then after each update."""
 
     schedule: dict[str, Any]
-    """State of the schedule at the end."""
+    """State of the schedule after the last update."""
 
     reports: list[Any]
     """Reports of the attached step; ``None`` without it."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Weights at the end, by name."""
+        """Weights after the last update, by name."""
         return weights_of(self.states[-1])
 
 
@@ -143,7 +145,7 @@ def weights_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 @functools.cache
 def train_alone(loop: Loop) -> Trace:
-    """Return the trace of the loop with accelerate alone, which is not to be changed."""
+    """Return the trace of the loop with plain accelerate; it is cached, so do not modify it."""
     return train(loop, attached=False)
 
 
@@ -155,14 +157,16 @@ def train(
     given_ema: bool = False,
     asks: bool = True,
 ) -> Trace:
-    """Train a small network.
+    """Train a small network in an accelerate loop and return its trace.
 
     Args:
-        loop: What with.
-        attached: Whether the step is behind the loop.
-        config: Of the step.
-        given_ema: Give the step an average of the unprepared network, not a callable.
-        asks: Ask after each update whether it was skipped.
+        loop: Settings of the loop.
+        attached: Whether to attach mfwrap's step to the accelerator.
+        config: Settings of the attached step.
+        given_ema: Whether to pass the step an average of the unprepared network instead of a
+            function that creates one.
+        asks: Whether to read ``optimizer_step_was_skipped`` after each update. If False, the trace
+            records all updates as not skipped.
     """
     accelerator = new_accelerator(
         loop.precision, scale=loop.scale, gradient_accumulation_steps=loop.accumulation
@@ -173,7 +177,7 @@ def train(
     step = None
     if attached:
         ema = _average(network) if given_ema else _average
-        # In fp16 the step takes over accelerate's own scale.
+        # In fp16, the step adopts the loss scale of accelerate's scaler.
         scale_sense = None if loop.precision == "fp16" else loop.scale
         step = attach(accelerator, config, ema, scale_sense=scale_sense)
     bad_element = BadElement(network.layers[0].weight, loop.bad_value)
@@ -215,7 +219,7 @@ def _loader(loop: Loop) -> DataLoader:
 
 
 class _Recorder:
-    """Notes what happens; without the step, it averages weights as torch does."""
+    """Collect the trace; without the attached step, average the weights with torch."""
 
     def __init__(self, network: nn.Module, optimizer: Any, step: AttachedStep | None) -> None:
         self.losses: list[float] = []
@@ -240,7 +244,8 @@ class _Recorder:
 
     def _state(self) -> dict[str, Any]:
         state = training_state(self._network, self._optimizer.optimizer)
-        # Not the rate, which a schedule may change before the next update only.
+        # Leave out the parameter groups: the deferred schedule may set the learning rate as late as
+        # just before the next update.
         return {name: v for name, v in state.items() if "/param_groups/" not in name}
 
     def _next_averages(self, *, skipped: bool) -> list[Tensor]:
@@ -266,7 +271,7 @@ class _Recorder:
 
 
 class BytesRead(TorchDispatchMode):
-    """Count the bytes of some tensors' memory that operators take, each memory once a call."""
+    """Count the bytes of given tensors that operators read, each memory once per operator call."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

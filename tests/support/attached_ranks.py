@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of attached loops under DistributedDataParallel."""
+"""The program of each of two ranks that train attached loops with DistributedDataParallel."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["NUM_RANKS", "SETTINGS", "STOP", "run_rank"]
 
 NUM_RANKS = 2
 STOP = 6
-"""Updates before a checkpoint; the last of them is skipped."""
+"""Number of updates before the checkpoint; the last of them is skipped."""
 
 SETTINGS = {
     "fused": RunSettings(accumulation=2),
@@ -24,9 +24,9 @@ SETTINGS = {
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Do everything as one of the ranks, and leave the results in the folder."""
+    """Run all trainings as one of the ranks, and save their results in `folder`."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "localhost"}
-    _place(local_rank=rank, on_node=NUM_RANKS)
+    _set_local_rank(rank, ranks_on_node=NUM_RANKS)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
@@ -34,23 +34,24 @@ def run_rank(rank: int, folder: str) -> None:
         "trained": {name: _train(settings, rank) for name, settings in SETTINGS.items()},
         "saved": _save_and_load(rank, Path(folder) / "saved"),
     }
-    _place(local_rank=0, on_node=1)
+    # Pretend that each rank runs on a node of its own.
+    _set_local_rank(0, ranks_on_node=1)
     results["each node"] = _save_and_load(rank, Path(folder) / f"node{rank}", each_node=True)
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     distributed.destroy_process_group()
 
 
-def _place(*, local_rank: int, on_node: int) -> None:
-    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_node)}
+def _set_local_rank(local_rank: int, *, ranks_on_node: int) -> None:
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_on_node)}
 
 
 def _factors(rank: int) -> tuple[float, ...]:
-    """Return factors of losses that are NaN on the last rank only."""
+    """Return the losses' factors, which contain NaN on the last rank only."""
     return FACTORS if rank == NUM_RANKS - 1 else (1.0,) * len(FACTORS)
 
 
 def _run(settings: RunSettings, **accelerator_settings: Any) -> AttachedRun:
-    # Otherwise accelerate's schedules make one step a rank.
+    # Without split batches, accelerate steps a schedule once per rank at each update.
     split = DataLoaderConfiguration(split_batches=True)
     return AttachedRun(settings, dataloader_config=split, **accelerator_settings)
 

@@ -1,4 +1,4 @@
-"""A loop with the step behind it that is saved, and resumed in this process or a new one."""
+"""Train an attached accelerate loop that can be saved and resumed, also in a new process."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ __all__ = [
 
 NAN = float("nan")
 FACTORS = (1.0, NAN, 1.0, 1.0, NAN, NAN, 1.0, 1.0, NAN, 1.0)
-"""What the losses of successive updates are multiplied by: NaN skips the update."""
+"""Factors of the losses of successive updates; NaN makes an update be skipped."""
 
 LOSS_SCALES = {
     "none": lambda: None,
@@ -64,9 +64,9 @@ SCHEDULES = {
 
 
 def new_accelerator(precision: str = "no", **settings: Any) -> Accelerator:
-    """Return an accelerator on CPU that shares no settings with those before it.
+    """Return an accelerator on the CPU that shares no state with earlier accelerators.
 
-    In fp16 it has what accelerate gives itself on CUDA only: autocast, and a gradient scaler.
+    In fp16 it gets autocast and a gradient scaler, which accelerate creates on CUDA only.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -79,7 +79,7 @@ def new_accelerator(precision: str = "no", **settings: Any) -> Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run consists of, in words that a JSON file holds."""
+    """The settings of a run, as names and numbers that can be written to JSON."""
 
     optimizer: str = "fused AdamW"
     schedule: str = "inverse"
@@ -89,18 +89,18 @@ class RunSettings:
     max_norm: float | None = 0.5
     ema: bool = True
     num_networks: int = 1
-    """Each with an optimizer of its own; only the first one is trained."""
+    """Number of networks, each with its own optimizer; only the first network is trained."""
 
     seed: int = 0
 
 
 class AttachedRun:
-    """Network, optimizer, schedule and average behind one accelerator.
+    """Train a network with an optimizer, a schedule and an average on one accelerator.
 
     Args:
-        settings: What it consists of.
-        attached: Whether the step is behind it; if not, it is accelerate's own loop.
-        accelerator_settings: Further settings of the accelerator.
+        settings: Settings of the run.
+        attached: Whether to attach mfwrap's step; if False, the loop is plain accelerate.
+        accelerator_settings: Further keyword arguments of the accelerator.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class AttachedRun:
         self.prepare()
 
     def prepare(self) -> None:
-        """Make network, optimizer and schedule, and let accelerate prepare them."""
+        """Create networks, optimizers and schedule, and prepare them with accelerate."""
         settings = self.settings
         torch.manual_seed(settings.seed)
         networks = [Classifier() for _ in range(settings.num_networks)]
@@ -134,9 +134,12 @@ class AttachedRun:
         self.optimizer = prepared[settings.num_networks]
 
     def train(self, first: int, last: int, factors: tuple[float, ...] = FACTORS) -> list[Tensor]:
-        """Do the updates of these numbers; return their losses, one a micro-batch.
+        """Run the updates from `first` up to, not including, `last`.
 
-        On several ranks each has its share of every micro-batch.
+        On several ranks, each rank trains on its share of every micro-batch.
+
+        Returns:
+            The losses, one per micro-batch.
         """
         steps = self.settings.accumulation
         batches = labelled_batches(len(factors) * steps)
@@ -160,12 +163,12 @@ class AttachedRun:
         return tensor.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
 
     def trained(self) -> dict[str, Any]:
-        """Return copies of what accelerate alone keeps: weights, optimizer and schedule."""
+        """Return copies of the state that plain accelerate has: weights, optimizer, schedule."""
         trained = training_state(self.network, self.optimizer.optimizer)
         return trained | _copied("schedule", self.schedule.state_dict())
 
     def state(self) -> dict[str, Any]:
-        """Return copies of that and of all that the step keeps, as one mapping, after a flush."""
+        """Return copies of `trained` and of the step's state, flushed, as one mapping."""
         own = _copied("/step", self.step.step.state_dict())
         return self.trained() | own
 
@@ -183,14 +186,14 @@ def _copied(name: str, value: Any) -> dict[str, Any]:
 def resume_in_a_new_process(
     folder: Path, jobs: Mapping[str, tuple[RunSettings, int]]
 ) -> dict[str, Any]:
-    """Load checkpoints in a process of its own, train to the end there, and return what comes out.
+    """Load checkpoints in a new process, train them to the end, and return the results.
 
     Args:
-        folder: Holds a checkpoint under the name of each job.
-        jobs: Settings, and the number of the next update, by name.
+        folder: Folder with one checkpoint per job, named after the job.
+        jobs: For each job, the settings of its run and the index of its next update.
 
     Returns:
-        Losses and state of each, by name.
+        For each job, a dict of its losses and its final state.
     """
     described = {name: (asdict(settings), first) for name, (settings, first) in jobs.items()}
     (folder / "jobs.json").write_text(json.dumps(described), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Training whose gradients are clipped in every way that a loop may clip them."""
+"""Train accelerate loops that clip their gradients in every way that a loop may."""
 
 import functools
 import math
@@ -35,11 +35,11 @@ __all__ = [
 INF = math.inf
 NUM_UPDATES = 3
 LIMIT = 0.2
-"""Below every norm of these runs, also of every layer's own."""
+"""A limit below every gradient norm of these runs, including the norm of each single layer."""
 
 
 class Setting(NamedTuple):
-    """A precision and a loss scale; accelerate alone has one in fp16 only."""
+    """Precision, loss scale and accumulation; plain accelerate scales the loss in fp16 only."""
 
     precision: str = "no"
     scale: float = 1.0
@@ -47,28 +47,30 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What training with clipping leaves behind."""
+    """The results of a training with clipping."""
 
     returned: list[Any]
-    """What the calls that clip returned."""
+    """Return values of the clipping calls."""
 
     weights: list[Tensor]
+    """Weights after the last update."""
 
     skipped: list[bool]
+    """Whether each update was skipped."""
 
     reports: list[Any]
-    """Of the attached step."""
+    """Reports of the attached step; ``None`` without it."""
 
 
 class ClippedTraining:
-    """A prepared network and its optimizer.
+    """Train a network with accelerate and clip its gradients.
 
     Args:
-        optimizer: Its name in `OPTIMIZERS`.
+        optimizer: Name of the optimizer in `OPTIMIZERS`.
         setting: Precision, loss scale and accumulation.
-        attached: Whether the step is behind the loop.
-        config: Of the step.
-        select: What of the network the optimizer holds.
+        attached: Whether to attach mfwrap's step to the accelerator.
+        config: Settings of the attached step.
+        select: Function from the network to the parameters, or groups, that the optimizer gets.
     """
 
     def __init__(
@@ -97,22 +99,22 @@ class ClippedTraining:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients that there are."""
+        """All gradients of the network that are not None."""
         return [p.grad for p in self.network.parameters() if p.grad is not None]
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Do forward and backward of one micro-batch."""
+        """Run the forward and backward of one micro-batch."""
         self.accelerator.backward(self.network(*batch))
 
     def update(
         self, clip: "Clip", micro_batches: list[tuple[Tensor, Tensor]], *, each_micro_batch: bool
     ) -> list[Any]:
-        """Do one update; return what clipping returned.
+        """Run one update; return the return values of `clip`.
 
         Args:
-            clip: Called where the loop clips.
-            micro_batches: As many as are accumulated.
-            each_micro_batch: Whether that is after every backward, not only the last.
+            clip: Function that clips the gradients.
+            micro_batches: All micro-batches of the update.
+            each_micro_batch: Whether to clip after every backward instead of only the last.
         """
         returned = []
         for batch in micro_batches:
@@ -125,7 +127,7 @@ class ClippedTraining:
         return returned
 
     def run_by_hand(self, clip: "Clip") -> Outcome:
-        """Do some updates of two backwards each without ``accumulate``, clipping after both."""
+        """Run updates of two backwards without ``accumulate``, and clip after each backward."""
         returned, skipped = [], []
         for index, batch in enumerate(labelled_batches(2 * NUM_UPDATES)):
             self.backward(batch)
@@ -138,7 +140,7 @@ class ClippedTraining:
         return Outcome(returned, weights, skipped, [])
 
     def run(self, clip: "Clip", *, each_micro_batch: bool = False) -> Outcome:
-        """Do some updates; arguments as in `update`."""
+        """Run `NUM_UPDATES` updates; `clip` and `each_micro_batch` as in `update`."""
         returned, skipped, reports = [], [], []
         size = self.accelerator.gradient_accumulation_steps
         batches = labelled_batches(NUM_UPDATES * size)
@@ -152,11 +154,11 @@ class ClippedTraining:
 
 
 Clip = Callable[[ClippedTraining], Any]
-"""What a loop does between backward and step."""
+"""A function that a loop calls between backward and step, usually to clip gradients."""
 
 
 def norm_of(*layers: int, limit: float = LIMIT, norm_type: float = 2.0) -> Clip:
-    """Return a call that clips some layers, or the whole network, by norm."""
+    """Return a function that clips the given layers, or the whole network, by norm."""
 
     def clip(training: ClippedTraining) -> Tensor:
         modules = [training.network.layers[index] for index in layers] or [training.network]
@@ -177,13 +179,13 @@ def unscale(training: ClippedTraining) -> None:
 
 
 def doubled(training: ClippedTraining) -> None:
-    """Change gradients by hand."""
+    """Double all gradients in place, as a loop may change gradients by hand."""
     for gradient in training.gradients:
         gradient.mul_(2)
 
 
 def calls(*several: Clip) -> Clip:
-    """Return one call that does several."""
+    """Return one function that calls several in order."""
     return lambda training: [call(training) for call in several]
 
 
@@ -219,7 +221,10 @@ ONE_CALL: dict[str, Clip] = {
         t.network.layers[0].weight, 0.02
     ),
 }
-"""What accelerate does in fp16, too: its scaler refuses to unscale twice in an update."""
+"""Ways to clip that work with plain accelerate in fp16 too.
+
+They unscale at most once per update; accelerate's scaler raises an error at the second time.
+"""
 
 WAYS: dict[str, Clip] = {
     **ONE_CALL,
@@ -246,7 +251,7 @@ WAYS: dict[str, Clip] = {
 def clipped_alone(
     clip: Clip, optimizer: str, setting: Setting | None = None, **settings: bool
 ) -> Outcome:
-    """Return the outcome of accelerate alone."""
+    """Return the outcome of plain accelerate."""
     setting = setting or Setting()
     if setting.precision != "fp16":
         setting = setting._replace(scale=1.0)
@@ -254,10 +259,11 @@ def clipped_alone(
 
 
 def assert_agree(expected: Outcome, actual: Outcome) -> None:
-    """Fail unless norms, skips and weights are the same, up to rounding.
+    """Assert that skips are equal, and that norms and weights agree up to rounding.
 
-    Clipping multiplies and sums in another order than accelerate does: a few units of 6e-8 of a
-    norm, of updates below 0.1, and of weights below 1 that these are rounded into.
+    mfwrap multiplies and sums in another order than accelerate. Norms may therefore differ by a few
+    units of float32's relative rounding error of 6e-8. So may the updates, which are below 0.1, and
+    the weights, which are below 1 and are rounded again when an update is added.
     """
     assert actual.skipped == expected.skipped
     norms = [torch.utils._pytree.tree_leaves(o.returned) for o in (actual, expected)]

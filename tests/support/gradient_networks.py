@@ -1,4 +1,4 @@
-"""The small networks whose gradients were recorded from MindSpore."""
+"""The network whose gradients were recorded from MindSpore."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 
 class GradientNetwork(nn.Module):
-    """A linear layer without bias and a mean squared error.
+    """A linear layer without bias, with a mean squared error.
 
     Args:
-        weight: Of the layer, shape ``(1, in)``, nested lists of numbers.
-        outputs: What is returned: the loss alone, with the logits, or with them and their double.
+        weight: Weight of the layer, shape ``(1, in)``, as nested lists of numbers.
+        outputs: What the network returns: ``"one_output"`` for the loss, ``"two_outputs"`` for loss
+            and logits, ``"three_outputs"`` for loss, logits and two times the logits.
     """
 
     def __init__(self, weight: Any, outputs: str = "two_outputs") -> None:
@@ -23,7 +24,7 @@ class GradientNetwork(nn.Module):
         self.outputs = outputs
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        """Return the outputs."""
+        """Return the loss, and the outputs that `outputs` asks for."""
         logits = self.fc(x).squeeze()
         loss = self.loss(logits, y)
         return {

@@ -1,4 +1,4 @@
-"""Count the host's reads of tensors on CPU, where no read shows as a wait."""
+"""Count host reads of tensors on a CPU, where no synchronization reveals them."""
 
 import contextlib
 import sys
@@ -44,7 +44,7 @@ _OPERATORS = frozenset(
         aten.unique_dim,
         aten.unique_consecutive,
         aten.bincount,
-        # `torch.tensor(value)`: on its way to a device it is waited for.
+        # From `torch.tensor(value)`, whose copy to a device synchronizes.
         aten.lift_fresh,
     }
 )
@@ -54,24 +54,26 @@ _STACK_DEPTH = 4
 
 
 class HostRead(NamedTuple):
-    """One read."""
+    """A read of a tensor's values on the host."""
 
     name: str
-    """The method that was called, or the operator that torch dispatched."""
+    """Name of the method that was called, or of the operator that torch dispatched."""
 
     stack: tuple[str, ...]
-    """Where, outside of torch, innermost first."""
+    """Call stack outside of torch, innermost frame first, as ``file:line function``."""
 
 
 class HostReads:
-    """Collect what reads a tensor's values on the host, within a ``with`` block.
+    """Collect the host reads of tensors within a ``with`` block.
 
-    On a device each of these waits until the values are there. A copy to the host that is told
-    not to block does not wait, and counts when its values are read with torch. `torch.Event`,
-    numpy views taken before and ``data_ptr`` are not seen.
+    On a device, each of these reads synchronizes. A non-blocking copy to the host does not, and
+    is counted only when torch reads its values. Waiting for a `torch.Event`, reading a numpy view
+    made before the block, and ``data_ptr`` are not detected.
 
-    Two modes, because neither sees all: ``tolist``, ``cpu``, ``to`` and ``numpy`` dispatch no
-    operator that betrays them on CPU, and a tensor given as a number is read below Python.
+    Two torch modes are needed because neither detects all reads. On a CPU, ``tolist``, ``cpu``,
+    ``to`` and ``numpy`` dispatch no operator that would reveal them, so the function mode detects
+    them by name. A tensor passed in place of a number is read in C++, so only the dispatch mode
+    detects it.
     """
 
     def __init__(self) -> None:
@@ -94,11 +96,11 @@ class HostReads:
 
     @property
     def names(self) -> list[str]:
-        """Names of the reads, in their order."""
+        """Names of the reads, in order."""
         return [read.name for read in self.reads]
 
     def _see(self, name: str | None, call: Callable[[], Any]) -> Any:
-        """Make a call, and count it if it has a name and is no part of a counted one."""
+        """Run a call; count it if it has a name and does not run inside a counted call."""
         if name is None or self._within_read:
             return call()
         self.reads.append(HostRead(name, _stack()))
@@ -152,14 +154,15 @@ class _Operators(TorchDispatchMode):
 
 
 def _waits_for_host(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Tell whether arguments of ``Tensor.to`` ask for a blocking copy to the CPU."""
+    """Return whether the arguments of ``Tensor.to`` request a blocking copy to the CPU."""
     device = keywords.get("device", arguments[0] if arguments else None)
     if not isinstance(device, (str, torch.device)) or torch.device(device).type != "cpu":
         return False
-    # to(device, dtype, non_blocking): the only bool there is, but for `copy` behind it.
+    # In to(device, dtype, non_blocking, copy), `non_blocking` is the first bool.
     flags = [argument for argument in arguments if isinstance(argument, bool)]
     non_blocking = keywords.get("non_blocking", flags[0] if flags else False)
-    # torch's optimizers move scalars to their parameters' own device, on CPU the same word.
+    # torch's optimizers move scalars to the device of their parameters. On a CPU this looks like a
+    # copy to the host, but on a device it is none.
     return not non_blocking and "optim" not in _calling_package()
 
 
@@ -181,7 +184,7 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 
 def _frames() -> list[FrameType]:
-    """Return the frames outside of this file, innermost first."""
+    """Return the calling frames outside of this file, innermost first."""
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename != __file__:
@@ -191,7 +194,7 @@ def _frames() -> list[FrameType]:
 
 
 def _calling_package() -> tuple[str, ...]:
-    """Return the folders of torch that the innermost frame is in; none outside of torch."""
+    """Return the folders inside torch of the innermost frame's file; () outside of torch."""
     path = Path(_frames()[0].f_code.co_filename)
     return path.relative_to(_TORCH).parts[:-1] if path.is_relative_to(_TORCH) else ()
 

@@ -1,4 +1,4 @@
-"""Training with a schedule of every kind, stepped wherever a loop may step it."""
+"""Train accelerate loops with every kind of schedule, stepped wherever a loop may step it."""
 
 import functools
 from collections.abc import Callable
@@ -42,11 +42,16 @@ class Schedule(NamedTuple):
     """A schedule, and how a loop steps it."""
 
     make: Callable[[Optimizer], Any]
+    """Function from the optimizer to its schedule."""
+
     when: str = "after"
-    """``after`` or ``before`` the optimizer of each micro-batch, or after an ``epoch``."""
+    """When the loop steps the schedule.
+
+    ``"after"`` or ``"before"`` the optimizer in each micro-batch, or after each ``"epoch"``.
+    """
 
     arguments: Callable[[int], tuple] = lambda _: ()
-    """What ``step`` is given, of the number of the update."""
+    """Function from the index of the update to the arguments of the schedule's ``step``."""
 
 
 def _epoch(update: int) -> tuple[float]:
@@ -110,22 +115,34 @@ SCHEDULES = {
 
 
 class Run(NamedTuple):
-    """What a schedule has done."""
+    """The results of a training with a schedule."""
 
     rates: list[float]
-    """That the optimizer used, one an update."""
+    """Learning rates that the optimizer used, one per update."""
 
     betas: list[Any]
-    """Some schedules move them, too; momentum of an optimizer that has no betas."""
+    """Betas that the optimizer used, or its momentum if it has no betas, one per update.
+
+    Some schedules change them.
+    """
 
     state: dict[str, Any]
-    """Of the schedule, at the end."""
+    """State of the schedule after the last update."""
 
     weights: list[torch.Tensor]
+    """Weights after the last update."""
 
 
 class ScheduledTraining:
-    """The loop of accelerate's documentation with one schedule."""
+    """Train in the loop of accelerate's documentation with one of the schedules.
+
+    Args:
+        name: Name of the schedule in `SCHEDULES`.
+        optimizer: Name of the optimizer in `OPTIMIZERS`.
+        precision: accelerate's ``mixed_precision``.
+        attached: Whether to attach mfwrap's step to the accelerator.
+        settings: Further keyword arguments of the accelerator.
+    """
 
     def __init__(
         self,
@@ -144,24 +161,24 @@ class ScheduledTraining:
         self.bad_element = BadElement(network.layers[0].weight, NAN)
         inner = OPTIMIZERS[optimizer](network.parameters())
         accumulation = self.accelerator.gradient_accumulation_steps
-        # The last window of an epoch is shorter than the others.
+        # The last accumulation window of an epoch has one micro-batch less than the others.
         batches = labelled_batches(UPDATES_PER_EPOCH * accumulation - (accumulation > 1))
         dataset = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
         schedule = self.how.make(inner)
         self.network, self.optimizer, self.loader = self.accelerator.prepare(
             network, inner, DataLoader(dataset, batch_size=8)
         )
-        # Not `prepare`, which leaves a GreedyLR alone.
+        # `prepare` does not recognize a GreedyLR as a schedule.
         self.schedule = self.accelerator.prepare_scheduler(schedule)
         self.rates, self.betas = [], []
 
     def step_schedule(self) -> None:
-        """Step the schedule where the loop does."""
+        """Step the schedule with its arguments for the current update."""
         update = min(len(self.rates), NUM_UPDATES - 1)
         self.schedule.step(*self.how.arguments(update))
 
     def epoch(self, bad_updates: tuple[int, ...] = (), *, num_updates: int = 2**31) -> None:
-        """Train for an epoch, or for as many updates of it."""
+        """Train for an epoch, or until `num_updates` updates have been made in total."""
         for inputs, labels in self.loader:
             with self.accelerator.accumulate(self.network):
                 self.bad_element.active = len(self.rates) in bad_updates
@@ -184,7 +201,7 @@ class ScheduledTraining:
 
 
 def run(*arguments: Any, bad_updates: tuple[int, ...] = (), **settings: Any) -> Run:
-    """Train with one schedule for some epochs."""
+    """Train for `NUM_EPOCHS` epochs; arguments as in `ScheduledTraining`."""
     training = ScheduledTraining(*arguments, **settings)
     for _ in range(NUM_EPOCHS):
         training.epoch(bad_updates)
@@ -193,7 +210,7 @@ def run(*arguments: Any, bad_updates: tuple[int, ...] = (), **settings: Any) -> 
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state that can be compared: some schedules keep schedules, or a function."""
+    """Return a schedule's state without functions, and with inner schedules as their states."""
     return {
         name: [plain_state(each) for each in value] if name == "_schedulers" else value
         for name, value in state.items()
@@ -203,7 +220,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def truthful(name: str, bad_updates: tuple[int, ...], accumulation: int) -> Run:
-    """Return what accelerate alone does where it notices skips."""
+    """Return the run of plain accelerate in fp16, the precision in which it detects skips."""
     return run(
         name,
         "SGD",

@@ -1,4 +1,4 @@
-"""A tiny Llama over bytes and batches of text for it, padded or not."""
+"""A tiny Llama with bytes as its vocabulary, and batches of text for it."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ _TEXT = (
 
 
 def small_llama() -> LlamaForCausalLM:
-    """Return a Llama of two layers, hidden size 32 and a vocabulary of bytes."""
+    """Return a Llama with two layers, hidden size 32 and the 256 bytes as its vocabulary."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=32,
@@ -30,15 +30,15 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def byte_batch(lengths: list[int], *, start: int = 0) -> dict[str, Tensor]:
-    """Return pieces of text as bytes, padded at their ends to the longest.
+    """Return a batch of pieces of text as bytes, padded at the end to the longest piece.
 
     Args:
         lengths: Number of bytes of each piece.
-        start: Where in the text the first piece begins.
+        start: Position in the text at which the first piece begins.
 
     Returns:
-        ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(pieces, longest)``; padding
-        is no target.
+        ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(pieces, longest)``; the labels
+        of padding are ignored by the loss.
     """
     ends = torch.tensor(lengths).cumsum(0) + start
     pieces = [

@@ -1,4 +1,4 @@
-"""Small networks with a loss, deterministic and without any read on the host."""
+"""Small, deterministic networks with a loss, which read no tensor on the host."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,13 @@ from torch.nn import functional
 __all__ = ["IGNORED", "Classifier", "LinearProbe", "TokenClassifier", "labelled_batches"]
 
 IGNORED = -100
-"""Label of a token that is no target."""
+"""Label of a token that the loss ignores."""
 
 
 class LinearProbe(nn.Module):
-    """A network whose gradient is known: the mean of the inputs' rows.
+    """A network whose gradient is the mean of the inputs' rows.
 
-    Its weight has shape ``(n,)`` and starts at zero.
+    Its weight has shape ``(num_inputs,)`` and is initialized to zero.
     """
 
     def __init__(self, num_inputs: int = 2) -> None:
@@ -25,7 +25,7 @@ class LinearProbe(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Two smooth layers and the mean cross-entropy of the targets, times `loss_factor`."""
+    """Two layers with tanh between them; the loss is mean cross-entropy times `loss_factor`."""
 
     def __init__(self, *, num_inputs: int = 8, num_classes: int = 4) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Classifier(nn.Module):
 
 
 class TokenClassifier(Classifier):
-    """The same, as sum of the targets' cross-entropies and number of targets."""
+    """A `Classifier` that returns the summed cross-entropy and the number of targets."""
 
     def forward(
         self, inputs: Tensor, labels: Tensor, loss_factor: Tensor | float = 1.0
@@ -53,7 +53,7 @@ class TokenClassifier(Classifier):
 def labelled_batches(
     num_batches: int, *, size: int = 8, num_inputs: int = 8, num_classes: int = 4, seed: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return batches of random inputs with labels that can be learned from them."""
+    """Return batches of random inputs, with labels that a linear layer can learn."""
     generator = torch.Generator().manual_seed(seed)
     teacher = torch.randn(num_inputs, num_classes, generator=generator)
     inputs = [torch.randn(size, num_inputs, generator=generator) for _ in range(num_batches)]

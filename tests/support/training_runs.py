@@ -1,4 +1,4 @@
-"""The same training by plain torch and by the cell, step for step."""
+"""Run the same training with plain torch and with the cell, and trace each step."""
 
 import contextlib
 import copy
@@ -25,24 +25,28 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "fused AdamW": lambda weights: AdamW(weights, lr=3e-3, weight_decay=0.1, fused=True),
     "fused SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=True),
     "foreach AdamW": lambda weights: AdamW(weights, lr=3e-3, weight_decay=0.1, foreach=True),
-    # Its first eps depends on the type of the weights unless it is given.
+    # The default of Adafactor's first eps depends on the weights' dtype, so it is set here.
     "Adafactor": lambda weights: Adafactor(weights, lr=1e-2, eps=(1e-7, 1e-3)),
 }
 
 
 class Trace(NamedTuple):
-    """What training leaves behind."""
+    """The results of a training."""
 
     losses: Tensor
+    """Losses, one per step."""
     norms: Tensor
-    """Global norms before clipping, one a step."""
+    """Global norms before clipping, one per step."""
     rates: Tensor
+    """Learning rates, one per step."""
     weights: list[Tensor]
+    """Weights after the last step."""
     averages: list[Tensor]
+    """Averages of the weights after the last step."""
 
 
 def warmup_and_cosine(step: int) -> float:
-    """Return the factor of the learning rate: linear warm-up, then half a cosine down to 0."""
+    """Return the factor of the learning rate: linear warm-up, then cosine decay to 0."""
     if step < _WARMUP_STEPS:
         return (step + 1) / _WARMUP_STEPS
     progress = (step - _WARMUP_STEPS) / (NUM_STEPS - _WARMUP_STEPS)
@@ -58,7 +62,7 @@ def train_plainly(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> Trace:
-    """Train a copy of `network` the way a loop in torch does, in `dtype` if it is given."""
+    """Train a copy of `network` with a plain loop in torch, in `dtype` if it is given."""
     network = copy.deepcopy(network).to(dtype)
     weights = list(network.parameters())
     optimizer = make_optimizer(weights)
@@ -89,7 +93,7 @@ def train_with_cell(
     scale: float,
     autocast: torch.dtype | None = None,
 ) -> Trace:
-    """Train a copy of `network` with the cell; norms are NaN where it reports none."""
+    """Train a copy of `network` with the cell; a norm is NaN if the cell reports no norm."""
     network = copy.deepcopy(network)
     optimizer = make_optimizer(network.parameters())
     ema = ExponentialMovingAverage(network, decay=DECAY)

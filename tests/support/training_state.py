@@ -1,4 +1,4 @@
-"""All that an update may change, as one flat mapping that can be compared."""
+"""Copy and compare the whole state that an update may change, as one flat mapping."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,12 @@ __all__ = ["assert_same_state", "assert_unchanged", "training_state"]
 
 
 def training_state(network: nn.Module, optimizer: Optimizer, *others: Any) -> dict[str, Any]:
-    """Return copies of weights, optimizer state with step counts, and the state of `others`.
+    """Return a copy of the state of a network, an optimizer and other objects as a flat mapping.
 
     Args:
-        network: Its weights and buffers.
-        optimizer: Its state and settings.
-        others: A schedule, an average: anything with a ``state_dict``.
+        network: Network whose weights and buffers are copied.
+        optimizer: Optimizer whose state, step counts and settings are copied.
+        others: Any objects with a ``state_dict``, such as a schedule or an average.
     """
     state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {type(other).__name__: other.state_dict() for other in others}
@@ -24,16 +24,16 @@ def training_state(network: nn.Module, optimizer: Optimizer, *others: Any) -> di
 
 
 def assert_same_state(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Fail, with the name, if anything differs by a bit, or is missing in either."""
+    """Assert that two states have the same names and bit-identical values."""
     assert sorted(actual) == sorted(expected)
     for name, value in expected.items():
         assert _equal(value, actual[name]), name
 
 
 def assert_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Fail, with the name, if anything differs by a bit from what it was.
+    """Assert that every value in `before` is bit-identical in `after`.
 
-    State that an optimizer has created in between must be at its initial value, zero.
+    State that an optimizer created in between must be zero, its initial value.
     """
     assert set(before) <= set(after)
     for name, value in after.items():

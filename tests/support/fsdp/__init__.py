@@ -1,1 +1,1 @@
-"""Trainings under FSDP2."""
+"""Programs that train with FSDP2."""

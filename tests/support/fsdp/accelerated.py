@@ -1,4 +1,4 @@
-"""What each rank does in the tests of networks that accelerate itself shards."""
+"""The programs of ranks whose network is sharded by accelerate or the Trainer."""
 
 import contextlib
 import os
@@ -26,15 +26,15 @@ __all__ = ["evaluate_averages", "resume_attached", "train_attached", "train_with
 
 NUM_STEPS = 3
 NUM_ROWS = 4
-"""Of a micro-batch, of all ranks together."""
+"""Number of rows of a micro-batch, over all ranks together."""
 MAX_NORM = 0.5
 DECAY = 0.9
 LAYERS = "LlamaDecoderLayer"
 
 
 @contextlib.contextmanager
-def own_settings() -> Iterator[None]:
-    """Leave nothing of what accelerate shares to the next program of the process."""
+def reset_accelerate_after() -> Iterator[None]:
+    """Reset accelerate's shared state and environment variables when the program ends."""
     try:
         yield
     finally:
@@ -44,8 +44,8 @@ def own_settings() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def make_it_shard(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Do what accelerate does on a GPU; on a CPU it passes over its plugin."""
+def enable_sharding(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Make an accelerator shard networks, as it does on a GPU; on a CPU it ignores its plugin."""
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
@@ -59,7 +59,12 @@ def rows_of(step: int, micro_batch: int, rank: int, num_ranks: int) -> Tensor:
 
 
 class Loop:
-    """An accelerate loop on a network that is sharded where there are several ranks."""
+    """An attached accelerate loop; with several ranks, its network is sharded.
+
+    Args:
+        accumulation: Number of micro-batches per update.
+        state_dict_type: How accelerate saves a sharded network.
+    """
 
     def __init__(self, accumulation: int, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
         self.accelerator = new_accelerator(gradient_accumulation_steps=accumulation)
@@ -72,7 +77,7 @@ class Loop:
                 cpu_ram_efficient_loading=False,
                 state_dict_type=state_dict_type,
             )
-            make_it_shard(self.accelerator, plugin)
+            enable_sharding(self.accelerator, plugin)
         torch.manual_seed(0)
         model = small_llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -86,7 +91,7 @@ class Loop:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def train(self, first_step: int = 0) -> list[dict[str, Tensor]]:
-        """Do some steps; return what each reported."""
+        """Train `NUM_STEPS` steps; return the loss and the norms of each."""
         accelerator, reports = self.accelerator, []
         for step in range(first_step, first_step + NUM_STEPS):
             for index in range(self.accumulation):
@@ -104,7 +109,7 @@ class Loop:
         return reports
 
     def state(self) -> dict[str, Tensor]:
-        """Return whole weights, averages and moments."""
+        """Return the full (unsharded) weights, averages and optimizer moments."""
         averages = self.attached.ema.state_dict()["averages"]
         moments = self.optimizer.optimizer.state.values()
         return (
@@ -114,18 +119,23 @@ class Loop:
         )
 
 
-@own_settings()
+@reset_accelerate_after()
 def train_attached(rank: int, accumulation: int) -> dict[str, Any]:
-    """Train, with clipping."""
+    """Train an attached loop that clips; return its reports and its state."""
     del rank
     loop = Loop(accumulation)
     reports = loop.train()
     return {"reports": reports, "state": loop.state()}
 
 
-@own_settings()
+@reset_accelerate_after()
 def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, Any]:
-    """Save in the middle; go on, and go on from what was saved in a loop that has not trained."""
+    """Save a loop in the middle of training, finish it, and finish a new loop from the checkpoint.
+
+    Returns:
+        The final states ``"unbroken"`` and ``"resumed"``, the checkpoint's files and the number of
+        applied updates.
+    """
     del rank
     loop = Loop(2, state_dict_type)
     loop.train()
@@ -144,19 +154,19 @@ def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, A
 
 
 class ShardingTrainer(Trainer):
-    """A Trainer that shards on a CPU as it does on GPUs."""
+    """A Trainer that shards its network on a CPU, as a Trainer does on GPUs."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, and let it shard."""
+        """Create the accelerator and enable sharding if there are several ranks."""
         super().create_accelerator_and_postprocess()
         if self.accelerator.num_processes > 1:
             plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            make_it_shard(self.accelerator, plugin)
+            enable_sharding(self.accelerator, plugin)
             self.is_fsdp_enabled = True
 
 
 class ShardingMFTrainer(MFTrainerMixin, ShardingTrainer):
-    """With the step behind it."""
+    """A sharding Trainer with mfwrap's step."""
 
 
 def new_trainer(
@@ -166,7 +176,7 @@ def new_trainer(
     callbacks: list[TrainerCallback],
     **arguments: Any,
 ) -> ShardingMFTrainer:
-    """Return a trainer that shards where there are several ranks."""
+    """Return a trainer of the small Llama; with several ranks, its network is sharded."""
     new_accelerator()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (64, 8), generator=generator)
@@ -216,7 +226,7 @@ def _weights(trainer: ShardingMFTrainer) -> dict[str, Tensor]:
     return {name: whole(weight) for name, weight in trainer.model_wrapped.named_parameters()}
 
 
-@own_settings()
+@reset_accelerate_after()
 def train_with_trainer(
     rank: int,
     folder: str,
@@ -224,7 +234,7 @@ def train_with_trainer(
     num_ranks: int = 2,
     state_dict_type: str = "FULL_STATE_DICT",
 ) -> dict[str, Any]:
-    """Train to the end, from the begin or from a checkpoint."""
+    """Train to the end, from the beginning or from the checkpoint `resumed`."""
     del rank
     trainer = new_trainer(folder, num_ranks, state_dict_type, [])
     trainer.train(resume_from_checkpoint=resumed)
@@ -235,9 +245,9 @@ def train_with_trainer(
     }
 
 
-@own_settings()
+@reset_accelerate_after()
 def evaluate_averages(rank: int, folder: str, num_ranks: int = 2) -> dict[str, Any]:
-    """Train, evaluate and export averages, and end with those of the best checkpoint."""
+    """Train, evaluate and export the averages, and load those of the best checkpoint at the end."""
     del rank
     trainer = new_trainer(
         folder,

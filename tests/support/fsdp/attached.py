@@ -1,4 +1,4 @@
-"""What each rank does in the tests of accelerate loops whose network was sharded before."""
+"""The programs of ranks that attach to an accelerate loop after their network was sharded."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ MAX_NORM = 0.5
 
 
 def train_by_cell(rank: int, accumulation: int) -> dict[str, Any]:
-    """Train by the cell."""
+    """Train with the cell, as the reference for `train_attached`."""
     case = Case(accumulation=accumulation)
     network = sharded(new_model(per_token=False), case)
     cell = MFTrainOneStepCell(
@@ -36,12 +36,13 @@ def train_by_cell(rank: int, accumulation: int) -> dict[str, Any]:
 
 
 def train_attached(rank: int, accumulation: int, way: str) -> dict[str, Any]:
-    """Train by a loop that clips in one of several ways."""
+    """Train with an attached loop; if `way` is ``"in place"``, it unscales before it clips."""
     case = Case(accumulation=accumulation)
     network = sharded(new_model(per_token=False), case)
     accelerator = Accelerator(cpu=True)
     attached = attach(accelerator, StepConfig(local_norm=True), scale_sense=2.0**16)
-    # accelerate would put it into DistributedDataParallel, which takes no shards.
+    # Marked as prepared, because accelerate would otherwise wrap the network in
+    # DistributedDataParallel, which does not support sharded parameters.
     network._is_accelerate_prepared = True
     network, optimizer = accelerator.prepare(network, optimizer_of("fused AdamW", network))
     norms, local_norms = [], []

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of checkpoints that other ranks go on from."""
+"""The programs of ranks that save checkpoints and resume from those of other ranks."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,13 +46,13 @@ def _training(layout: str, optimizer: str, *, dynamic: bool = True) -> _Training
 def _train(training: _Training, rank: int, steps: range) -> None:
     for step in steps:
         [batch] = micro_batches_of(Case(), step, rank)
-        # One overflow, so that scale and counters are no longer those of the beginning.
+        # One overflow, so that the loss scale and its counters differ from their initial values.
         training.cell(*batch, float("nan") if step == 1 else 1.0)
     training.cell.flush()
 
 
 def _state(training: _Training) -> dict[str, Any]:
-    """Return all of a training's state, gathered."""
+    """Return the whole state of a training, with sharded tensors gathered."""
     cell, network = training.cell, training.cell.network
     own = cell.state_dict()
     state = {name.replace("module.", ""): p for name, p in network.named_parameters()}
@@ -76,7 +76,7 @@ def _state(training: _Training) -> dict[str, Any]:
 
 
 def save(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
-    """Train, save, and train on; return the state at both ends."""
+    """Train, save and train further; return the states when saved and at the end."""
     training = _training(layout, optimizer)
     _train(training, rank, range(NUM_BEFORE))
     save_sharded(folder, training.cell, training.scheduler)
@@ -86,7 +86,7 @@ def save(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[
 
 
 def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
-    """Load into a training that has gone another way, and train on."""
+    """Load into a training with other weights, and train further; return the states of both."""
     training = _training(layout, optimizer)
     with torch.no_grad():
         for parameter in training.cell.network.parameters():
@@ -98,7 +98,7 @@ def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[
 
 
 def load_into_another(rank: int, folder: str) -> dict[str, Any]:
-    """Load what does not fit; return the messages, and whether nothing has changed."""
+    """Load into trainings that do not fit; return the errors and whether the state is unchanged."""
     messages = {}
     training = _training("layers", "fused AdamW", dynamic=False)
     before = _state(training)
@@ -128,7 +128,7 @@ def load_into_another(rank: int, folder: str) -> dict[str, Any]:
 
 
 def save_by_torch_alone(rank: int, folder: str) -> bool:
-    """Save and load a cell as torch's checkpoints do with anything that has a state."""
+    """Save and load a cell with torch's own checkpoint functions; return whether it round-trips."""
     training = _training("layers", "fused AdamW")
     _train(training, rank, range(NUM_BEFORE))
     saved = _state(training)

@@ -1,4 +1,4 @@
-"""What goes wrong, or is asked for beside training, on ranks with sharded parameters."""
+"""The programs of ranks with sharded parameters in which something goes wrong or is counted."""
 
 import contextlib
 from collections import Counter
@@ -58,8 +58,8 @@ def new_cell(network: nn.Module, optimizer: str, **settings: Any) -> MFTrainOneS
     )
 
 
-def _kept(cell: MFTrainOneStepCell) -> list[Tensor]:
-    """Return copies of what this rank holds of weights, averages and optimizer state, in order."""
+def _local_tensors(cell: MFTrainOneStepCell) -> list[Tensor]:
+    """Return copies of this rank's shards: weights, then averages, then optimizer state."""
     state = cell.optimizer.state
     tensors: list[Tensor] = [*cell.network.parameters()]
     if cell.ema is not None:
@@ -76,13 +76,13 @@ def _kept(cell: MFTrainOneStepCell) -> list[Tensor]:
 def meet_a_bad_loss(
     rank: int, optimizer: str, factor: float, *, everywhere: bool = False
 ) -> dict[str, Any]:
-    """Train with losses that are bad in steps 0 and 2, and without those steps.
+    """Train with bad losses in steps 0 and 2, and train again without those steps.
 
     Args:
-        rank: Of this process.
-        optimizer: Its name.
-        factor: What losses are multiplied by.
-        everywhere: On every rank; otherwise on the last one.
+        rank: Rank of this process.
+        optimizer: Name of the optimizer.
+        factor: Factor of the bad losses.
+        everywhere: Whether the loss is bad on every rank; if False, on the last rank only.
     """
     if rank < distributed.get_world_size() - 1 and not everywhere:
         factor = 1.0
@@ -99,12 +99,12 @@ def meet_a_bad_loss(
             use_skip_data_by_global_norm=True,
             global_norm_spike_threshold=100.0,
         )
-        kept, reports = [_kept(cell)], []
+        kept, reports = [_local_tensors(cell)], []
         for step, number in enumerate(factors):
             if number is not None:
                 first, second = micro_batches_of(case, step, rank)
                 cell.step([first, (*second, number)])
-                kept.append(_kept(cell))
+                kept.append(_local_tensors(cell))
                 reports.append(cell.last_report)
         return kept, reports
 
@@ -123,7 +123,7 @@ def meet_a_bad_loss(
 
 
 def meet_a_bad_loss_everywhere(rank: int, optimizer: str, factor: float) -> dict[str, Any]:
-    """Train with losses that are bad on all ranks at once."""
+    """Run `meet_a_bad_loss` with losses that are bad on all ranks."""
     return meet_a_bad_loss(rank, optimizer, factor, everywhere=True)
 
 
@@ -132,7 +132,7 @@ def _are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 class _Messages(TorchDispatchMode):
-    """Count what is sent over ranks, by operator and number of elements."""
+    """Count the messages between ranks, by operator and number of elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Messages(TorchDispatchMode):
 
 
 def count_messages(rank: int, case: Case) -> dict[str, Any]:
-    """Return what a step sends beyond what the same forward and backward send without it."""
+    """Return the messages that a step adds to, and removes from, a plain forward and backward."""
     network = sharded(new_model(per_token=case.per_token), case)
     cell = new_cell(
         network,
@@ -169,7 +169,7 @@ def count_messages(rank: int, case: Case) -> dict[str, Any]:
 
 
 def count_host_reads(rank: int, optimizer: str) -> list[str]:
-    """Return what three steps read on the host."""
+    """Return the names of the host reads of three steps."""
     case = Case()
     network = sharded(new_model(per_token=False), case)
     cell = new_cell(
@@ -189,7 +189,10 @@ def count_host_reads(rank: int, optimizer: str) -> list[str]:
 
 
 def fail_in_a_micro_batch(rank: int) -> dict[str, Any]:
-    """Let a forward raise between two micro-batches; go on, and without having tried."""
+    """Train with and without failed attempts of a step; return whether both end equal.
+
+    In a failed attempt, the forward of the second micro-batch raises.
+    """
     ends = []
     for fails in (True, False):
         case = Case(accumulation=2)
@@ -201,18 +204,21 @@ def fail_in_a_micro_batch(rank: int) -> dict[str, Any]:
                 with contextlib.suppress(RuntimeError):
                     cell.step([first, (second[0][:, :3], second[1])])
             cell.step([first, second])
-        ends.append(_kept(cell))
+        ends.append(_local_tensors(cell))
     return {"is as if it had not been tried": _are_equal(*ends)}
 
 
 @torch.no_grad()
 def evaluate_with_averages(rank: int) -> dict[str, bool]:
-    """Evaluate before, inside and after a swap; the root is left gathered by each of them."""
+    """Evaluate before, inside and after a swap of the averages.
+
+    The whole network is one FSDP unit, whose parameters stay gathered after each forward.
+    """
     case = Case("root")
     [batch] = micro_batches_of(case, 0, rank)
     network = sharded(new_model(per_token=False), case)
     network(*batch)
-    # Built from a network that is gathered: both have to find the shards.
+    # The parameters are gathered now; the optimizer and the average must still use the shards.
     optimizer = optimizer_of("fused AdamW", network)
     ema = ExponentialMovingAverage(network, decay=0.5)
     del optimizer
@@ -227,7 +233,7 @@ def evaluate_with_averages(rank: int) -> dict[str, bool]:
     again = network(*batch)
     expected = new_model(per_token=False)
     for parameter in expected.parameters():
-        # Half of the way that trained weights have gone.
+        # With a decay of 0.5, averages follow half of the change of the trained weights.
         parameter.add_(0.25 if parameter.requires_grad else 0.5)
     return {
         "raw weights moved": not torch.equal(first, raw),
@@ -250,7 +256,7 @@ def _resharded(network: nn.Module) -> nn.Module:
 
 
 def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
-    """Return the norm of tensors that are sharded, replicated, both and neither."""
+    """Return the norms of tensors that are sharded, replicated, both, or neither."""
     world = distributed.get_world_size()
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(5, 3, generator=generator) for _ in range(6)]
@@ -262,7 +268,7 @@ def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
         distribute_tensor(values[2], line, [Replicate()]),
         distribute_tensor(values[3], grid, [Replicate(), Shard(1)]),
         distribute_tensor(values[4], grid, [Shard(0), Shard(1)]),
-        # Over some of the ranks only, alike in each such set.
+        # Sharded over the second dimension of the grid only; each of its groups has a whole copy.
         distribute_tensor(values[5], grid["shard"], [Shard(0)]),
     ]
     cpu = torch.device("cpu")
@@ -282,7 +288,7 @@ def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
 
 
 def train_with_a_divisor(rank: int) -> dict[str, Any]:
-    """Per token, with gradients that are summed over ranks instead of averaged."""
+    """Train per token with gradients that FSDP sums over ranks, and with those it averages."""
     ends = []
     for divides_by_one in (True, False):
         case = Case(per_token=True)
@@ -294,12 +300,12 @@ def train_with_a_divisor(rank: int) -> dict[str, Any]:
                     part.set_force_sum_reduction_for_comms(enable=True)
         cell = new_cell(network, "fused SGD", calculate_per_token_loss=True)
         outputs = [cell.step(micro_batches_of(case, step, rank)) for step in range(2)]
-        ends.append([*_kept(cell), *(output.global_norm for output in outputs)])
+        ends.append([*_local_tensors(cell), *(output.global_norm for output in outputs)])
     return {"ends": ends}
 
 
 def call_a_module_twice(rank: int) -> dict[str, Tensor]:
-    """Return local norms of a module that a forward calls twice, and what they should be."""
+    """Return the local norms of a module that a forward calls twice, and the expected norms."""
     [(inputs, _)] = micro_batches_of(Case(), 0, rank)
     torch.manual_seed(0)
     plain, network = _Twice(), _Twice()

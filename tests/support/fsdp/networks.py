@@ -1,4 +1,4 @@
-"""A network that is sharded over ranks in several ways, and what each rank trains it on."""
+"""A network, the ways to shard it over ranks, and the data of each rank."""
 
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ __all__ = [
 
 NUM_STEPS = 4
 NUM_ROWS = 8
-"""Of one rank's batch."""
+"""Number of rows of one rank's batch."""
 
 
 class Case(NamedTuple):
-    """One training run."""
+    """The settings of one training."""
 
     layout: str = "layers"
     accumulation: int = 1
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 class TokenModel(nn.Module):
-    """Three layers whose sizes no number of ranks divides, one of them frozen, and one unused."""
+    """A network with a frozen layer, an unused layer, and sizes that ranks cannot share evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,10 @@ class TokenModel(nn.Module):
 
 
 class MeanModel(nn.Module):
-    """The mean over all rows, so that equal shares of rows are equal shares of the loss."""
+    """A `TokenModel` whose loss is the mean over all rows.
+
+    Ranks with equal numbers of rows then have equal shares of the loss.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -69,14 +72,14 @@ class MeanModel(nn.Module):
 
 
 def new_model(*, per_token: bool) -> nn.Module:
-    """Return the network that every rank, and the reference, begins with."""
+    """Return a network with the initial weights of every rank and of the reference."""
     torch.manual_seed(0)
     model = TokenModel()
     return model if per_token else MeanModel(model)
 
 
 def sharded(network: nn.Module, case: Case) -> nn.Module:
-    """Shard a network as a case says; every rank calls it."""
+    """Shard a network in the case's layout; every rank must call this function."""
     world = distributed.get_world_size()
     policy = MixedPrecisionPolicy()
     if case.precision == "bf16":
@@ -107,7 +110,10 @@ def sharded(network: nn.Module, case: Case) -> nn.Module:
 
 
 def replicated_mesh(world: int) -> DeviceMesh:
-    """Return a mesh whose first dimension replicates, over two ranks if there are two."""
+    """Return a mesh whose first dimension replicates and whose second dimension shards.
+
+    The first dimension has size 2 if the number of ranks is even, otherwise 1.
+    """
     shape = (2, world // 2) if world % 2 == 0 else (1, world)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
@@ -118,7 +124,7 @@ def _shard_layers(model: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def optimizer_of(name: str, network: nn.Module, *, plain: bool = False) -> Optimizer:
-    """Return an optimizer; `plain` gives torch's simplest implementation of the same."""
+    """Return an optimizer by name; `plain` selects torch's single-tensor implementation."""
     kind = "" if plain else name.split(maxsplit=1)[0]
     way: dict[str, Any] = {"foreach": kind == "foreach"} if kind != "fused" else {"fused": True}
     if name.endswith("AdamW"):
@@ -129,7 +135,8 @@ def optimizer_of(name: str, network: nn.Module, *, plain: bool = False) -> Optim
 def micro_batches_of(case: Case, step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
     """Return a rank's micro-batches of one update.
 
-    Per token, ranks have unequal numbers of targets: rank 1 none in step 1, no rank any in step 2.
+    With a per-token loss, the ranks have unequal numbers of targets. Rank 1 has no targets in step
+    1, and no rank has targets in step 2.
     """
     [(inputs, labels)] = labelled_batches(1, size=NUM_ROWS, seed=10 * step + rank, num_classes=5)
     if case.per_token:

@@ -1,4 +1,4 @@
-"""The processes that hold the shards of one network: one, two or four."""
+"""The fixture of one, two or four ranks that hold the shards of one network."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ __all__ = ["Ranks", "ranks"]
 
 
 class Ranks:
-    """Run a function on every rank, this process being the only one or none of them.
+    """Run a function on every rank.
 
     Args:
-        number: How many.
-        pool: The others; ``None`` for none.
+        number: Number of ranks.
+        pool: Processes that are the ranks. ``None`` makes this process the only rank.
     """
 
     def __init__(self, number: int, pool: RankPool | None) -> None:
@@ -25,7 +25,7 @@ class Ranks:
         self._pool = pool
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``program(rank, *arguments)`` on every rank; return what each returns."""
+        """Call ``program(rank, *arguments)`` on every rank, and return the result of each rank."""
         if self._pool is None:
             return [program(0, *arguments)]
         return self._pool.run(program, *arguments)
@@ -40,7 +40,7 @@ class Ranks:
     ],
 )
 def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
-    """Return the ranks of each number in turn."""
+    """Return one, two, and in slow tests four ranks."""
     if request.param == 2:
         yield Ranks(2, request.getfixturevalue("two_ranks"))
         return

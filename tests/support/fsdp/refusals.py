@@ -1,4 +1,4 @@
-"""What steps with sharded parameters refuse, as each rank sees it."""
+"""The program of ranks with sharded parameters that provokes the errors of a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["be_refused"]
 
 
 def be_refused(rank: int) -> dict[str, str]:
-    """Return the messages of what is refused."""
+    """Return the error message of each refused use."""
     [batch] = micro_batches_of(Case(), 0, rank)
     world = distributed.get_world_size()
 

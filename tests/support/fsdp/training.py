@@ -1,4 +1,4 @@
-"""What each rank does in the tests of steps with sharded parameters."""
+"""The program of ranks that train with sharded parameters."""
 
 import itertools
 from typing import Any
@@ -42,18 +42,18 @@ OTHER_CASES = [
     )
     if case not in CASES
 ]
-"""With those above, every accumulation, precision and optimizer, per token and not."""
+"""The combinations of accumulation, precision, optimizer and loss that are not in `CASES`."""
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of all of a tensor; every rank calls it."""
+    """Return a full copy of a sharded or ordinary tensor; every rank must call this function."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
-    """Train as one of the ranks; return what came of it, gathered."""
+    """Train a case as one of the ranks; return its outputs, weights and averages, gathered."""
     network = sharded(new_model(per_token=case.per_token), case)
     optimizer = optimizer_of(case.optimizer, network)
     ema = ExponentialMovingAverage(network, decay=0.75)

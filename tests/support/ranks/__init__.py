@@ -1,1 +1,1 @@
-"""What each of several processes does."""
+"""Programs that tests run on several ranks, and the pool of processes that runs them."""

@@ -1,4 +1,4 @@
-"""The collectives of mfwrap, called on each of several ranks."""
+"""The program of ranks that call each of mfwrap's collectives."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ __all__ = ["call_collectives", "own_tensor"]
 
 
 def own_tensor(rank: int) -> Tensor:
-    """Return what a rank puts into each collective."""
+    """Return the tensor that a rank passes to each collective."""
     return torch.tensor([1.0, 10.0]) * (rank + 1)
 
 
 def call_collectives(rank: int) -> dict[str, Any]:
-    """Call each collective once; return what it gives this rank."""
+    """Call each collective, and return its results on this rank."""
     added, received = own_tensor(rank), own_tensor(rank)
     collectives.add_over_ranks(added)
     collectives.broadcast_from_main(received)

@@ -1,6 +1,7 @@
-"""A program that is one of two ranks, of which the second fails in the middle of a step.
+"""A script that runs one of two ranks, of which rank 1 fails in the middle of a step.
 
-Arguments: how it fails, whether weights are sharded, the rank, and the folder for what is left.
+Command-line arguments: how rank 1 fails, whether the weights are replicated or sharded, the rank of
+this process, and the folder for its results.
 """
 
 import os
@@ -26,19 +27,22 @@ __all__ = ["GOOD_STEPS", "FailingClassifier", "new_training"]
 
 GOOD_STEPS = 2
 START = timedelta(seconds=120)
+"""How long a rank waits for the other rank to start."""
+
 STEP = timedelta(seconds=15)
-"""What a rank waits for another one to start, and within a step."""
+"""How long a rank waits for the other rank within a step."""
 
 
 class FailingClassifier(TokenClassifier):
-    """Fails when it is told to."""
+    """A `TokenClassifier` that fails in the way that `failure` names."""
 
     failure = ""
+    """``"killed"``, ``"raises"`` or ``"raises and stays"``; ``""`` for no failure."""
 
     def forward(
         self, inputs: Tensor, labels: Tensor, loss_factor: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return loss and number of targets, or raise, or die in the backward that follows."""
+        """Return loss and number of targets, or raise; or kill the process in the backward."""
         if self.failure.startswith("raises"):
             msg = "this rank's batch is damaged"
             raise ValueError(msg)
@@ -49,7 +53,7 @@ class FailingClassifier(TokenClassifier):
 
 
 def new_training(network: torch.nn.Module) -> tuple[MFTrainOneStepCell, list[Any]]:
-    """Return a cell, and all whose state a checkpoint holds."""
+    """Return a cell, and the list of all objects whose state a checkpoint holds."""
     optimizer = AdamW(network.parameters(), lr=1e-2, fused=True)
     ema = ExponentialMovingAverage(network, decay=0.9)
     cell = MFTrainOneStepCell(
@@ -66,7 +70,7 @@ def new_training(network: torch.nn.Module) -> tuple[MFTrainOneStepCell, list[Any
 
 
 def _local_state(parts: list[Any]) -> dict[str, Any]:
-    """Return what this rank holds; comparing more would take ranks that are no longer there."""
+    """Return this rank's part of the state; to gather more would need ranks that have died."""
     state = training_state(*parts)
     return {k: v.to_local().clone() if hasattr(v, "to_local") else v for k, v in state.items()}
 
@@ -81,7 +85,7 @@ def _shared(inner: FailingClassifier, way: str, group: distributed.ProcessGroup)
 
 
 def main(failure: str, way: str, rank: int, folder: Path) -> None:
-    """Train, save, fail or see the other one fail, and leave behind what is then."""
+    """Train, save, fail or see the other rank fail, and save the states before and after."""
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -107,7 +111,8 @@ def main(failure: str, way: str, rank: int, folder: Path) -> None:
     except (ValueError, RuntimeError):
         torch.save({"before": before, "after": _local_state(parts)}, folder / f"rank{rank}.pt")
         if failure == "raises and stays" and rank == 1:
-            # Until the test lets go: nothing tells the other rank that this one waits.
+            # Stay alive until the test closes stdin. The other rank cannot notice the failure by a
+            # closed connection, so it must run into its timeout.
             sys.stdin.read()
         raise
 

@@ -1,4 +1,4 @@
-"""A training that ranks share, and the same in one process with torch alone."""
+"""A data-parallel training over ranks, and the same training with torch alone in one process."""
 
 import itertools
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training."""
+    """The settings of one training."""
 
     accumulation: int
     precision: str
@@ -61,9 +61,10 @@ def _network(case: Case) -> nn.Module:
 
 
 def micro_batches(case: Case, step: int, num_ranks: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the micro-batches of each rank: shares of one batch, with unequal numbers of targets.
+    """Return the micro-batches of each rank, which are shares of one batch.
 
-    In the last step of a per-token training the last rank has none.
+    With a per-token loss, the ranks have unequal numbers of targets. In the last step, the last
+    rank has no targets.
     """
     [(inputs, labels)] = labelled_batches(1, size=BATCH, seed=step + 1)
     if case.per_token:
@@ -81,7 +82,7 @@ def _weights(network: nn.Module) -> list[Tensor]:
 
 
 def train_on_rank(rank: int) -> dict[str, Any]:
-    """Train every case as one of the ranks; return what came of each step."""
+    """Train every case as one of the ranks; return the results of each case by name."""
     return {name: _train_on_rank(rank, case) for name, case in CASES.items()}
 
 
@@ -116,7 +117,7 @@ def _train_on_rank(rank: int, case: Case) -> dict[str, Any]:
 
 
 def train_alone(case: Case, num_ranks: int) -> dict[str, Any]:
-    """Train with torch alone, in one process, on the micro-batches of all ranks."""
+    """Train a case with torch alone, in one process, on the micro-batches of all ranks."""
     network = _network(case)
     optimizer: Optimizer = OPTIMIZERS[case.optimizer](network.parameters())
     averages = _weights(network)
@@ -138,21 +139,26 @@ def train_alone(case: Case, num_ranks: int) -> dict[str, Any]:
 
 
 def _backward(network: nn.Module, pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of the pieces' loss; return it: by mean, or over all targets."""
+    """Compute the gradients of the loss of all pieces; return the loss.
+
+    The loss is the mean over the pieces, or with a per-token loss the sum over the number of
+    targets.
+    """
     results = [network(*piece) for piece in pieces]
     if isinstance(results[0], tuple):
         total, count = map(sum, zip(*results, strict=True))
     else:
         total, count = sum(results), len(results)
     total.backward()
-    # Not before: in bfloat16 the products of a loss that was divided are rounded in another way.
+    # Divide the gradients, not the loss: in bfloat16, the backward of a divided loss rounds
+    # differently.
     for parameter in network.parameters():
         parameter.grad.div_(count)
     return total.detach() / count
 
 
 def own_norms(case: Case, weights: list[Tensor], pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the norm of each gradient of one rank's own loss, in float64, in one process."""
+    """Return the norm of each gradient of one rank's own loss, computed in float64."""
     network = TokenClassifier() if case.per_token else Classifier()
     network.double()
     for parameter, weight in zip(network.parameters(), weights, strict=True):

@@ -1,4 +1,4 @@
-"""Trainings in which something goes wrong on some of the ranks."""
+"""The programs of ranks that train with bad losses or missing targets on some ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,21 +30,31 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What happens in one step of a training, and what has to follow."""
+    """A fault in one step of a training, and the expected outcome of that step."""
 
     step: int = 1
+    """Index of the step with the fault."""
+
     factors: tuple[float, float] = (1.0, 1.0)
-    """What the losses of both ranks are multiplied by."""
+    """Factors of the losses of rank 0 and rank 1."""
 
     without_targets: tuple[int, ...] = ()
-    """The ranks whose batch has none."""
+    """Ranks whose batch has no targets."""
 
     hook: Callable[..., Any] | None = None
+    """Communication hook of DistributedDataParallel."""
+
     spike_threshold: float | None = None
+    """Global norm from which an update is skipped; ``None`` means that none is skipped for it."""
+
     overflows: bool = True
+    """Whether the step overflows."""
+
     skips: bool = True
+    """Whether the update is skipped."""
+
     bad_ranks: tuple[bool, bool] = (False, False)
-    """Whose own gradients are not finite."""
+    """Whether the own gradients of rank 0 and rank 1 are non-finite."""
 
 
 CASES = {
@@ -63,7 +73,7 @@ CASES = {
 
 
 def meet(rank: int, optimizer: str) -> dict[str, Any]:
-    """Train in all cases; return the states before and after each step."""
+    """Train all cases as one of the ranks; return the states and outputs of their steps."""
     return {name: _meet(rank, case, optimizer) for name, case in CASES.items()}
 
 
@@ -89,7 +99,7 @@ def _meet(rank: int, case: Case, optimizer: str) -> dict[str, Any]:
 
     def state() -> dict[str, Any]:
         present = training_state(network, inner, ema, schedule)
-        # Counts calls, skipped ones too: which updates an average follows is no part of it.
+        # This counter also counts skipped updates, so it may change in them.
         del present["/ExponentialMovingAverage/counters/num_calls"]
         return present
 
@@ -123,7 +133,7 @@ class _Product(nn.Module):
 
 
 def train_fixture(rank: int) -> dict[str, Any]:
-    """Do MindSpore's two steps on two ranks, as they were recorded."""
+    """Run the two recorded steps of MindSpore on two ranks."""
     network = DistributedDataParallel(_Product())
     cell = MFTrainOneStepCell(
         network,

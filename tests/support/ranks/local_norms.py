@@ -1,4 +1,4 @@
-"""Trainings whose local norms come from communication hooks, on each of several ranks."""
+"""The programs of ranks whose local norms are measured in communication hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,11 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True},
     "unused found": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
 }
-"""Settings of DistributedDataParallel."""
+"""Keyword arguments of DistributedDataParallel by name."""
 
 
 def share(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of one rank in one step."""
+    """Return the batch of a rank in a step."""
     [batch] = labelled_batches(1, seed=10 * step + rank)
     return batch
 
@@ -79,9 +79,9 @@ def _train(rank: int, network: nn.Module, **settings: Any) -> dict[str, Any]:
 
 
 def train_with_options(rank: int, name: str) -> dict[str, Any]:
-    """Train with some settings of DistributedDataParallel; accumulate where torch allows it."""
+    """Train with named options of DistributedDataParallel, and accumulate if torch allows it."""
     network = DistributedDataParallel(_classifier(), **OPTIONS[name])
-    # A static graph cannot begin with a backward that is not reduced.
+    # With a static graph, DistributedDataParallel must reduce the gradients of the first backward.
     accumulation = 1 if name == "static graph" else 2
     return _train(rank, network, gradient_accumulation_steps=accumulation)
 
@@ -96,11 +96,16 @@ def _by_power_iteration() -> tuple[Any, Callable[..., Any]]:
 
 
 HOOKS = {"fp16": _compressing, "power SGD": _by_power_iteration}
-"""Communication hooks of torch."""
+"""Functions that create a communication hook of torch and its state."""
 
 
 def train_with_hook(rank: int, name: str) -> dict[str, Any]:
-    """Train with a communication hook behind local norms, and with it alone."""
+    """Train with a communication hook in three ways, and return the results by name.
+
+    - ``"ours"``: The cell gets the hook and measures local norms.
+    - ``"theirs"``: The hook is registered with torch.
+    - ``"without norms"``: The cell gets the hook and measures no local norms.
+    """
     torch.manual_seed(0)
     ours = _train(rank, DistributedDataParallel(_classifier()), communication_hook=HOOKS[name]())
     network = DistributedDataParallel(_classifier())
@@ -111,8 +116,8 @@ def train_with_hook(rank: int, name: str) -> dict[str, Any]:
     return {"ours": ours, "theirs": theirs, "without norms": without}
 
 
-class _Halves(nn.Module):
-    """Of two layers, each rank but the last uses the first one only."""
+class _PartlyUsed(nn.Module):
+    """A network whose first layer all ranks use, its second only the last rank, its third none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +132,8 @@ class _Halves(nn.Module):
 
 
 def train_with_unused(rank: int) -> dict[str, Any]:
-    """Train a network of which a part is used by one rank only, and a part by none."""
-    network = DistributedDataParallel(_Halves(), find_unused_parameters=True)
+    """Train a network with a layer that only one rank uses, and a layer that no rank uses."""
+    network = DistributedDataParallel(_PartlyUsed(), find_unused_parameters=True)
     cell = _cell(network, max_grad_norm=float("inf"))
     outputs = [cell(torch.tensor([[3.0, 4.0]]) * (1 + rank)) for _ in range(2)]
     return {
@@ -138,7 +143,7 @@ def train_with_unused(rank: int) -> dict[str, Any]:
 
 
 class Parts(nn.Module):
-    """Two parts that are reduced, and one that each rank has for itself."""
+    """A network with two distributed parts, and one part that is not reduced over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +157,7 @@ class Parts(nn.Module):
 
 
 def train_partly_distributed(rank: int) -> dict[str, Any]:
-    """Train it; a NaN in what one rank has for itself concerns all ranks."""
+    """Train `Parts`, with a NaN in the part of one rank that is not reduced over ranks."""
     cell = _cell(Parts(), max_grad_norm=1.0)
     network = cell.network
     outputs, weights = [], [_weights(network)]
@@ -175,7 +180,7 @@ def _attached(**settings: Any) -> tuple[Any, Any]:
 
 
 def train_with_handler(rank: int, name: str) -> dict[str, Any]:
-    """Train in an accelerate loop whose handler, or whose step, has a communication hook."""
+    """Train an attached loop with a communication hook of accelerate's handler or of the step."""
     handlers = {
         "none": [],
         "plain": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
@@ -217,7 +222,7 @@ def train_with_handler(rank: int, name: str) -> dict[str, Any]:
 
 
 def train_by_hand_without_no_sync(rank: int) -> dict[str, Any]:
-    """Reduce twice before an update."""
+    """Run two backwards before an update without ``no_sync``, so that both reduce gradients."""
     accelerator, step = _attached()
     network = LinearProbe()
     network, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=0.0))
@@ -228,7 +233,7 @@ def train_by_hand_without_no_sync(rank: int) -> dict[str, Any]:
 
 
 class _Gan(nn.Module):
-    """A generator and a discriminator in one DistributedDataParallel."""
+    """A generator and a discriminator in one network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +246,7 @@ class _Gan(nn.Module):
 
 
 def train_gan(rank: int) -> dict[str, Any]:
-    """Update its halves by turns; the generator's loss reaches both."""
+    """Update discriminator and generator in turn; the generator's loss uses both of them."""
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator, step = _attached(accelerator={"kwargs_handlers": [handler]})
     network = _Gan()
@@ -253,7 +258,8 @@ def train_gan(rank: int) -> dict[str, Any]:
     local_norms = []
     for turn in range(4):
         optimizer = optimizers[turn % 2]
-        # Only its own: the generator's loss leaves gradients in the discriminator.
+        # Each optimizer zeroes only its own gradients. Those that the generator's loss leaves in
+        # the discriminator are zeroed in the next turn.
         optimizer.zero_grad()
         accelerator.backward(network(inputs * (1 + turn), both=turn % 2 == 1))
         optimizer.step()

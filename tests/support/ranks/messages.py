@@ -1,4 +1,4 @@
-"""What ranks send each other in one step, with and without this package."""
+"""Count the messages that ranks send in one step, with and without mfwrap."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +21,14 @@ NUM_STEPS = 3
 
 
 def messages_of(rank: int, way: str) -> list[list[int]]:
-    """Return the numbers of elements of each message of one step, smallest first, by step.
+    """Return the sizes in elements of each step's messages, sorted, one list per step.
 
-    The profiler sees them where the process group sends them, also those of torch's own reducer.
+    The profiler records a message where the process group sends it, so it also records the messages
+    of torch's own reducer.
     """
     step = WAYS[way](rank)
     for number in range(2):
-        # DistributedDataParallel rebuilds its buckets once, and says so to the other ranks.
+        # In these first steps, DistributedDataParallel rebuilds its buckets and sends their sizes.
         step(number)
     sent = []
     for number in range(NUM_STEPS):
@@ -119,4 +120,4 @@ WAYS = {
     "attached": _attached,
     "in parts": _in_parts,
 }
-"""How to make what does one step, by name."""
+"""Functions from a rank to a function that runs one step, by name."""

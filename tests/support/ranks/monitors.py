@@ -1,4 +1,4 @@
-"""Trainings with monitors, as each of several ranks runs them."""
+"""The programs of ranks that train with monitors."""
 
 import logging
 from pathlib import Path
@@ -32,8 +32,8 @@ class _Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-class _Sent:
-    """Record the number of elements of each message that is sent within a block."""
+class _AllReduceSizes:
+    """Collect the numbers of elements of each ``all_reduce`` in a ``with`` block."""
 
     def __enter__(self) -> list[int]:
         self.sizes: list[int] = []
@@ -67,14 +67,14 @@ def losses_shown(
     logs: list[int],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Run a loss monitor in a hand-written loop; return its records and the sizes of its messages.
+    """Pass losses to a loss monitor; return its log lines and the messages between ranks.
 
     Args:
         rank: Rank of this process.
-        losses: Losses of each rank, by step.
-        overflows: Steps that overflow.
-        logs: Steps at which the loop logs.
-        settings: Settings of the monitor.
+        losses: Losses of each rank, one per step.
+        overflows: Steps that overflow, counted from 1.
+        logs: Steps at which the loop logs, counted from 1.
+        settings: Keyword arguments of the monitor.
     """
     records = _Records()
     logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
@@ -90,7 +90,7 @@ def losses_shown(
             monitor.on_step_begin(None, state, control)
             control.should_log = state.global_step in logs
             output = _output(loss, overflow=state.global_step in overflows)
-            with _Sent() as sent:
+            with _AllReduceSizes() as sent:
                 monitor.on_step_end(None, state, control, step_output=output)
             by_step.append(sent)
         monitor.on_train_end(None, state, control)
@@ -110,7 +110,7 @@ class _LossInMapping(Classifier):
 
 
 def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]) -> list[str]:
-    """Train six steps with a Trainer; return the records of the loss monitor."""
+    """Train six steps with a Trainer; return the log lines of the loss monitor."""
     new_accelerator()
     records = _Records()
     logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
@@ -146,7 +146,7 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
 
 
 def gather_norms(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train four steps with the cell; return the local norms and the number of gathers."""
+    """Train four steps with the cell; return their local norms and the number of gathers."""
     network: torch.nn.Module = Classifier()
     if distributed.is_initialized():
         network = DistributedDataParallel(network)

@@ -1,4 +1,4 @@
-"""Processes that stay, each a rank of one group, and run functions together."""
+"""A pool of processes that are the ranks of one process group."""
 
 import importlib
 import io
@@ -19,11 +19,13 @@ _PATIENCE = timedelta(seconds=120)
 
 
 class RankPool:
-    """Ranks that are started once and used by many tests: starting one takes seconds.
+    """Run functions on several ranks at once.
+
+    The processes are started once and used by many tests, because starting one takes seconds.
 
     Args:
-        num_ranks: How many.
-        folder: Where they find each other.
+        num_ranks: Number of ranks.
+        folder: Empty folder for the file through which the ranks find each other.
     """
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
@@ -50,14 +52,15 @@ class RankPool:
             process.join(_PATIENCE.total_seconds())
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``program(rank, *arguments)`` on every rank; return what each returns.
+        """Call ``program(rank, *arguments)`` on every rank, and return the result of each rank.
 
         Args:
-            program: A function that can be imported; returns tensors, numbers and strings.
-            arguments: The same for every rank.
+            program: Function that can be imported, and that returns only types that torch.load
+                accepts by default: tensors, numbers, strings and containers of these.
+            arguments: Further arguments, the same for every rank.
 
         Raises:
-            RuntimeError: If any rank raises, with all of their tracebacks.
+            RuntimeError: If any rank raises; the message holds the tracebacks of all ranks.
         """
         for connection in self._connections:
             connection.send((program.__module__, program.__qualname__, arguments))
@@ -69,7 +72,7 @@ class RankPool:
 
 
 def _serve(connection: Connection, rank: int, num_ranks: int, folder: str) -> None:
-    # accelerate reads where it is from the environment.
+    # accelerate reads the rank and the number of ranks from the environment.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
     torch.set_num_threads(1)

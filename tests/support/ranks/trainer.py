@@ -1,4 +1,4 @@
-"""A training by the Trainer whose local norms come from communication hooks."""
+"""The program of ranks that train with MFTrainer and a communication hook."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["train_with_trainer"]
 
 
 class _Recording(MFTrainer):
-    """Keeps what each micro-batch was trained on, and the weights that it met."""
+    """Record the data of each micro-batch, and the weights with which it was trained."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
         weights = [weight.detach().clone() for weight in model.parameters()]
@@ -38,7 +38,7 @@ class _LossInMapping(Classifier):
 
 
 def train_with_trainer(rank: int, folder: str) -> dict[str, Any]:
-    """Train with the Trainer, two micro-batches an update, and a communication hook."""
+    """Train with two micro-batches per update; return the measured and expected local norms."""
     new_accelerator()
     inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=4), strict=True))
     rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]

@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of data-parallel steps."""
+"""The program of each of two ranks that train with DistributedDataParallel."""
 
 import functools
 from collections.abc import Callable
@@ -21,13 +21,16 @@ NAN = float("nan")
 
 
 def token_network() -> nn.Module:
-    """Return the network that every rank, and the reference, begins with."""
+    """Return a network with the initial weights of every rank and of the reference."""
     torch.manual_seed(0)
     return TokenClassifier()
 
 
 def micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Return two micro-batches of unequal numbers of targets; rank 1 has none in the last step."""
+    """Return two micro-batches with unequal numbers of targets.
+
+    Rank 1 has no targets in the last step.
+    """
     [(inputs, labels)] = labelled_batches(1, size=8, seed=10 * step + rank)
     labels[: 1 + 2 * rank] = IGNORED
     labels[5] = IGNORED
@@ -37,7 +40,7 @@ def micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Do everything as one of the ranks, and leave the results in the folder."""
+    """Run all trainings as one of the ranks, and save their results in `folder`."""
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
@@ -48,7 +51,7 @@ def run_rank(rank: int, folder: str) -> None:
         ),
         "per token, wrapped": _train_per_token(rank, Wrapped),
         "mean": _train_by_mean(rank),
-        "nan": _meet_a_nan(rank),
+        "nan": _train_with_a_nan(rank),
     }
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     distributed.destroy_process_group()
@@ -59,14 +62,14 @@ def _weights(network: nn.Module) -> list[Tensor]:
 
 
 class Wrapped(nn.Module):
-    """A network that holds a part that is reduced over ranks."""
+    """A network around a DistributedDataParallel part."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the part returns."""
+        """Return the part's outputs."""
         result: tuple[Tensor, Tensor] = self.inner(*inputs)
         return result
 
@@ -103,7 +106,7 @@ def _train_by_mean(rank: int) -> dict[str, Any]:
     return {"weights": _weights(network)}
 
 
-def _meet_a_nan(rank: int) -> dict[str, Any]:
+def _train_with_a_nan(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     network = DistributedDataParallel(Classifier())
     optimizer = AdamW(network.parameters(), lr=1e-2, fused=True)
