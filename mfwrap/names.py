@@ -1,11 +1,12 @@
-"""Names that a package loads late, and names of MindSpore and MindFormers that mfwrap lacks."""
+"""Public names: loaded on first use, missing from mfwrap with a replacement, or misspelled."""
 
+import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ABSENT_CALLBACKS", "ABSENT_NAMES", "package_getattr"]
+__all__ = ["ABSENT_CALLBACKS", "ABSENT_NAMES", "hint", "package_getattr"]
 
 _ACCUMULATION = "`MFTrainOneStepCell(..., gradient_accumulation_steps=micro_size)`"
 _PIPELINE = (
@@ -108,6 +109,28 @@ ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
     }
 )
 """What to write in the place of each name that `mfwrap.callbacks` lacks."""
+
+
+_MAX_LISTED = 40
+
+
+def hint(name: object, known: Collection[str]) -> str:
+    """Return the end of an error message about an unknown name.
+
+    Returns:
+        ``; did you mean 'x'?`` if a known name is similar, else ``; known: [...]``, or nothing if
+        more than 40 names are known.
+
+    Example:
+        >>> hint("causal_lmm", ["causal_lm", "regression"])
+        "; did you mean 'causal_lm'?"
+        >>> hint("x", ["causal_lm", "regression"])
+        "; known: ['causal_lm', 'regression']"
+    """
+    similar = difflib.get_close_matches(str(name), list(known), n=1)
+    if similar:
+        return f"; did you mean {similar[0]!r}?"
+    return f"; known: {sorted(known)}" if len(known) <= _MAX_LISTED else ""
 
 
 def package_getattr(

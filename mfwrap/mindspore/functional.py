@@ -5,13 +5,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from mfwrap.arguments import check_bool
-from mfwrap.mindspore.gradient_call import (
-    GradientRequest,
-    check_function,
-    checked_weights,
-    gradients_of,
-)
+from mfwrap.arguments import check_bool, check_callable
+from mfwrap.mindspore.gradient_call import GradientRequest, checked_weights, gradients_of
 
 __all__ = ["GradOperation", "grad", "value_and_grad"]
 
@@ -212,7 +207,7 @@ class GradOperation:
         return gradient_function
 
     def _weights(self, fn: Callable[..., Any], weights: Weights | None) -> Any:
-        check_function(fn)
+        check_callable("fn", fn)
         if not self.get_by_list:
             if weights is not None:
                 msg = "`weights` must be None without `get_by_list=True`, got weights"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mfwrap.arguments import check_bool, described
+from mfwrap.arguments import check_bool, check_callable, described
 
 __all__ = [
     "GradientRequest",
@@ -55,7 +55,7 @@ class GradientRequest:
             TypeError: If an argument has the wrong type.
             ValueError: If an argument is out of range, or no gradient is asked for.
         """
-        check_function(fn)
+        check_callable("fn", fn)
         if grad_position is None and weights is None:
             msg = "`grad_position` and `weights` must not both be None"
             raise ValueError(msg)
@@ -125,13 +125,6 @@ def gradients_of(
         _inside.reset(token)
     value = _value(request, outputs, detached=not again)
     return value, request.nested(gradients[: len(inputs)], gradients[len(inputs) :])
-
-
-def check_function(fn: object) -> None:
-    """Raise ``TypeError`` unless `fn` can be called."""
-    if not callable(fn):
-        msg = f"`fn` must be a function or module, got {described(fn)}"
-        raise TypeError(msg)
 
 
 def checked_weights(weights: Any) -> Tensor | list[Tensor]:

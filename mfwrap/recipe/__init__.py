@@ -1,4 +1,4 @@
-"""Recipes: a training as a YAML file."""
+"""Recipes: training runs described by a YAML file."""
 
 from typing import TYPE_CHECKING
 

@@ -9,18 +9,15 @@ from transformers import TrainerCallback
 
 import mfwrap.callbacks
 from mfwrap.callbacks import Callback, as_trainer_callback
-from mfwrap.recipe.document import Path, nearest
+from mfwrap.names import hint
+from mfwrap.recipe.document import Path
 from mfwrap.recipe.objects import RecipeObjects
-from mfwrap.recipe.sections import (
-    CALLBACK_KEYS_WITHOUT_MEANING,
-    CALLBACKS_WITHOUT_MEANING,
-    MONITOR_KEYS_WITHOUT_MEANING,
-)
+from mfwrap.recipe.sections import CALLBACK_KEYS_WITHOUT_MEANING, CALLBACKS_WITHOUT_MEANING
 
 __all__ = ["MakeCallback", "needs_tensorboard_dir", "read_callbacks", "read_monitor"]
 
 MakeCallback = Callable[[], TrainerCallback]
-"""Makes a callback anew: it has the state of one run."""
+"""Builds a new callback for each run, because a callback holds the state of its run."""
 
 _MONITOR = "TrainingStateMonitor"
 
@@ -28,55 +25,57 @@ _MONITOR = "TrainingStateMonitor"
 def read_callbacks(
     objects: RecipeObjects, section: Sequence[Mapping[str, Any]]
 ) -> list[MakeCallback]:
-    """Return what makes the callbacks of a section ``callbacks``, in its order.
+    """Return a function that builds each callback of a section ``callbacks``, in its order.
 
     Raises:
-        RecipeError: If one is unknown, or refuses its arguments.
+        RecipeError: If a callback is unknown, or raises an error about its arguments.
     """
     makers = []
     for index, entry in enumerate(section):
-        path: Path = ("callbacks", index)
         settings = dict(entry)
         name = settings.pop("type", None)
         if name in CALLBACKS_WITHOUT_MEANING and name not in mfwrap.callbacks.__all__:
             objects.without_meaning.append(f"callbacks.{index} ({name})")
             continue
-        makers.append(_maker(objects, path, name, settings))
+        makers.append(_maker(objects, ("callbacks", index), name, settings))
     return makers
 
 
 def read_monitor(
-    objects: RecipeObjects, section: Mapping[str, Any] | None, **also: Any
+    objects: RecipeObjects, section: Mapping[str, Any] | None, **others: Any
 ) -> list[MakeCallback]:
-    """Return what makes the monitor of a section ``monitor_config``, if it is on.
+    """Return a function that builds the monitor of a section ``monitor_config``, if it is on.
 
     Args:
-        objects: Builds it once.
-        section: What it says.
-        also: Arguments that come from elsewhere, left out where they are ``None`` or the monitor
-            does not take them.
+        objects: Builder for the recipe. It builds the monitor once, to check the arguments.
+        section: Section ``monitor_config``; ``None`` if it is missing.
+        others: Arguments from other sections, which replace those of this section. ``None`` and
+            arguments that the monitor does not have are ignored.
 
     Raises:
-        RecipeError: If the monitor refuses its arguments.
+        RecipeError: If a key is unknown, or the monitor raises an error about its arguments.
     """
     if section is None:
         return []
+    path = ("monitor_config",)
     settings = dict(section)
     is_on = settings.pop("monitor_on", False)
     if not isinstance(is_on, bool):
-        says = f"must be a bool, got {is_on!r}"
-        raise objects.document.error(("monitor_config", "monitor_on"), says)
-    if not is_on:
-        _check_monitor_keys(objects, settings)
-        return []
-    monitor = _callback_class(objects, ("monitor_config",), _MONITOR)
+        raise objects.document.error(
+            (*path, "monitor_on"), f"expected true or false, got {is_on!r}"
+        )
+    monitor = _callback_class(objects, path, _MONITOR)
     known = inspect.signature(monitor).parameters
-    settings |= {key: value for key, value in also.items() if key in known and value is not None}
-    return [_maker(objects, ("monitor_config",), _MONITOR, settings)]
+    if not is_on:
+        # Unknown keys are an error nevertheless: somebody may turn the monitor on later.
+        objects.kept(path, settings, known, CALLBACK_KEYS_WITHOUT_MEANING[_MONITOR])
+        return []
+    settings |= {key: v for key, v in others.items() if key in known and v is not None}
+    return [_maker(objects, path, _MONITOR, settings)]
 
 
 def needs_tensorboard_dir(section: Mapping[str, Any] | None) -> bool:
-    """Return whether a section ``monitor_config`` asks for curves and names no folder."""
+    """Return whether a section ``monitor_config`` writes to TensorBoard and sets no folder."""
     settings = section or {}
     if settings.get("tensorboard_dir") is not None:
         return False
@@ -84,14 +83,7 @@ def needs_tensorboard_dir(section: Mapping[str, Any] | None) -> bool:
     stable_rank = settings.get("stable_rank_config")
     if isinstance(stable_rank, Mapping):
         formats.append(stable_rank.get("format"))
-    return any(isinstance(one, (str, list)) and "tensorboard" in one for one in formats)
-
-
-def _check_monitor_keys(objects: RecipeObjects, settings: Mapping[str, Any]) -> None:
-    """Refuse unknown keys of a monitor that is off, too: it may be on tomorrow."""
-    monitor = _callback_class(objects, ("monitor_config",), _MONITOR)
-    known = set(inspect.signature(monitor).parameters)
-    objects.kept(("monitor_config",), settings, known, MONITOR_KEYS_WITHOUT_MEANING)
+    return any(isinstance(each, (str, list)) and "tensorboard" in each for each in formats)
 
 
 def _maker(
@@ -99,11 +91,9 @@ def _maker(
 ) -> MakeCallback:
     callback = _callback_class(objects, (*path, "type"), name)
     known = set(inspect.signature(callback).parameters)
-    meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(str(name), frozenset())
-    if name == _MONITOR:
-        meaningless = MONITOR_KEYS_WITHOUT_MEANING
     if path[0] == "callbacks":
-        known.add("type")  # taken out above; a misspelt one is told
+        known.add("type")  # removed from `settings` by now; here so that a typo gets a suggestion
+    meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(str(name), frozenset())
     kept = objects.kept(path, settings, known, meaningless)
     made = objects.build(path, callback, kept)
     if isinstance(made, TrainerCallback):
@@ -112,14 +102,12 @@ def _maker(
 
 
 def _callback_class(objects: RecipeObjects, path: Path, name: object) -> Callable[..., Any]:
-    known = [one for one in mfwrap.callbacks.__all__ if _is_usable(getattr(mfwrap.callbacks, one))]
+    known = {}
+    for public in mfwrap.callbacks.__all__:
+        found = getattr(mfwrap.callbacks, public)
+        if isinstance(found, type) and issubclass(found, (Callback, TrainerCallback)):
+            known[public] = found
     if name not in known:
-        guess = nearest(str(name), known)
-        hint = f"; did you mean {guess!r}?" if guess else f"; known are {known}"
-        raise objects.document.error(path, f"must be a callback, got {name!r}{hint}")
-    callback: Callable[..., Any] = getattr(mfwrap.callbacks, str(name))
-    return callback
-
-
-def _is_usable(callback: object) -> bool:
-    return isinstance(callback, type) and issubclass(callback, (Callback, TrainerCallback))
+        says = f"expected the name of a callback, got {name!r}{hint(name, known)}"
+        raise objects.document.error(path, says)
+    return known[str(name)]

@@ -1,86 +1,81 @@
-"""Reading a recipe's YAML: plain values only, and where each of them stands."""
+"""Read a recipe's YAML as plain values, and remember the place of each value."""
 
 import dataclasses
-import difflib
+import pathlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 import yaml
 
-__all__ = ["Path", "RecipeDocument", "RecipeError", "nearest"]
+from mfwrap.names import hint
+
+__all__ = ["Path", "RecipeDocument", "RecipeError", "one_line", "read_text"]
 
 Path = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
 
-_MAX_VALUES = 10_000
-"""More than any recipe has; aliases of aliases can make a short file endless."""
-
-_MAX_DEPTH = 50
-"""Deeper than any recipe; an alias may lie within what it names."""
-
 
 class RecipeError(ValueError):
-    """What is wrong with a recipe, and where, in one line."""
+    """A fault in a recipe: key, what is expected, what was found, and its place, in one line."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values: ``3e-4`` is a number, ``no`` and ``2026-01-01`` are strings."""
+def read_text(path: str | pathlib.Path) -> str:
+    """Return the text of a recipe's file.
 
-
-_TAG = "tag:yaml.org,2002:"
-_KINDS = {"map", "seq", "str", "int", "float", "bool", "null"}
-_Loader.yaml_implicit_resolvers = {}
-_INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
-_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-for _tag, _pattern, _first in (
-    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", _INT, "-+0123456789"),
-    ("float", _FLOAT, "-+.0123456789"),
-    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("merge", "<<", "<"),
-):
-    _Loader.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    Raises:
+        RecipeError: If the file cannot be read as UTF-8.
+    """
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"{path}: cannot read the recipe: {error}"
+        raise RecipeError(msg) from error
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class RecipeDocument:
-    """A recipe as it was written.
-
-    Args:
-        name: Name of the file, for errors.
-        data: What it says: mappings, lists, strings, numbers, bools and ``None``.
-        places: Where each value stands: ``line 3``, or the override that set it.
-    """
+    """A recipe as plain values, before its sections are checked."""
 
     name: str
+    """Name of the file, for error messages."""
+
     data: dict[str, Any]
+    """Sections: mappings, lists, strings, numbers, bools and ``None``."""
+
     places: Mapping[Path, str]
+    """Place of each value: ``recipe.yaml:3``, or ``--set key`` of the override that set it."""
 
     @classmethod
     def parse(cls, text: str, name: str) -> "RecipeDocument":
         """Read YAML.
 
+        Args:
+            text: The YAML text.
+            name: Name of the file, for error messages.
+
         Raises:
-            RecipeError: If it is no YAML mapping, has a key twice, or a tag that is not plain.
+            RecipeError: If the text is not a YAML mapping, repeats a key, or has a tag other than
+                those of plain values.
         """
         places: dict[Path, str] = {}
-        root = _composed(text, name)
-        data = _Reader(name, places).value(root, ()) if root is not None else {}
+        data = _read(text, name, places, empty={})
         if not isinstance(data, dict):
-            msg = f"{name}: must be a mapping of sections, got a {type(data).__name__}"
+            msg = f"{name}: expected a mapping of sections, got a {type(data).__name__}"
             raise RecipeError(msg)
         return cls(name, data, places)
 
     def overridden(self, overrides: Iterable[str]) -> "RecipeDocument":
-        """Return the document with values replaced.
+        """Return a copy of the document with values replaced.
 
         Args:
-            overrides: ``section.key=value`` each, the value in YAML; a number is a list's index.
+            overrides: Entries of the form ``section.key=value`` with the value in YAML. A number as
+                key is the index of a list item.
 
         Raises:
-            RecipeError: If one has another form, or leads into a value that is no mapping.
+            RecipeError: If an override has a different form, or a key leads into a value that is
+                not a mapping.
         """
         document = self
         for override in overrides:
@@ -90,43 +85,35 @@ class RecipeDocument:
     def _with(self, override: str) -> "RecipeDocument":
         dotted, separator, text = override.partition("=")
         if not separator or not all(dotted.split(".")):
-            msg = f"--set: must be key=value with a dotted key, got {override!r}"
+            msg = f"--set: expected section.key=value, got {override!r}"
             raise RecipeError(msg)
         place = f"--set {dotted}"
-        root = _composed(text, place)
-        read: dict[Path, str] = {}
-        value = None if root is None else _Reader(place, read).value(root, ())
+        value = _read(text, place, {}, empty=None)
         path, data = _replaced(self.data, dotted.split("."), value, place)
         kept = {p: at for p, at in self.places.items() if p[: len(path)] != path}
         made = {path[:length]: place for length in range(1, len(path) + 1)}
         return RecipeDocument(self.name, data, made | kept | {path: place})
 
     def place(self, path: Path) -> str:
-        """Return where a value stands, or what is nearest around it."""
+        """Return the place of a value, or of the innermost section that should contain it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
-        return ""
+        return self.name
 
     def error(self, path: Path, says: str) -> RecipeError:
-        """Return the error about a value; `says` follows its dotted name."""
-        place = self.place(path)
-        return RecipeError(
-            f"{self.name}{', ' if place else ''}{place}: `{dotted_name(path)}` {one_line(says)}"
-        )
+        """Return an error about a value: ``training.seed: expected ... (recipe.yaml:3)``.
+
+        Args:
+            path: Keys that lead to the value.
+            says: What is expected and what was found.
+        """
+        return RecipeError(f"{_dotted(path)}: {one_line(says)} ({self.place(path)})")
 
     def unknown_key(self, path: Path, known: Collection[str]) -> RecipeError:
-        """Return the error about a key that nobody knows, with the nearest one that is known."""
-        *section, key = path
-        where = f"a key of `{dotted_name(tuple(section))}`" if section else "a section of a recipe"
-        guess = nearest(str(key), known)
-        hint = f"did you mean `{guess}`?" if guess else f"known are {sorted(known)}"
-        return self.error(path, f"is not {where}; {hint}")
-
-
-def dotted_name(path: Path) -> str:
-    """Return a path as one writes it: ``callbacks.0.type``."""
-    return ".".join(str(part) for part in path)
+        """Return an error about an unknown key, with the most similar known one."""
+        kind = "key" if len(path) > 1 else "section"
+        return self.error(path, f"unknown {kind}{hint(path[-1], known)}")
 
 
 def one_line(message: str) -> str:
@@ -134,107 +121,14 @@ def one_line(message: str) -> str:
     return " ".join(message.split())
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that is most like `name`, if one is like it at all."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return found[0] if found else None
-
-
-def _composed(text: str, name: str) -> yaml.Node | None:
-    try:
-        return yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        what = one_line(" ".join(filter(None, (error.context, error.problem))))
-        msg = f"{name}{line}: must be YAML, got what is none: {what}"
-        raise RecipeError(msg) from error
-    except yaml.YAMLError as error:
-        msg = f"{name}: must be YAML, got what is none: {one_line(str(error))}"
-        raise RecipeError(msg) from error
-
-
-@final
-class _Reader:
-    """Turns nodes into values and notes their lines.
-
-    Args:
-        name: Of the file, for errors.
-        places: Gets the place of each value.
-    """
-
-    def __init__(self, name: str, places: dict[Path, str]) -> None:
-        self._name = name
-        self._places = places
-        self._constructor = yaml.constructor.SafeConstructor()
-
-    def value(self, node: yaml.Node, path: Path) -> Any:
-        """Return the value of a node."""
-        self._places.setdefault(path, f"line {node.start_mark.line + 1}")
-        if len(path) > _MAX_DEPTH:
-            raise self._error(node, f"is nested deeper than {_MAX_DEPTH} levels")
-        if len(self._places) > _MAX_VALUES:
-            raise self._error(node, f"has more than {_MAX_VALUES} values, aliases counted")
-        if node.tag.removeprefix(_TAG) not in _KINDS:
-            raise self._error(node, f"has the tag {node.tag}, which is not read")
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(one, (*path, index)) for index, one in enumerate(node.value)]
-        return self._scalar(node)
-
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        written: dict[str, int] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == f"{_TAG}merge":
-                continue
-            key, line = self._key(key_node), key_node.start_mark.line + 1
-            if key in written:
-                raise self._error(
-                    key_node, f"has the key `{key}` twice, first in line {written[key]}"
-                )
-            written[key] = line
-        self._flatten(node)
-        mapping: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node)
-            self._places[(*path, key)] = f"line {key_node.start_mark.line + 1}"
-            mapping[key] = self.value(value_node, (*path, key))
-        return mapping
-
-    def _flatten(self, node: yaml.MappingNode) -> None:
-        try:
-            self._constructor.flatten_mapping(node)
-        except yaml.constructor.ConstructorError as error:
-            raise self._error(node, f"has a wrong merge: {error.problem}") from error
-
-    def _key(self, node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            raise self._error(node, "has a key that is no string")
-        return str(node.value)
-
-    def _scalar(self, node: yaml.Node) -> Any:
-        kind = node.tag.removeprefix(_TAG)
-        text = node.value
-        try:
-            if kind == "int":
-                return int(text, 0 if text[:2] in {"0o", "0x"} else 10)
-            if kind == "float":
-                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        except ValueError as error:
-            raise self._error(node, f"has {text!r}, which is no {kind}") from error
-        if kind == "bool":
-            return text.lower() == "true"
-        return None if kind == "null" else str(text)
-
-    def _error(self, node: yaml.Node, says: str) -> RecipeError:
-        return RecipeError(f"{self._name}, line {node.start_mark.line + 1}: {says}")
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _replaced(
     data: dict[str, Any], keys: list[str], value: Any, place: str
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the path of the keys and a copy of `data` with the value there."""
+    """Return the path of `keys`, and a copy of `data` with `value` at that path."""
     changed: Any = dict(data)
     path: list[str | int] = []
     inner = changed
@@ -246,7 +140,7 @@ def _replaced(
             break
         below = inner[at] if isinstance(at, int) else inner.get(at)
         if below is not None and not isinstance(below, (dict, list)):
-            msg = f"{place}: `{dotted_name(tuple(path))}` must be a mapping, got {below!r}"
+            msg = f"{_dotted(tuple(path))}: expected a mapping, got {below!r} ({place})"
             raise RecipeError(msg)
         inner[at] = {} if below is None else below.copy()
         inner = inner[at]
@@ -257,6 +151,134 @@ def _position(container: Any, key: str, place: str) -> str | int:
     if isinstance(container, dict):
         return key
     if not key.isdecimal() or int(key) >= len(container):
-        msg = f"{place}: {key!r} must be an index below {len(container)} of a list"
+        msg = f"{place}: expected an index below {len(container)} for this list, got {key!r}"
         raise RecipeError(msg)
     return int(key)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values: ``3e-4`` is a number, ``no`` and ``2026-01-01`` are strings."""
+
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {"map", "seq", "str", "int", "float", "bool", "null"}
+_INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", "<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+_MAX_VALUES = 10_000
+"""More values than any recipe has. Aliases of aliases could make a short file expand endlessly."""
+
+_MAX_DEPTH = 50
+"""Deeper than any recipe. An alias can lie inside the value that it stands for."""
+
+
+def _read(text: str, name: str, places: dict[Path, str], *, empty: Any) -> Any:
+    """Return the value of a YAML text, or `empty`; write the place of each value to `places`."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = name if mark is None else _place(name, mark.line)
+        what = one_line(" ".join(filter(None, (error.context, error.problem))))
+        msg = f"{at}: invalid YAML: {what}"
+        raise RecipeError(msg) from error
+    except yaml.YAMLError as error:
+        msg = f"{name}: invalid YAML: {one_line(str(error))}"
+        raise RecipeError(msg) from error
+    return empty if root is None else _Reader(name, places).value(root, ())
+
+
+def _place(name: str, line: int) -> str:
+    """Return ``file:line`` for a line counted from 0; an override has one line only."""
+    return name if name.startswith("--set ") else f"{name}:{line + 1}"
+
+
+@final
+class _Reader:
+    """Converts YAML nodes to values and notes their places.
+
+    Args:
+        name: Name of the file, for error messages.
+        places: Receives the place of each value.
+    """
+
+    def __init__(self, name: str, places: dict[Path, str]) -> None:
+        self._name = name
+        self._places = places
+        self._constructor = yaml.constructor.SafeConstructor()
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        """Return the value of a node."""
+        self._places.setdefault(path, self._place(node))
+        if len(path) > _MAX_DEPTH:
+            raise self._error(node, f"expected at most {_MAX_DEPTH} nested levels, got more")
+        if len(self._places) > _MAX_VALUES:
+            raise self._error(
+                node, f"expected at most {_MAX_VALUES} values with aliases expanded, got more"
+            )
+        if node.tag.removeprefix(_TAG) not in _KINDS:
+            raise self._error(node, f"expected plain values, got the tag {node.tag}")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        written: dict[str, str] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                continue
+            key = self._key(key_node)
+            if key in written:
+                says = f"the key {key!r} is repeated; it was first set at {written[key]}"
+                raise self._error(key_node, says)
+            written[key] = self._place(key_node)
+        self._flatten(node)
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node)
+            self._places[(*path, key)] = self._place(key_node)
+            mapping[key] = self.value(value_node, (*path, key))
+        return mapping
+
+    def _flatten(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys (``<<``) by the keys of the merged mappings."""
+        try:
+            self._constructor.flatten_mapping(node)
+        except yaml.constructor.ConstructorError as error:
+            raise self._error(node, f"invalid merge: {error.problem}") from error
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise self._error(node, "expected a string as key, got a list or mapping")
+        return str(node.value)
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        text = node.value
+        try:
+            if kind == "int":
+                return int(text, 0 if text[:2] in {"0o", "0x"} else 10)
+            if kind == "float":
+                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        except ValueError as error:
+            raise self._error(node, f"expected a value of type {kind}, got {text!r}") from error
+        if kind == "bool":
+            return text.lower() == "true"
+        return None if kind == "null" else str(text)
+
+    def _place(self, node: yaml.Node) -> str:
+        return _place(self._name, node.start_mark.line)
+
+    def _error(self, node: yaml.Node, says: str) -> RecipeError:
+        return RecipeError(f"{self._place(node)}: {says}")

@@ -1,11 +1,12 @@
-"""The recipes that come with the package, and what a word on the command line names."""
+"""The recipes that come with the package, and the recipe that a command-line argument names."""
 
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 import mfwrap.recipes
-from mfwrap.recipe.document import RecipeError, nearest
+from mfwrap.names import hint
+from mfwrap.recipe.document import RecipeError, read_text
 
 __all__ = ["ShippedRecipe", "find_recipe", "shipped_recipes"]
 
@@ -15,13 +16,13 @@ class ShippedRecipe(NamedTuple):
 
     name: str
     summary: str
-    """Its first line."""
+    """First line of the recipe."""
 
     text: str
 
 
 def shipped_recipes() -> dict[str, ShippedRecipe]:
-    """Return the recipes by name."""
+    """Return the recipes that come with the package, by name."""
     found = {}
     for file in sorted(files(mfwrap.recipes).iterdir(), key=lambda file: file.name):
         if file.name.endswith(".yaml"):
@@ -32,21 +33,18 @@ def shipped_recipes() -> dict[str, ShippedRecipe]:
 
 
 def find_recipe(word: str) -> tuple[str, str]:
-    """Return text and name of the file ``word``, or of the shipped recipe of that name.
+    """Return the text and the name of a recipe.
+
+    Args:
+        word: Path of a file, or name of a shipped recipe.
 
     Raises:
-        RecipeError: If there is neither.
+        RecipeError: If there is no such file or recipe, or the file cannot be read.
     """
     if Path(word).is_file():
-        try:
-            return Path(word).read_text(encoding="utf-8"), word
-        except (OSError, UnicodeDecodeError) as error:
-            msg = f"{word}: must be a recipe in YAML, got a file that cannot be read: {error}"
-            raise RecipeError(msg) from error
+        return read_text(word), word
     shipped = shipped_recipes()
     if word in shipped:
         return shipped[word].text, word
-    guess = nearest(word, shipped)
-    hint = f"did you mean {guess!r}?" if guess else f"shipped are {list(shipped)}"
-    msg = f"{word}: must be a file or the name of a shipped recipe, got neither; {hint}"
+    msg = f"{word}: expected a file or the name of a shipped recipe{hint(word, shipped)}"
     raise RecipeError(msg)

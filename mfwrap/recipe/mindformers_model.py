@@ -1,4 +1,4 @@
-"""The ``model_config`` of a MindFormers file, in transformers' words."""
+"""Convert the ``model_config`` of a MindFormers file to a configuration of transformers."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -36,33 +36,33 @@ _MODEL_KEYS: Mapping[str, str] = {
     "tie_word_embeddings": "tie_word_embeddings",
     "vocab_size": "vocab_size",
 }
-"""MindFormers' names in ``model_config``, and transformers'."""
+"""Transformers' name of each key of ``model_config``."""
 
 _WIDTH_KEYS = ("multiple_of", "ffn_dim_multiplier")
-"""What makes the width of the feed-forward layers where ``intermediate_size`` is not given."""
+"""Keys that determine the width of the feed-forward layers if ``intermediate_size`` is missing."""
 
 _ROPE_KEYS = ("theta", "rope_theta")
 _PLAIN_ROPE = frozenset({"glm4", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-"""Models whose rotary embedding is one for all layers, and not stretched by default."""
+"""Model types that use one unscaled rotary embedding for all layers by default."""
 
 _DEFAULT_WIDTH = 4096
-"""``hidden_size`` of MindFormers' ``LlamaConfig`` and of transformers' where it is not given."""
+"""Default ``hidden_size`` of ``LlamaConfig``, in MindFormers and in transformers."""
 
 
 def model_type_of(settings: Mapping[str, Any]) -> str | None:
-    """Return transformers' ``model_type`` of a ``model_config``; ``None`` if it is not known."""
+    """Return transformers' ``model_type`` for a ``model_config``; ``None`` if it is unknown."""
     return _MODEL_TYPES.get(str(settings.get("type")), settings.get("model_type"))
 
 
 def model_config_of(
     settings: Mapping[str, Any], kind: str, known: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a recipe's ``model.config``, and a note for each key that has no place in it.
+    """Return the section ``model.config`` of a recipe, and the keys that were left out.
 
     Args:
         settings: MindFormers' ``model_config``.
         kind: ``model_type`` of the result.
-        known: Keys that this kind of model takes.
+        known: Keys that the configuration of this model type has.
     """
     left = {key: value for key, value in settings.items() if key not in {"type", "model_type"}}
     config: dict[str, Any] = {"model_type": kind}
@@ -72,7 +72,7 @@ def model_config_of(
         elif key in _ROPE_KEYS and kind in _PLAIN_ROPE and _is_number(value):
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": left.pop(key)}
     if "intermediate_size" in config:
-        for key in _WIDTH_KEYS:  # they would mean nothing in MindFormers, too
+        for key in _WIDTH_KEYS:  # MindFormers ignores them as well in this case
             left.pop(key, None)
     elif "intermediate_size" in known and _makes_width(settings):
         width = _width(config.get("hidden_size", _DEFAULT_WIDTH), *map(settings.get, _WIDTH_KEYS))
@@ -80,7 +80,7 @@ def model_config_of(
             config["intermediate_size"] = width
             for key in _WIDTH_KEYS:
                 left.pop(key, None)
-    return config, [f"model: without {key}" for key in left]
+    return config, list(left)
 
 
 def _makes_width(settings: Mapping[str, Any]) -> bool:
@@ -89,7 +89,7 @@ def _makes_width(settings: Mapping[str, Any]) -> bool:
 
 
 def _width(hidden_size: Any, multiple_of: Any, multiplier: Any) -> int | None:
-    """Return the width of the feed-forward layers; ``None`` if a value is no number.
+    """Return the width of the feed-forward layers; ``None`` if a value is not a number.
 
     Source: MindFormers, ``LlamaFeedForward``.
     """

@@ -1,11 +1,11 @@
-"""From a recipe's plain values to checked objects."""
+"""Build checked objects from a recipe's plain values."""
 
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any, TypeVar, final, get_type_hints
 
 from datasets.exceptions import DatasetsError
@@ -31,11 +31,21 @@ REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What constructors of other libraries raise about arguments."""
+"""Errors that the constructors of other libraries raise for wrong arguments."""
 
 _NAMED_FIRST = re.compile(r"`(?P<key>\w[\w.]*)` (?P<says>.*)")
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
 _MISSING = {"missing", "missing_argument", "missing_keyword_only_argument"}
+_IS_MISSING = "required, but missing"
+_PLAIN_TYPES = {
+    "a valid array": "a list",
+    "a valid boolean": "true or false",
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid string": "a string",
+    "an object": "a mapping",
+}
+"""Types as a recipe's author knows them, by pydantic's words for JSON."""
 
 
 @final
@@ -43,24 +53,30 @@ class RecipeObjects:
     """Builds objects from the sections of a document.
 
     Args:
-        document: Where the sections stand.
+        document: Recipe that the sections are part of.
     """
 
     def __init__(self, document: RecipeDocument) -> None:
         self.document = document
         self.without_meaning: list[str] = []
-        """Dotted names of MindFormers' keys that were read and have no meaning here."""
+        """Dotted names of the MindFormers keys that were read and have no effect in mfwrap."""
 
     def parse(self, path: Path, section: type[T], value: Any) -> T:
-        """Return a section as its dataclass.
+        """Return a section as an object of its dataclass.
+
+        Args:
+            path: Path of the section.
+            section: Dataclass of the section.
+            value: Content of the section.
 
         Raises:
-            RecipeError: If it does not fit.
+            RecipeError: If a key or a value does not fit the dataclass.
         """
         try:
-            # JSON, because strictly read Python values may be neither dataclasses nor tuples.
-            adapter = _adapter(section)  # type: ignore[arg-type] # mypy: a class is not hashable
-            parsed: T = adapter.validate_json(_as_json(value))
+            # From JSON: in strict mode pydantic does not convert Python dicts to dataclasses, nor
+            # lists to tuples.
+            adapter = _adapter(section)  # type: ignore[arg-type]  # (mypy: a class is not hashable)
+            parsed: T = adapter.validate_json(json.dumps(value))
         except ValidationError as error:
             raise self._invalid(path, value, error, section) from error
         return parsed
@@ -71,36 +87,38 @@ class RecipeObjects:
         make: Callable[..., T],
         settings: Mapping[str, Any],
         *,
-        hidden: Collection[str] = (),
-        meaningless: Collection[str] = (),
         known: Collection[str] | None = None,
     ) -> T:
-        """Return what `make` makes of settings as keywords.
+        """Call `make` with the settings of a section as keywords, and return the result.
 
         Args:
-            path: Where the settings stand.
-            make: A class or a function.
+            path: Path of the section.
+            make: Class or function to call.
             settings: Values by keyword.
-            hidden: Keywords that a recipe cannot give.
-            meaningless: Keys that are MindFormers' own, noted and left out.
-            known: Keywords of `make`, where its signature does not say.
+            known: Keywords that a recipe may set; by default all of the signature of `make`.
 
         Raises:
-            RecipeError: If a key is unknown or missing, or `make` refuses.
+            RecipeError: If a key is unknown or missing, or `make` raises an error about a value.
         """
-        names = (set(_keywords(make)) if known is None else set(known)) - set(hidden)
-        kept = self.kept(path, settings, names, meaningless)
-        required = {name for name, needed in _keywords(make).items() if needed} - set(hidden)
-        for name in sorted(required - kept.keys()):
-            raise self.document.error((*path, name), "must be given, got nothing")
-        for name, value in kept.items():
+        keywords = _keywords(make)
+        self.kept(path, settings, keywords if known is None else known)
+        for name, is_required in keywords.items():
+            if is_required and name not in settings:
+                raise self.document.error((*path, name), _IS_MISSING)
+        for name, value in settings.items():
             self.check_type((*path, name), make, name, value)
         try:
-            return make(**kept)
+            return make(**settings)
         except RecipeError:
             raise
         except REFUSALS as error:
-            raise self.refusal(path, kept, error) from error
+            raise self.refusal(path, settings, error) from error
+
+    def choice(self, path: Path, value: object, known: Collection[str]) -> str:
+        """Return a value, or raise `RecipeError` unless it is one of the known names."""
+        if not isinstance(value, str) or value not in known:
+            raise self.document.error(path, f"expected one of {sorted(known)}, got {value!r}")
+        return value
 
     def kept(
         self,
@@ -109,10 +127,16 @@ class RecipeObjects:
         known: Collection[str],
         meaningless: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return the settings with meaning; note the others.
+        """Return the settings that have an effect, and note the others in `without_meaning`.
+
+        Args:
+            path: Path of the section.
+            settings: Values by key.
+            known: Keys that have an effect.
+            meaningless: Keys of MindFormers that have none.
 
         Raises:
-            RecipeError: If a key is neither known nor MindFormers'.
+            RecipeError: If a key is neither in `known` nor in `meaningless`.
         """
         kept = {}
         for key, value in settings.items():
@@ -125,19 +149,28 @@ class RecipeObjects:
         return kept
 
     def check_type(self, path: Path, owner: Any, name: str, value: Any) -> None:
-        """Raise `RecipeError` unless a value has the type of a dataclass's field."""
+        """Raise `RecipeError` unless a value has the type of the field; check dataclasses only."""
         if not is_dataclass(owner):
             return
-        adapter = _field_adapter(owner, name)  # type: ignore[arg-type] # mypy: not hashable
+        adapter = _field_adapter(owner, name)  # type: ignore[arg-type]  # (mypy: not hashable)
         if adapter is None:
             return
         try:
-            adapter.validate_json(_as_json(value), strict=True)
+            adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             raise self._invalid(path, value, error, None) from error
 
     def refusal(self, path: Path, settings: Mapping[str, Any], error: Exception) -> RecipeError:
-        """Return the error for what a constructor raised, at the key that it speaks of."""
+        """Convert an error of a constructor into one that names the key and its place.
+
+        The key is, in this order: the name in backticks that the message begins with; the longest
+        key of `settings` in the message; the key whose value is mentioned first; the section.
+
+        Args:
+            path: Path of the section.
+            settings: Arguments of the constructor.
+            error: Error that it raised.
+        """
         text = one_line(str(error)) or type(error).__name__
         named = _NAMED_FIRST.fullmatch(text)
         if named is not None and named["key"].split(".")[0] in settings:
@@ -145,18 +178,18 @@ class RecipeObjects:
         mentioned = [key for key in settings if _position(text, key) >= 0]
         if mentioned:
             path = (*path, max(mentioned, key=len))
-        else:  # some name only the value
+        else:
             places = {k: _position(text, str(v)) for k, v in settings.items() if v}
             named_values = [key for key, place in places.items() if place >= 0]
             path = (*path, *sorted(named_values, key=places.__getitem__)[:1])
-        return self.document.error(path, f"was refused: {text[:300]}")
+        return self.document.error(path, f"invalid: {text[:300]}")
 
     def _invalid(
         self, path: Path, value: Any, error: ValidationError, section: type[Any] | None
     ) -> RecipeError:
-        # A misspelt key is the reason why another one is missing.
+        # Unknown keys first: a misspelled key is the reason why another key is missing.
         problems = sorted(
-            error.errors(include_url=False), key=lambda one: one["type"] not in _UNKNOWN_KEY
+            error.errors(include_url=False), key=lambda each: each["type"] not in _UNKNOWN_KEY
         )
         problem = problems[0]
         at = _existing(problem["loc"], value)
@@ -164,46 +197,43 @@ class RecipeObjects:
             known = {f.name for f in fields(section)} if section is not None else set()
             return self.document.unknown_key((*path, *at), known)
         if problem["type"] in _MISSING:
-            return self.document.error((*path, *problem["loc"]), "must be given, got nothing")
+            return self.document.error((*path, *problem["loc"]), _IS_MISSING)
         if problem["type"] == "value_error":
             inner = problem["ctx"]["error"]
             settings = value if isinstance(value, dict) else {}
             return self.refusal((*path, *at), settings, inner)
-        wanted = dict.fromkeys(
-            one["msg"].removeprefix("Input should be ")
-            for one in problems
-            if _existing(one["loc"], value) == at
-        )
-        got = _found(value, at)
-        return self.document.error((*path, *at), f"must be {' or '.join(wanted)}, got {got!r:.80}")
+        said = [
+            each["msg"].removeprefix("Input should be ")
+            for each in problems
+            if _existing(each["loc"], value) == at
+        ]
+        wanted = " or ".join(dict.fromkeys(_PLAIN_TYPES.get(words, words) for words in said))
+        got = functools.reduce(lambda inner, key: inner[key], at, value)
+        return self.document.error((*path, *at), f"expected {wanted}, got {got!r:.80}")
 
 
 def _position(text: str, word: str) -> int:
-    """Return where a word stands in a text; -1 if it does not."""
+    """Return the position of a whole word in a text; -1 if the text does not contain it."""
     found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)
     return -1 if found is None else found.start()
 
 
-def _as_json(value: Any) -> str:
-    return json.dumps(value)
-
-
-@cache
+@functools.cache
 def _adapter(section: Any) -> TypeAdapter[Any]:
     return TypeAdapter(section)
 
 
-@cache
+@functools.cache
 def _field_adapter(owner: Any, name: str) -> TypeAdapter[Any] | None:
     try:
         hint = get_type_hints(owner).get(name)
         return None if hint is None else TypeAdapter(hint)
     except (NameError, TypeError, PydanticSchemaGenerationError):
-        return None  # a type that cannot be read; the class itself has the say
+        return None  # pydantic does not know the type; the class checks the value itself
 
 
 def _keywords(make: Callable[..., Any]) -> dict[str, bool]:
-    """Return the keywords of a callable, and whether each must be given."""
+    """Return the keywords of a callable, and whether each is required."""
     return {
         name: parameter.default is parameter.empty
         for name, parameter in inspect.signature(make).parameters.items()
@@ -212,7 +242,7 @@ def _keywords(make: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _existing(location: tuple[str | int, ...], value: Any) -> Path:
-    """Return as much of a location as leads to a value; the rest are names of types."""
+    """Return the part of pydantic's location that leads to a value; types in a union follow it."""
     path: list[str | int] = []
     for part in location:
         if isinstance(value, dict) and part in value:
@@ -223,9 +253,3 @@ def _existing(location: tuple[str | int, ...], value: Any) -> Path:
             break
         path.append(part)
     return tuple(path)
-
-
-def _found(value: Any, path: Path) -> Any:
-    for part in path:
-        value = value[part]
-    return value

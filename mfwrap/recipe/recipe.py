@@ -1,4 +1,4 @@
-"""A training run from one YAML file: read, checked to the last value, and run."""
+"""Read a recipe and check every value of it, without downloading or training anything."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -10,18 +10,21 @@ from typing import Any, final
 import torch
 from transformers import TrainingArguments
 
+from mfwrap.arguments import callers_stacklevel
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.names import hint
 from mfwrap.recipe.callbacks import (
     MakeCallback,
     needs_tensorboard_dir,
     read_callbacks,
     read_monitor,
 )
-from mfwrap.recipe.document import RecipeDocument, RecipeError
+from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
 from mfwrap.recipe.training import ScheduleChoice, read_peft, read_training
+from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.settings import ModelSettings, check_length
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
@@ -38,39 +41,46 @@ __all__ = [
 
 
 class RecipeWarning(UserWarning):
-    """Keys of MindFormers that a recipe holds and that have no meaning here."""
+    """A recipe has MindFormers keys that have no effect in mfwrap."""
 
 
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """A run that can be started: all of its settings fit.
-
-    Args:
-        document: What was read.
-        task: What is trained.
-        model: Section ``model``.
-        data: Section ``data``.
-        arguments: Of the training.
-        schedule: MindFormers' schedule; ``None`` for that of `arguments`.
-        step: Settings of the step.
-        make_average: Makes the average of the weights; ``None`` without one.
-        peft: PEFT's configuration of an adapter; ``None`` to train all weights.
-        make_callbacks: Make the callbacks, each for one run.
-        without_meaning: MindFormers' keys that are left out.
-    """
+    """A checked recipe, ready for `run_recipe`."""
 
     document: RecipeDocument
+    """The recipe as written, with overrides."""
+
     task: Task
+    """What is trained."""
+
     model: ModelSettings
+    """Section ``model``."""
+
     data: DataSource
+    """Section ``data``."""
+
     arguments: TrainingArguments
+    """Arguments of the training."""
+
     schedule: ScheduleChoice | None
+    """MindFormers' schedule; ``None`` for the schedule that `arguments` name."""
+
     step: StepChoice
+    """Settings of the step."""
+
     make_average: Callable[[Any], ExponentialMovingAverage] | None
+    """Builds the average of a model's weights; ``None`` without an average."""
+
     peft: Any
+    """PEFT's configuration of an adapter; ``None`` to train all weights."""
+
     make_callbacks: tuple[MakeCallback, ...]
+    """Build the callbacks of a run."""
+
     without_meaning: tuple[str, ...]
+    """Dotted names of MindFormers keys that have no effect."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -78,41 +88,37 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: YAML file.
-        overrides: ``section.key=value`` each, which replace what the file says.
+        overrides: Entries of the form ``section.key=value`` that replace values of the file.
 
     Raises:
-        RecipeError: If anything does not fit, with file, line and key, in one line.
+        RecipeError: If a value does not fit. The message names key, file and line, in one line.
 
     Warns:
-        RecipeWarning: If it holds MindFormers' keys without a meaning here, all in one warning.
+        RecipeWarning: If the recipe has MindFormers keys without an effect; one warning for all.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path}: must be a recipe in YAML, got a file that cannot be read: {error}"
-        raise RecipeError(msg) from error
-    return parse_recipe(text, str(path), overrides)
+    return parse_recipe(read_text(path), str(path), overrides)
 
 
 def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from its text; see `load_recipe`.
+    """Read a recipe from a string and check it; see `load_recipe`.
 
     Args:
-        text: YAML.
-        name: Of the file, for errors and for the folder of the run.
-        overrides: As in `load_recipe`.
+        text: YAML text.
+        name: Name for error messages; its stem is the default name of the run folder.
+        overrides: See `load_recipe`.
     """
     document = RecipeDocument.parse(text, name).overridden(overrides)
     objects = RecipeObjects(document)
     recipe = _read(objects, objects.parse((), Sections, document.data))
     if recipe.without_meaning:
         keys = ", ".join(recipe.without_meaning)
-        warnings.warn(f"{name}: without a meaning here: {keys}", RecipeWarning, stacklevel=3)
+        says = f"{name}: no effect in mfwrap: {keys}"
+        warnings.warn(says, RecipeWarning, stacklevel=callers_stacklevel())
     return recipe
 
 
 def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
-    task = _task(objects, sections.task)
+    task = TASKS[objects.choice(("task",), sections.task, TASKS)]
     model = objects.parse(("model",), ModelSettings, sections.model)
     data = _data(objects, task, sections)
     wrapper = read_wrapper(objects, sections.runner_wrapper)
@@ -143,70 +149,68 @@ def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
         schedule=training.schedule,
         step=step,
         make_average=read_average(objects, sections.ema),
-        peft=read_peft(objects, sections.peft, sections.task),
+        peft=read_peft(objects, sections.peft, task.peft_task_type),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )
 
 
-def _task(objects: RecipeObjects, name: str) -> Task:
-    if name not in TASKS:
-        raise objects.document.error(("task",), f"must be one of {sorted(TASKS)}, got {name!r}")
-    return TASKS[name]
-
-
 def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
-    kind = sections.data.get("type")
-    if not isinstance(kind, str) or kind not in SOURCES:
-        says = f"must be one of {sorted(SOURCES)}, got {kind!r}"
-        raise objects.document.error(("data", "type"), says)
+    kind = objects.choice(("data", "type"), sections.data.get("type"), SOURCES)
     for option in ("sequence_length", "packing"):
         if sections.data.get(option) is not None and option not in task.options:
             says = f"is not a setting of the task {sections.task}"
             raise objects.document.error(("data", option), says)
     data = objects.parse(("data",), SOURCES[kind], sections.data)
-    known = data.known_columns
-    if known is not None:
-        for column in data.columns.values():
-            if column not in known:
-                says = f"must name columns of {sorted(known)}, got {column!r}"
-                raise objects.document.error(("data", "columns"), says)
-        check_columns(objects.document, task, known | data.columns.keys())
+    if data.known_columns is not None:
+        check_columns(objects.document, task, data.known_columns | data.columns.keys())
     return data
 
 
-def check_columns(document: RecipeDocument, task: Task, columns: Collection[str]) -> None:
-    """Raise `RecipeError` unless the data's columns are enough for the task."""
-    if not any(needed <= set(columns) for needed in task.needs):
+def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) -> Columns:
+    """Return the columns that the task needs, or raise `RecipeError` if the data lack them.
+
+    Args:
+        document: Recipe, for the place in the message.
+        task: Task of the recipe.
+        found: Names of the data's columns, with the task's names where ``data.columns`` renames.
+    """
+    columns = needed_columns(task.needs, found)
+    if columns is None:
         wanted = " or ".join(str(sorted(needed)) for needed in task.needs)
-        says = f"must have the columns {wanted} for the task, got {sorted(columns)}"
+        says = f"expected data with the columns {wanted}, got {sorted(found)}"
         raise document.error(("data", "type"), says)
+    return columns
 
 
 @contextmanager
 def data_errors(objects: RecipeObjects) -> Iterator[None]:
-    """Turn what is wrong with the data into an error of the recipe, at the key that it names."""
+    """Convert a `DataError` to a `RecipeError` about the key of ``data`` that it names."""
     try:
         yield
     except DataError as error:
-        whole, says = "`data` ", str(error)
-        if says.startswith(whole):
-            raise objects.document.error(("data",), says.removeprefix(whole)) from error
+        says = str(error).removeprefix("`data` ")
+        if says != str(error):
+            raise objects.document.error(("data",), says) from error
         raise objects.refusal(("data",), objects.document.data["data"], error) from error
 
 
 def _check_model(
     objects: RecipeObjects, task: Task, model: ModelSettings, data: DataSource
 ) -> None:
-    """Refuse a model that the task cannot train; one of random weights is built, without memory."""
+    """Raise `RecipeError` if the task cannot train the model.
+
+    A model from a configuration is built on the meta device, which takes no memory.
+    """
     if model.tokenizer is not None and not task.uses_tokenizer:
         says = "is not a setting of a task without text"
         raise objects.document.error(("model", "tokenizer"), says)
     kind = model.model_type
     if kind is None:
         return
-    if kind not in task.model_types():
-        says = f"must be a model that the task can train, got {kind!r}"
+    known = task.model_types()
+    if kind not in known:
+        says = f"expected a model type that this task can train, got {kind!r}{hint(kind, known)}"
         raise objects.document.error(("model", "config", "model_type"), says)
     try:
         with torch.device("meta"):

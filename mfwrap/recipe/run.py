@@ -1,4 +1,4 @@
-"""Running a recipe."""
+"""Run a recipe: train, evaluate and save."""
 
 import contextlib
 import copy
@@ -24,6 +24,7 @@ from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
 from mfwrap.recipe.training import scheduled
+from mfwrap.recipes.data.columns import check_rows
 from mfwrap.recipes.data.source import DataError, Rows
 
 __all__ = [
@@ -34,13 +35,14 @@ __all__ = [
 
 
 class RunResult(NamedTuple):
-    """What a run has left behind."""
+    """Result of a run."""
 
     folder: Path
-    """Holds ``recipe.yaml``, ``metrics.jsonl``, checkpoints, ``model`` and maybe ``model_ema``."""
+    """Run folder with ``recipe.yaml``, ``metrics.jsonl``, checkpoints, ``model``, and ``model_ema``
+    if the recipe averages weights."""
 
     metrics: dict[str, float]
-    """Of the last evaluation; names of averaged weights begin with ``ema_``."""
+    """Metrics of the last evaluation; those of averaged weights begin with ``ema_``."""
 
 
 def run_recipe(
@@ -82,18 +84,18 @@ def run_recipe(
 
 
 def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
-    """Return the Trainer of a recipe, and what records its metrics.
+    """Return the Trainer of a recipe, and the callback that records its metrics.
 
     Raises:
-        RecipeError: If the data do not have what the task needs.
+        RecipeError: If the data do not fit the task.
     """
     arguments, task = recipe.arguments, recipe.task
-    # Weights are drawn before a Trainer sets the seed.
+    # The model is built before the Trainer, which would set the seed too late for its weights.
     set_seed(arguments.seed)
     with arguments.main_process_first():
         keywords = _keywords(recipe)
     if arguments.eval_strategy != "no" and keywords["eval_dataset"] is None:
-        says = "must hold out rows for `training.eval_strategy`, got none"
+        says = "expected held-out rows because training.eval_strategy is set, got none"
         raise recipe.document.error(("data",), says)
     callbacks = [make() for make in recipe.make_callbacks]
     folder = Path(arguments.output_dir or "")
@@ -113,10 +115,10 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         **keywords,
     )
     if has_record:
-        # Its record has the numbers and a bar; theirs would say them again.
+        # MFLossMonitor already logs the numbers and the progress.
         for other in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(other)
-    _normalise_loss(recipe, trainer)
+    _normalize_loss(recipe, trainer)
     return trainer, recorder
 
 
@@ -126,22 +128,22 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
         rows = _rows(recipe, objects)
         keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
-        # A model without its adapter is its own reference.
-        # Without dropout: a model of random weights is built for training.
+        # With an adapter, the model without the adapter is the reference. `eval` turns off dropout,
+        # which a model with random weights has on.
         return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
     if recipe.peft is None:
         return keywords
     if recipe.task.takes_peft:
         return keywords | {"peft_config": recipe.peft}
-    from peft import get_peft_model  # noqa: PLC0415  (slow, and of an extra)
+    from peft import get_peft_model  # noqa: PLC0415  (slow; part of an extra)
 
     return keywords | {"model": get_peft_model(keywords["model"], recipe.peft)}
 
 
 def _rows(recipe: Recipe, objects: RecipeObjects) -> Rows:
     def check(table: Dataset) -> None:
-        check_columns(recipe.document, recipe.task, table.column_names)
-        recipe.task.check(table, recipe.data.columns)
+        columns = check_columns(recipe.document, recipe.task, table.column_names)
+        check_rows(table, columns, recipe.data.columns)
 
     try:
         return recipe.data.rows(check)
@@ -151,10 +153,10 @@ def _rows(recipe: Recipe, objects: RecipeObjects) -> Rows:
         raise objects.refusal(("data",), recipe.document.data["data"], error) from error
 
 
-def _normalise_loss(recipe: Recipe, trainer: Any) -> None:
+def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
     per_token = recipe.step.calculate_per_token_loss
     if per_token and not trainer.model_accepts_loss_kwargs:
-        says = "must be left out or False with a model that is not told the number of targets"
+        says = "expected false or no value, because the model does not accept num_items_in_batch"
         path = ("runner_wrapper", "calculate_per_token_loss")
         raise recipe.document.error(path, says)
     if per_token is False:
@@ -162,7 +164,7 @@ def _normalise_loss(recipe: Recipe, trainer: Any) -> None:
 
 
 def _finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, float]:
-    """Evaluate and save raw weights, and averaged ones where there is an average."""
+    """Evaluate and save the raw weights, and the averaged ones if there is an average."""
     average = _average(trainer)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
     trainer.save_model(str(folder / "model"))
@@ -178,7 +180,7 @@ def _finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, 
 
 
 def _average(trainer: Any) -> ExponentialMovingAverage | None:
-    """Return the Trainer's average, or that of an `EMACallback`."""
+    """Return the average of the Trainer or of an `EMACallback`; ``None`` if there is none."""
     found: list[ExponentialMovingAverage | None] = [trainer.ema]
     found += [one.ema for one in trainer.callback_handler.callbacks if isinstance(one, EMACallback)]
     return next((one for one in found if one is not None), None)

@@ -1,10 +1,11 @@
-"""MindFormers' names that a recipe may hold and that have no meaning here, or another name."""
+"""The sections of a recipe, and MindFormers' names that they may contain."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, final
 
+from mfwrap.arguments import check_positive_number
 from mfwrap.config import StepConfig
 from mfwrap.recipes.data.source import Section
 
@@ -20,70 +21,101 @@ __all__ = [
 ]
 
 
-CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "MFLossMonitor": frozenset(
-            {
-                "calculate_per_token_loss",
-                "check_for_nan_in_loss_and_grad",
-                "gradient_accumulation_steps",
-                "learning_rate",
-                "micro_batch_interleave_num",
-                "micro_batch_num",
-                "print_separate_loss",
-            }
-        ),
-        "CheckpointMonitor": frozenset(
-            {
-                "append_info",
-                "async_save",
-                "checkpoint_format",
-                "config",
-                "directory",
-                "embedding_local_norm_threshold",
-                "embedding_size",
-                "enc_key",
-                "enc_mode",
-                "exception_save",
-                "global_batch_size",
-                "health_ckpts_record_dir",
-                "integrated_save",
-                "keep_checkpoint_max",
-                "keep_checkpoint_per_n_minutes",
-                "prefix",
-                "remove_redundancy",
-                "save_checkpoint_seconds",
-                "save_network_params",
-                "save_optimizer",
-                "save_trainable_params",
-                "saved_network",
-                "use_checkpoint_health_monitor",
-                "use_legacy_format",
-            }
-        ),
-        "ProfileMonitor": frozenset({"data_simplification", "mstx", "profile_pipeline"}),
-    }
-)
-"""Keys by callback. One that a callback here has as argument is its argument."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sections(Section):
+    """All sections of a recipe, as written. The content of a section is checked when it is used."""
 
-CALLBACKS_WITHOUT_MEANING = frozenset(
-    {
-        "ColdHotExpertMonitor",
-        "ExpertMigrateCallback",
-        "MaxLogitsMonitor",
-        "MoEDropRateCallback",
-        "ObsMonitor",
-        "SDCMonitor",
-        "StressDetectCallBack",
-        "StressTestModelMonitor",
-        "SummaryMonitor",
-        "TopkBiasBalanceCallback",
-    }
-)
-"""Callbacks that watch Ascend devices, MindInsight or experts."""
+    task: str
+    """What to train: a name in `mfwrap.recipes.tasks.table.TASKS`."""
 
-MONITOR_KEYS_WITHOUT_MEANING = frozenset({"dump_path"})
-"""Keys of ``monitor_config``."""
+    model: dict[str, Any]
+    """Fields of `mfwrap.recipes.models.settings.ModelSettings`."""
+
+    data: dict[str, Any]
+    """``type``, a name in `mfwrap.recipes.tasks.table.SOURCES`, and the fields of that source."""
+
+    training: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``transformers.TrainingArguments``, or of the task's subclass of it."""
+
+    runner_wrapper: dict[str, Any] | None = None
+    """Fields of `RunnerWrapperSection`."""
+
+    optimizer: dict[str, Any] | None = None
+    """MindFormers' section ``optimizer``."""
+
+    lr_schedule: dict[str, Any] | None = None
+    """MindFormers' section ``lr_schedule``."""
+
+    ema: dict[str, Any] | None = None
+    """Arguments of `ExponentialMovingAverage`."""
+
+    peft: dict[str, Any] | None = None
+    """``type``, for example ``lora``, and arguments of PEFT's configuration of that type."""
+
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    """``type``, a name in `mfwrap.callbacks`, and the arguments of that callback."""
+
+    monitor_config: dict[str, Any] | None = None
+    """MindFormers' section: ``monitor_on``, and arguments of `TrainingStateMonitor`."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunnerWrapperSection(Section):
+    """MindFormers' section ``runner_wrapper``, with the settings of mfwrap's step.
+
+    Source: MindFormers, ``runner_wrapper``, ``use_skip_data_by_global_norm``,
+    ``calculate_per_token_loss`` and ``monitor_config.global_norm_spike_threshold``.
+
+    Raises:
+        ValueError: If a value is out of range, or two values contradict each other.
+    """
+
+    type: Literal["MFTrainOneStepCell", "mf_wrapper"] = "MFTrainOneStepCell"
+    """MindFormers' name of the step."""
+
+    scale_sense: float | dict[str, Any] | None = None
+    """Loss scale: a number, or an update cell with ``type``. The default is that of `MFTrainer`."""
+
+    use_clip_grad: bool | None = None
+    """Clip gradients by their global norm. The default is True if ``training.max_grad_norm`` is
+    set."""
+
+    max_grad_norm: float | None = None
+    """Largest global norm. The default is ``training.max_grad_norm``, or 1 if that is not set."""
+
+    local_norm: bool = False
+    """See `StepConfig`."""
+
+    local_norm_groups: Literal["layer"] | list[str] | None = None
+    """See `StepConfig`."""
+
+    calculate_per_token_loss: bool | None = None
+    """True divides the loss by the number of targets of the whole update, which the model must
+    support. False takes the mean over micro-batches. The default is that of the Trainer."""
+
+    use_skip_data_by_global_norm: bool = False
+    """See `StepConfig`."""
+
+    global_norm_spike_threshold: float | None = None
+    """See `StepConfig`. The default is ``monitor_config.global_norm_spike_threshold``, or 1 if
+    that is not set."""
+
+    max_consecutive_skips: int | None = StepConfig().max_consecutive_skips
+    """See `StepConfig`."""
+
+    def __post_init__(self) -> None:
+        """Check values that `StepConfig` does not check."""
+        if self.max_grad_norm is not None:
+            check_positive_number("max_grad_norm", self.max_grad_norm)
+        if self.use_clip_grad is False and self.use_skip_data_by_global_norm:
+            msg = (
+                "`use_skip_data_by_global_norm` needs the global norm, which is computed only with "
+                "`use_clip_grad`, got use_clip_grad=False"
+            )
+            raise ValueError(msg)
+
 
 OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     {
@@ -95,12 +127,7 @@ OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "Adafactor": "adafactor",
     }
 )
-"""MindFormers' optimizers, and what the Trainer calls them."""
-
-OPTIMIZER_KEYS_WITHOUT_MEANING = frozenset(
-    {"layer_decay", "optimizer_type", "param_group", "swap", "weight_decay_params"}
-)
-"""Keys of ``optimizer``."""
+"""The Trainer's name of each of MindFormers' optimizers."""
 
 SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -113,99 +140,39 @@ SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType(
         "polynomial": "PolynomialWithWarmUpLR",
     }
 )
-"""Names under which MindFormers registers its schedules, too, and their classes."""
+"""Class of each schedule that MindFormers registers under a second name."""
 
+# The tables below list what MindFormers knows and mfwrap leaves out, with a warning.
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class RunnerWrapperSection(Section):
-    """MindFormers' section of the same name, and the settings of the step that are ours.
+OPTIMIZER_KEYS_WITHOUT_MEANING = frozenset(
+    {"layer_decay", "optimizer_type", "param_group", "swap", "weight_decay_params"}
+)
+"""Keys of ``optimizer``."""
 
-    Source: MindFormers, ``runner_wrapper``, ``use_skip_data_by_global_norm``,
-    ``calculate_per_token_loss`` and ``monitor_config.global_norm_spike_threshold``.
+MONITOR_KEYS_WITHOUT_MEANING = frozenset({"dump_path"})
+"""Keys of ``monitor_config``."""
 
-    Raises:
-        ValueError: If two values exclude each other.
-    """
+CALLBACKS_WITHOUT_MEANING = frozenset({
+    "ColdHotExpertMonitor", "ExpertMigrateCallback", "MaxLogitsMonitor", "MoEDropRateCallback",
+    "ObsMonitor", "SDCMonitor", "StressDetectCallBack", "StressTestModelMonitor", "SummaryMonitor",
+    "TopkBiasBalanceCallback",
+})  # fmt: skip
+"""Callbacks for Ascend devices, MindInsight or experts."""
 
-    type: Literal["MFTrainOneStepCell", "mf_wrapper"] = "MFTrainOneStepCell"
-    """MindFormers' name of the step."""
-
-    scale_sense: float | dict[str, Any] | None = None
-    """Loss scale: a number, or an update cell with ``type``; by default as `MFTrainer`'s."""
-
-    use_clip_grad: bool | None = None
-    """Clip gradients by their global norm; by default if ``training.max_grad_norm`` is given."""
-
-    max_grad_norm: float | None = None
-    """Largest global norm; by default ``training.max_grad_norm``, and 1 without it."""
-
-    local_norm: bool = False
-    """As in `StepConfig`."""
-
-    local_norm_groups: Literal["layer"] | list[str] | None = None
-    """As in `StepConfig`."""
-
-    calculate_per_token_loss: bool | None = None
-    """``True``: divide by the number of targets of the whole update, which the model must allow;
-    ``False``: the mean over micro-batches. By default as the Trainer does."""
-
-    use_skip_data_by_global_norm: bool = False
-    """As in `StepConfig`."""
-
-    global_norm_spike_threshold: float | None = None
-    """As in `StepConfig`; by default that of ``monitor_config``, and 1 without it."""
-
-    max_consecutive_skips: int | None = StepConfig().max_consecutive_skips
-    """As in `StepConfig`."""
-
-    def __post_init__(self) -> None:
-        """Refuse a limit that is none, and skipping without clipping."""
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            msg = f"`max_grad_norm` must be > 0, got {self.max_grad_norm}"
-            raise ValueError(msg)
-        if self.use_clip_grad is False and self.use_skip_data_by_global_norm:
-            msg = (
-                "`use_skip_data_by_global_norm` must go with `use_clip_grad`, which computes the "
-                "norm, got use_clip_grad=False"
-            )
-            raise ValueError(msg)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Sections(Section):
-    """A recipe as it is written: what each section must hold is checked when it is built."""
-
-    task: str
-    """What is trained: a name of `mfwrap.recipes.tasks.table.TASKS`."""
-
-    model: dict[str, Any]
-    """See `mfwrap.recipes.models.settings.ModelSettings`."""
-
-    data: dict[str, Any]
-    """``type``, a name of `mfwrap.recipes.tasks.table.SOURCES`, and the keys of that source."""
-
-    training: dict[str, Any] = field(default_factory=dict)
-    """Fields of ``transformers.TrainingArguments``, or of the task's own arguments."""
-
-    runner_wrapper: dict[str, Any] | None = None
-    """See `RunnerWrapperSection`."""
-
-    optimizer: dict[str, Any] | None = None
-    """MindFormers' section."""
-
-    lr_schedule: dict[str, Any] | None = None
-    """MindFormers' section."""
-
-    ema: dict[str, Any] | None = None
-    """Arguments of `ExponentialMovingAverage`."""
-
-    peft: dict[str, Any] | None = None
-    """``type``, ``lora`` for one, and arguments of PEFT's configuration of that type."""
-
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
-    """``type``, a name of `mfwrap.callbacks`, and the arguments of that callback."""
-
-    monitor_config: dict[str, Any] | None = None
-    """MindFormers' section: arguments of `TrainingStateMonitor`, and ``monitor_on``."""
+CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType({
+    "MFLossMonitor": frozenset({
+        "calculate_per_token_loss", "check_for_nan_in_loss_and_grad", "gradient_accumulation_steps",
+        "learning_rate", "micro_batch_interleave_num", "micro_batch_num", "print_separate_loss",
+    }),
+    "CheckpointMonitor": frozenset({
+        "append_info", "async_save", "checkpoint_format", "config", "directory",
+        "embedding_local_norm_threshold", "embedding_size", "enc_key", "enc_mode", "exception_save",
+        "global_batch_size", "health_ckpts_record_dir", "integrated_save", "keep_checkpoint_max",
+        "keep_checkpoint_per_n_minutes", "prefix", "remove_redundancy", "save_checkpoint_seconds",
+        "save_network_params", "save_optimizer", "save_trainable_params", "saved_network",
+        "use_checkpoint_health_monitor", "use_legacy_format",
+    }),
+    "ProfileMonitor": frozenset({"data_simplification", "mstx", "profile_pipeline"}),
+    "TrainingStateMonitor": MONITOR_KEYS_WITHOUT_MEANING,
+})  # fmt: skip
+"""Keys by callback. A key that mfwrap's callback has as an argument is passed on, not left out."""

@@ -1,4 +1,4 @@
-"""The arguments of a recipe's training, from its own section and from MindFormers' sections."""
+"""The arguments of a recipe's training, with its schedule and adapter."""
 
 import functools
 import inspect
@@ -19,112 +19,91 @@ from mfwrap.recipe.sections import (
     SCHEDULE_ALIASES,
     RunnerWrapperSection,
 )
+from mfwrap.schedules import SCHEDULES
 from mfwrap.schedules.formula import FormulaLR, WarmUp
-from mfwrap.schedules.names import SCHEDULES
 
-__all__ = [
-    "ScheduleChoice",
-    "TrainingChoice",
-    "read_peft",
-    "read_training",
-    "scheduled",
-]
+__all__ = ["ScheduleChoice", "TrainingChoice", "read_peft", "read_training", "scheduled"]
 
 
-_RATE_KEYS = ("learning_rate", "base_lr")
-_ANY_LENGTH = 10**9
+class TrainingChoice(NamedTuple):
+    """How a recipe trains."""
+
+    arguments: TrainingArguments
+    schedule: "ScheduleChoice | None"
+    """MindFormers' schedule; ``None`` for the schedule that `arguments` name."""
 
 
 @final
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule that is made once the optimizer is there.
+    """A schedule that is built once the optimizer exists."""
 
-    Args:
-        kind: Class of `mfwrap.schedules`.
-        settings: Its arguments, but for optimizer and length.
-        total_steps: Length that the recipe gives; ``None`` for that of the training.
-    """
+    kind: type[FormulaLR]
+    """Class of the schedule."""
 
-    kind: Any
     settings: Mapping[str, Any]
+    """Arguments of the class, without the optimizer and ``total_steps``."""
+
     total_steps: int | None
+    """Length that the recipe sets; ``None`` for the length of the training."""
 
     def make(self, optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
         """Return the schedule of an optimizer."""
         settings = dict(self.settings)
-        if "total_steps" in inspect.signature(self.kind).parameters:
+        if _has_length(self.kind):
             settings["total_steps"] = self.total_steps or num_training_steps
-        schedule: LRScheduler = self.kind(optimizer, **settings)
-        return schedule
+        return self.kind(optimizer, **settings)
 
 
-def read_schedule(
-    objects: RecipeObjects, path: Path, section: Mapping[str, Any], max_steps: int
-) -> tuple[ScheduleChoice, float | None]:
-    """Return the schedule of a section ``lr_schedule``, and the learning rate that it gives.
+def read_training(
+    objects: RecipeObjects,
+    kind: type[TrainingArguments],
+    *,
+    name: str,
+    training: Mapping[str, Any],
+    wrapper: RunnerWrapperSection | None,
+    optimizer: Mapping[str, Any] | None,
+    lr_schedule: Mapping[str, Any] | None,
+) -> TrainingChoice:
+    """Return the arguments of the training and its schedule.
 
     Args:
-        objects: Builds it once, to see whether it can be.
-        path: Where the section stands.
-        section: What it says.
-        max_steps: Length of the training; not positive if that depends on the data.
+        objects: Builder for the recipe.
+        kind: Class of the arguments.
+        name: Name of the recipe, used for the run folder if ``output_dir`` is not set.
+        training: Section ``training``.
+        wrapper: Section ``runner_wrapper``.
+        optimizer: Section ``optimizer``.
+        lr_schedule: Section ``lr_schedule``.
 
     Raises:
-        RecipeError: If it is no schedule.
+        RecipeError: If a setting is unknown, out of range, or set in two sections to different
+            values.
     """
-    settings = dict(section)
-    kind = _kind(objects, (*path, "type"), settings.pop("type", None))
-    total_steps = settings.pop("total_steps", None)
-    if total_steps == -1:  # MindFormers: the length of the training
-        total_steps = None
-    rates = [settings.pop(key) for key in _RATE_KEYS if key in settings]
-    rate = rates[0] if rates else None
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float))):
-        says = f"must be a number, got {rate!r}"
-        raise objects.document.error((*path, "learning_rate"), says)
-    probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
-    length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
-    checked = dict(settings)
-    if "total_steps" in inspect.signature(kind).parameters:
-        checked["total_steps"] = length
-    objects.build(path, functools.partial(kind, probe), checked, known=_settings_of(kind))
-    return ScheduleChoice(kind, settings, total_steps), rate
-
-
-def _kind(objects: RecipeObjects, path: Path, name: object) -> type[FormulaLR]:
-    """Return the class of a schedule that is named, or called by MindFormers' other name of it."""
-    known = [*SCHEDULES, *SCHEDULE_ALIASES]
-    if not isinstance(name, str) or name not in known:
-        raise objects.document.error(path, f"must be one of {sorted(known)}, got {name!r}")
-    return SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
-
-
-def _settings_of(kind: type[FormulaLR]) -> set[str]:
-    """Return the keys of a schedule: its arguments, and a rate in the place of the optimizer."""
-    parameters = inspect.signature(kind).parameters
-    has_warm_up = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    names = {name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
-    names |= {"learning_rate", *WarmUp.__annotations__} if has_warm_up else {"base_lr"}
-    return names - {"optimizer", "last_epoch"}
-
-
-def scheduled(trainer: type[Any], choice: ScheduleChoice | None) -> type[Any]:
-    """Return a Trainer's class with a schedule in the place of its own, if there is one."""
-    if choice is None:
-        return trainer
-
-    def create_scheduler(
-        self: Any, num_training_steps: int, optimizer: Optimizer | None = None
-    ) -> Any:
-        """Make the recipe's schedule, and let the Trainer take it over."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = choice.make(
-                self.optimizer if optimizer is None else optimizer, num_training_steps
-            )
-        return trainer.create_scheduler(self, num_training_steps, optimizer)
-
-    return type(trainer.__name__, (trainer,), {"create_scheduler": create_scheduler})
+    known = {field.name for field in fields(kind) if field.init}
+    settings = objects.kept(("training",), training, known)
+    for key, value in settings.items():
+        objects.check_type(("training", key), kind, key, value)
+        _check_range(objects, key, value)
+    settings.setdefault("output_dir", f"runs/{name}")
+    if not torch.accelerator.is_available():
+        # On a CPU torch warns about pinned memory, and TRL's default of bf16 is for accelerators.
+        settings = {"dataloader_pin_memory": False, "bf16": False} | settings
+    if optimizer is not None:
+        _merge(objects, settings, _optimizer_arguments(objects, optimizer), "optimizer")
+    schedule = None
+    if lr_schedule is not None:
+        for key in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"):
+            if key in training:
+                says = "must be left out, because the recipe has a section lr_schedule"
+                raise objects.document.error(("training", key), says)
+        max_steps = settings.get("max_steps", -1)
+        schedule, rate = read_schedule(objects, ("lr_schedule",), lr_schedule, max_steps)
+        if rate is not None:
+            _merge(objects, settings, {"learning_rate": rate}, "lr_schedule")
+    if wrapper is not None:
+        settings["max_grad_norm"] = _max_grad_norm(objects, training, wrapper)
+    return TrainingChoice(objects.build(("training",), kind, settings, known=known), schedule)
 
 
 _AT_LEAST: Mapping[str, float] = {
@@ -148,7 +127,7 @@ _AT_LEAST: Mapping[str, float] = {
     "data_seed": 0,
     "max_length": 2,
 }
-"""What the arguments themselves let through, and training fails of."""
+"""Limits that ``TrainingArguments`` does not check, although training fails beyond them."""
 
 _LESS_THAN: Mapping[str, float] = {
     "adam_beta1": 1,
@@ -158,169 +137,178 @@ _LESS_THAN: Mapping[str, float] = {
 }
 
 
-class TrainingChoice(NamedTuple):
-    """How a recipe trains."""
-
-    arguments: TrainingArguments
-    schedule: ScheduleChoice | None
-    """MindFormers' schedule; ``None`` for the one that the arguments name."""
-
-
-def read_training(
-    objects: RecipeObjects,
-    kind: type[TrainingArguments],
-    *,
-    name: str,
-    training: Mapping[str, Any],
-    wrapper: RunnerWrapperSection | None,
-    optimizer: Mapping[str, Any] | None,
-    lr_schedule: Mapping[str, Any] | None,
-) -> TrainingChoice:
-    """Return the arguments of the training and its schedule.
-
-    Args:
-        objects: Builds them.
-        kind: Class of the arguments.
-        name: Of the recipe, for the folder of the run where none is given.
-        training: Section ``training``.
-        wrapper: Section ``runner_wrapper``.
-        optimizer: Section ``optimizer``.
-        lr_schedule: Section ``lr_schedule``.
-
-    Raises:
-        RecipeError: If a setting is unknown, out of range, or given twice.
-    """
-    known = {field.name for field in fields(kind) if field.init}
-    settings = objects.kept(("training",), training, known)
-    for key, value in settings.items():
-        objects.check_type(("training", key), kind, key, value)
-        _check_range(objects, key, value)
-    settings.setdefault("output_dir", f"runs/{name}")
-    if not torch.accelerator.is_available():
-        # torch warns of the one; TRL's default of the other is for accelerators.
-        settings = {"dataloader_pin_memory": False, "bf16": False} | settings
-    if optimizer is not None:
-        _take_over(objects, settings, _optimizer_arguments(objects, optimizer), "optimizer")
-    schedule = None
-    if lr_schedule is not None:
-        max_steps = settings.get("max_steps", -1)
-        schedule, rate = read_schedule(objects, ("lr_schedule",), lr_schedule, max_steps)
-        _refuse_another_schedule(objects, training)
-        if rate is not None:
-            _take_over(objects, settings, {"learning_rate": rate}, "lr_schedule")
-    if wrapper is not None:
-        settings["max_grad_norm"] = _max_grad_norm(objects, training, wrapper)
-    return TrainingChoice(objects.build(("training",), kind, settings, known=known), schedule)
-
-
 def _check_range(objects: RecipeObjects, key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         return
-    # Written so that nan is refused.
+    # The comparisons are negated so that nan is an error, too.
     if key in _AT_LEAST and not value >= _AT_LEAST[key]:
-        says = f"must be >= {_AT_LEAST[key]}, got {value}"
+        says = f"expected a number >= {_AT_LEAST[key]}, got {value}"
         raise objects.document.error(("training", key), says)
     if key in _LESS_THAN and not value < _LESS_THAN[key]:
-        says = f"must be < {_LESS_THAN[key]}, got {value}"
+        says = f"expected a number < {_LESS_THAN[key]}, got {value}"
         raise objects.document.error(("training", key), says)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_OPTIMIZER_ARGUMENTS: Mapping[str, str] = {
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "eps": "adam_epsilon",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+}
+"""Field of ``TrainingArguments`` for each key of the section ``optimizer``."""
 
 
 def _optimizer_arguments(objects: RecipeObjects, section: Mapping[str, Any]) -> dict[str, Any]:
     settings = dict(section)
-    name = settings.pop("type", None)
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        says = f"must be one of {sorted(OPTIMIZERS)}, got {name!r}"
-        raise objects.document.error(("optimizer", "type"), says)
-    known = {"betas", "beta1", "beta2", "eps", "weight_decay", "learning_rate"}
+    name = objects.choice(("optimizer", "type"), settings.pop("type", None), OPTIMIZERS)
+    known = {"betas", *_OPTIMIZER_ARGUMENTS}
     settings = objects.kept(("optimizer",), settings, known, OPTIMIZER_KEYS_WITHOUT_MEANING)
-    arguments: dict[str, Any] = {"optim": OPTIMIZERS[name]}
     betas = settings.pop("betas", None)
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2:
-            raise objects.document.error(("optimizer", "betas"), f"must be two, got {betas!r}")
+            says = f"expected a list of two numbers, got {betas!r}"
+            raise objects.document.error(("optimizer", "betas"), says)
         settings |= {"beta1": betas[0], "beta2": betas[1]}
-    names = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
+    arguments: dict[str, Any] = {"optim": OPTIMIZERS[name]}
     for key, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        if not _is_number(value) or not value >= 0:
             at = "betas" if betas is not None and key.startswith("beta") else key
-            raise objects.document.error(("optimizer", at), f"must be a number >= 0, got {value!r}")
-        arguments[names.get(key, key)] = value
+            says = f"expected a number >= 0, got {value!r}"
+            raise objects.document.error(("optimizer", at), says)
+        arguments[_OPTIMIZER_ARGUMENTS[key]] = value
     return arguments
 
 
-def _take_over(
+def _merge(
     objects: RecipeObjects, settings: dict[str, Any], others: Mapping[str, Any], section: str
 ) -> None:
+    """Add the settings of another section; raise `RecipeError` if one contradicts `settings`."""
     for key, value in others.items():
         if key in settings and settings[key] != value:
-            says = f"must be what `{section}` says, {value!r}, or left out, got {settings[key]!r}"
             path = ("training", key)
-            if path not in objects.document.places:  # `optimizer` has said it, by the same key
-                path = ("optimizer", key)
+            if path not in objects.document.places:
+                path = ("optimizer", key)  # which has been merged before, under the same key
+            says = f"expected the value of {section}, {value!r}, or no value, got {settings[key]!r}"
             raise objects.document.error(path, says)
         settings[key] = value
-
-
-def _refuse_another_schedule(objects: RecipeObjects, training: Mapping[str, Any]) -> None:
-    for key in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"):
-        if key in training:
-            says = "must be left out where there is a section `lr_schedule`"
-            raise objects.document.error(("training", key), says)
 
 
 def _max_grad_norm(
     objects: RecipeObjects, training: Mapping[str, Any], wrapper: RunnerWrapperSection
 ) -> float:
-    """Return the limit; 0 lets the Trainer report the norm and not clip."""
-    given = training.get("max_grad_norm")
-    if wrapper.max_grad_norm is not None and given not in (None, wrapper.max_grad_norm):
-        says = f"must be that of `runner_wrapper`, {wrapper.max_grad_norm}, got {given}"
-        raise objects.document.error(("training", "max_grad_norm"), says)
-    clips = given is not None if wrapper.use_clip_grad is None else wrapper.use_clip_grad
-    if not clips:
-        if given:
-            says = f"must be 0 or left out with `runner_wrapper.use_clip_grad` False, got {given}"
-            raise objects.document.error(("training", "max_grad_norm"), says)
-        return 0.0
-    limit = wrapper.max_grad_norm if wrapper.max_grad_norm is not None else given
-    return 1.0 if limit is None else float(limit)
+    """Return the limit of the global norm. With 0 the Trainer reports the norm without clipping."""
+    path = ("training", "max_grad_norm")
+    limit = training.get("max_grad_norm")
+    if wrapper.max_grad_norm is not None and limit not in (None, wrapper.max_grad_norm):
+        says = f"expected the value of runner_wrapper, {wrapper.max_grad_norm}, got {limit}"
+        raise objects.document.error(path, says)
+    clips = limit is not None if wrapper.use_clip_grad is None else wrapper.use_clip_grad
+    if clips:
+        limits = (wrapper.max_grad_norm, limit, 1.0)
+        return float(next(each for each in limits if each is not None))
+    if limit:
+        says = f"expected 0 because runner_wrapper.use_clip_grad is false, got {limit}"
+        raise objects.document.error(path, says)
+    return 0.0
 
 
-_TASK_TYPES = {
-    "causal_lm": "CAUSAL_LM",
-    "preference_tuning": "CAUSAL_LM",
-    "sequence_classification": "SEQ_CLS",
-    "supervised_tuning": "CAUSAL_LM",
-    "token_classification": "TOKEN_CLS",
-}
-"""What PEFT calls the tasks that it knows."""
+_RATE_KEYS = ("learning_rate", "base_lr")
+_ANY_LENGTH = 10**9
 
 
-def read_peft(objects: RecipeObjects, section: Mapping[str, Any] | None, task: str) -> Any:
-    """Return PEFT's configuration of a section ``peft``; ``None`` without one.
+def read_schedule(
+    objects: RecipeObjects, path: Path, section: Mapping[str, Any], max_steps: int
+) -> tuple[ScheduleChoice, float | None]:
+    """Return the schedule of a section ``lr_schedule``, and the learning rate that it sets.
 
     Args:
-        objects: Builds it.
-        section: ``type`` and arguments.
-        task: Name of the task.
+        objects: Builder for the recipe. It builds the schedule once, to check the settings.
+        path: Path of the section.
+        section: Content of the section.
+        max_steps: Length of the training; <= 0 if that depends on the data.
 
     Raises:
-        RecipeError: If it is no adapter, or PEFT is not installed.
+        RecipeError: If the schedule or a setting is unknown, or a value is out of range.
+    """
+    settings = dict(section)
+    names = {*SCHEDULES, *SCHEDULE_ALIASES}
+    name = objects.choice((*path, "type"), settings.pop("type", None), names)
+    kind = SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
+    total_steps = settings.pop("total_steps", None)
+    if total_steps == -1:  # MindFormers' value for the length of the training
+        total_steps = None
+    rates = [settings.pop(key) for key in _RATE_KEYS if key in settings]
+    rate = rates[0] if rates else None
+    if rate is not None and not _is_number(rate):
+        says = f"expected a number, got {rate!r}"
+        raise objects.document.error((*path, "learning_rate"), says)
+    probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
+    length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
+    checked = settings | ({"total_steps": length} if _has_length(kind) else {})
+    objects.build(path, functools.partial(kind, probe), checked, known=_keys_of(kind))
+    return ScheduleChoice(kind, settings, total_steps), rate
+
+
+def _has_length(kind: type[FormulaLR]) -> bool:
+    return "total_steps" in inspect.signature(kind).parameters
+
+
+def _keys_of(kind: type[FormulaLR]) -> set[str]:
+    """Return the keys of a schedule's section: its arguments, and a rate for the optimizer."""
+    parameters = inspect.signature(kind).parameters
+    has_warm_up = "warm_up" in parameters
+    rate_keys = {"learning_rate", *WarmUp.__annotations__} if has_warm_up else {"base_lr"}
+    return (parameters.keys() | rate_keys) - {"optimizer", "last_epoch", "warm_up"}
+
+
+def scheduled(trainer: type[Any], choice: ScheduleChoice | None) -> type[Any]:
+    """Return a subclass of a Trainer that uses a recipe's schedule, if the recipe has one."""
+    if choice is None:
+        return trainer
+
+    def create_scheduler(
+        self: Any, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> Any:
+        """Build the recipe's schedule, which the Trainer's own method then prepares."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = choice.make(
+                self.optimizer if optimizer is None else optimizer, num_training_steps
+            )
+        return trainer.create_scheduler(self, num_training_steps, optimizer)
+
+    return type(trainer.__name__, (trainer,), {"create_scheduler": create_scheduler})
+
+
+def read_peft(
+    objects: RecipeObjects, section: Mapping[str, Any] | None, task_type: str | None
+) -> Any:
+    """Return PEFT's configuration of a section ``peft``; ``None`` without the section.
+
+    Args:
+        objects: Builder for the recipe.
+        section: ``type`` and arguments of PEFT's configuration.
+        task_type: PEFT's name of the task; ``None`` if PEFT has none.
+
+    Raises:
+        RecipeError: If the adapter or a key is unknown, or PEFT is not installed.
     """
     if section is None:
         return None
     try:
-        # Takes seconds to import, and is of an extra.
-        from peft import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: PLC0415
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: PLC0415  (slow; part of an extra)
     except ImportError as error:
-        says = 'needs PEFT; pip install "mfwrap[recipes]"'
+        says = 'needs PEFT; install it with pip install "mfwrap[recipes]"'
         raise objects.document.error(("peft",), says) from error
     settings = dict(section)
-    kinds = {str(kind.value).lower(): one for kind, one in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    name = settings.pop("type", "lora")
-    if not isinstance(name, str) or name not in kinds:
-        says = f"must be one of {sorted(kinds)}, got {name!r}"
-        raise objects.document.error(("peft", "type"), says)
-    if task in _TASK_TYPES:
-        settings.setdefault("task_type", _TASK_TYPES[task])
+    kinds = {
+        str(kind.value).lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    }
+    name = objects.choice(("peft", "type"), settings.pop("type", "lora"), kinds)
+    if task_type is not None:
+        settings.setdefault("task_type", task_type)
     return objects.build(("peft",), kinds[name], settings)

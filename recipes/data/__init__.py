@@ -1,1 +1,1 @@
-"""Where the samples of a recipe come from."""
+"""Sources of the training data of recipes."""

@@ -1,4 +1,4 @@
-"""Rows that come with what is installed: Python's documentation and source, scikit-learn's data."""
+"""Data that need no download: Python's documentation and source, and scikit-learn's data sets."""
 
 import ast
 import io
@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from datasets import Dataset
 
+from mfwrap.arguments import check_int
 from mfwrap.recipes.data.source import DataSource, Rows
 
 __all__ = [
@@ -34,7 +35,7 @@ _MODULES = (
     "socket", "statistics", "string", "subprocess", "tarfile", "textwrap", "threading", "tokenize",
     "turtle", "typing", "uuid", "warnings", "weakref", "zipfile",
 )  # fmt: skip
-"""Modules of the standard library, those of them that are there."""
+"""Modules of the standard library. A module that is not installed is skipped."""
 
 
 @final
@@ -65,10 +66,14 @@ class _Described(NamedTuple):
 class DocstringsSource(DataSource):
     """Functions of the standard library and their docstrings.
 
-    Columns: ``prompt``, the function's signature; ``completion``, the first paragraph of its
-    docstring; ``messages``, both as a conversation; ``chosen``, the same paragraph, and
-    ``rejected``, that of another function; ``text``, the whole docstring, and ``label``, its
-    module.
+    Columns:
+
+    - ``prompt``: a question with the function's signature;
+    - ``completion``, ``chosen``: first paragraph of the docstring;
+    - ``messages``: prompt and completion as a conversation;
+    - ``rejected``: first paragraph of another function's docstring;
+    - ``text``: the whole docstring;
+    - ``label``: the module.
     """
 
     type: Literal["docstrings"] = "docstrings"
@@ -81,7 +86,7 @@ class DocstringsSource(DataSource):
         found = [one for module, source in _sources() for one in _described(module, source)]
         paragraphs = [one.docstring.split("\n\n")[0] for one in found]
         prompts = [f"What does {one.signature} do?\n" for one in found]
-        # Half the list further, so that it is hardly ever of the same module.
+        # Shifted by half the list, so that the other function is usually in another module.
         others = paragraphs[len(found) // 2 :] + paragraphs[: len(found) // 2]
         columns = {
             "prompt": prompts,
@@ -98,7 +103,7 @@ class DocstringsSource(DataSource):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PythonTokensSource(DataSource):
-    """Lines of the standard library. Columns: ``tokens``, and what kind each is, ``labels``."""
+    """Source lines of the standard library. Columns: ``tokens`` and their kinds, ``labels``."""
 
     type: Literal["python_tokens"] = "python_tokens"
 
@@ -123,8 +128,7 @@ class DigitsSource(DataSource):
     known_columns = frozenset({"image", "label"})
 
     def read(self) -> Rows:
-        # Slow to load, and of an extra.
-        from sklearn.datasets import load_digits  # noqa: PLC0415
+        from sklearn.datasets import load_digits  # noqa: PLC0415  (slow; part of an extra)
 
         digits = load_digits()
         images = (digits.images / 16).astype(np.float32)
@@ -138,7 +142,7 @@ class DigitsSource(DataSource):
 class DiabetesSource(DataSource):
     """scikit-learn's diabetes study. Columns: ``features``, ten numbers; ``target``.
 
-    The target, a measure of the disease's progression, has mean 0 and variance 1.
+    The target measures the progression of the disease. It is scaled to mean 0 and variance 1.
     """
 
     type: Literal["diabetes"] = "diabetes"
@@ -146,7 +150,7 @@ class DiabetesSource(DataSource):
     known_columns = frozenset({"features", "target"})
 
     def read(self) -> Rows:
-        from sklearn.datasets import load_diabetes  # noqa: PLC0415
+        from sklearn.datasets import load_diabetes  # noqa: PLC0415  (slow; part of an extra)
 
         study = load_diabetes()
         features = (study.data / study.data.std(axis=0)).astype(np.float32)
@@ -163,7 +167,7 @@ def _conversation(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def _sources() -> Iterator[tuple[str, str]]:
-    """Yield name and source of each module that is there."""
+    """Yield name and source of each installed module."""
     folder = Path(sysconfig.get_path("stdlib"))
     for module in _MODULES:
         file = folder / f"{module}.py"
@@ -187,7 +191,7 @@ _KINDS = {
 
 
 def _token_lines(source: str) -> Iterator[list[tuple[str, str]]]:
-    """Yield the tokens of each line of code that has more than two, with their kinds."""
+    """Yield the tokens of each source line with more than two tokens, with their kinds."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     for _, line in itertools.groupby(tokens, key=lambda token: token.start[0]):
         kinds = [(token.string, _kind(token)) for token in line]
@@ -206,7 +210,7 @@ _PACKAGES = (
     "asyncio", "collections", "concurrent", "email", "http", "importlib", "logging",
     "multiprocessing", "unittest", "urllib", "wsgiref", "xml",
 )  # fmt: skip
-"""Those that every Python since 3.11 has, with enough to say."""
+"""Packages with many docstrings, in every Python since 3.11."""
 
 _SHORTEST = 40
 _DESCRIBED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
@@ -215,24 +219,22 @@ _DESCRIBED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackageDocstringsSource(DataSource):
-    """Docstrings of packages of the standard library, each once.
+    """Docstrings of packages of the standard library, without repetition.
 
-    Columns: ``text``, the docstring, of 40 characters at least; ``label``, the package.
+    Columns: ``text``, a docstring of at least 40 characters; ``label``, the package.
     """
 
     type: Literal["package_docstrings"] = "package_docstrings"
 
     most_of_a_package: int = 200
-    """Docstrings that are taken of one package, in the order of its files."""
+    """Maximum number of docstrings of one package, in the order of its files."""
 
     known_columns = frozenset({"text", "label"})
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
+        """Check that values are in range."""
         super().__post_init__()
-        if self.most_of_a_package < 1:
-            msg = f"`most_of_a_package` must be >= 1, got {self.most_of_a_package}"
-            raise ValueError(msg)
+        check_int("most_of_a_package", self.most_of_a_package)
 
     def read(self) -> Rows:
         found: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Whether the rows of a user's data hold what a task takes; where not, the row is named."""
+"""Check that the rows of a user's data fit a task, and name the first row that does not."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,89 +10,70 @@ from datasets import Dataset, Value
 from mfwrap.recipes.data.source import DataError
 
 __all__ = [
-    "check_image_labels",
-    "check_labelled_texts",
-    "check_labelled_words",
-    "check_numbers",
-    "check_preferences",
-    "check_texts",
-    "check_tuning",
-    "tuning_columns",
+    "LABEL",
+    "LABELS",
+    "MESSAGES",
+    "NUMBER",
+    "NUMBERS",
+    "PREFERENCES",
+    "TEXT",
+    "TUNING",
+    "TURN",
+    "WORDS",
+    "Columns",
+    "check_rows",
+    "needed_columns",
 ]
-
-Names = Mapping[str, str]
-"""The data's names of columns by those of the task, where they differ."""
 
 
 @final
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """What the values of a column must be."""
+
     expect: Callable[[Any], tuple[str, Callable[[Any], bool]]]
-    """Of the first row's value: what each row must have, and whether a value is that."""
+    """Takes the value of the first row, and returns a description of a fitting value and a function
+    that returns whether a value fits."""
 
     dtypes: str = r"(?!)"
-    """Pattern of arrow's types that hold nothing else, but for null; by default of none."""
+    """Pattern of the arrow types whose values all fit, apart from null. Rows of a column of such a
+    type need not be read one by one. The default matches no type."""
+
+    as_long_as: str | None = None
+    """Column, checked earlier, whose value must have the same length in each row."""
 
 
-def check_texts(rows: Dataset, names: Names) -> None:
-    """Refuse a ``text`` that is no string.
+Columns = Mapping[str, Kind | None]
+"""Kind of each column that a task needs; ``None`` for a column whose values are not checked."""
+
+
+def needed_columns(needs: Sequence[Columns], found: Collection[str]) -> Columns | None:
+    """Return the first alternative of `needs` whose columns all exist; ``None`` if none does.
+
+    Args:
+        needs: Alternative sets of columns of a task, in order of precedence.
+        found: Names of the columns of the data.
+    """
+    return next((columns for columns in needs if columns.keys() <= set(found)), None)
+
+
+def check_rows(rows: Dataset, columns: Columns, names: Mapping[str, str]) -> None:
+    """Check that every value fits the kind of its column.
+
+    Args:
+        rows: Rows with the task's names of columns.
+        columns: Columns to check.
+        names: Names of renamed columns in the user's data by the task's names, for messages.
 
     Raises:
-        DataError: With the column, the row, and what it holds; so do all of these functions.
+        DataError: If a value does not fit. The message names column, row and value.
     """
-    _check(rows, names, "text", _TEXT)
+    for column, kind in columns.items():
+        if kind is not None:
+            _check(rows, names, column, kind)
 
 
-def check_labelled_texts(rows: Dataset, names: Names) -> None:
-    """Refuse a ``text`` that is no string, and a ``label`` of another kind than the first."""
-    _check(rows, names, "text", _TEXT)
-    _check(rows, names, "label", _LABEL)
-
-
-def check_labelled_words(rows: Dataset, names: Names) -> None:
-    """Refuse ``tokens`` that are no strings, and ``labels`` that are not one for each of them."""
-    _check(rows, names, "tokens", _WORDS)
-    _check(rows, names, "labels", _LABELS)
-    for number, (words, labels) in enumerate(zip(rows["tokens"], rows["labels"], strict=True), 1):
-        if len(words) != len(labels):
-            wanted = f"as many values as `{names.get('tokens', 'tokens')}`, {len(words)},"
-            raise _error(names, "labels", wanted, labels, number)
-
-
-def check_image_labels(rows: Dataset, names: Names) -> None:
-    """Refuse a ``label`` of another kind than the first; images are read one by one, later."""
-    _check(rows, names, "label", _LABEL)
-
-
-def check_numbers(rows: Dataset, names: Names) -> None:
-    """Refuse ``features`` that are not as many numbers in each row, and another ``target``."""
-    _check(rows, names, "features", _NUMBERS)
-    _check(rows, names, "target", _NUMBER)
-
-
-def check_tuning(rows: Dataset, names: Names) -> None:
-    """Refuse what is neither a string nor a list of messages."""
-    for column in tuning_columns(rows):
-        kind = {"messages": _MESSAGES, "text": _TEXT}.get(column, _TURN)
-        _check(rows, names, column, kind)
-
-
-def check_preferences(rows: Dataset, names: Names) -> None:
-    """Refuse a prompt or an answer that is neither a string nor a list of messages."""
-    for column in ("prompt", "chosen", "rejected"):
-        if column in rows.column_names:
-            _check(rows, names, column, _TURN)
-
-
-def tuning_columns(rows: Dataset) -> list[str]:
-    """Return the columns that supervised tuning takes: of several kinds, the first."""
-    if "messages" in rows.column_names:
-        return ["messages"]
-    pair = ["prompt", "completion"]
-    return pair if set(pair) <= set(rows.column_names) else ["text"]
-
-
-def _check(rows: Dataset, names: Names, column: str, kind: _Kind) -> None:
+def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind) -> None:
     if not len(rows) or _is_clean(rows, column, kind.dtypes):
         return
     first = next(_values(rows, column))
@@ -100,23 +81,33 @@ def _check(rows: Dataset, names: Names, column: str, kind: _Kind) -> None:
     for number, value in enumerate(_values(rows, column), start=1):
         if not fits(value):
             raise _error(names, column, wanted, value, number)
+    if kind.as_long_as is not None:
+        others = rows[kind.as_long_as]
+        for number, (other, value) in enumerate(zip(others, rows[column], strict=True), 1):
+            if len(other) != len(value):
+                name = names.get(kind.as_long_as, kind.as_long_as)
+                raise _error(
+                    names, column, f"as many values as `{name}` ({len(other)})", value, number
+                )
 
 
-def _error(names: Names, column: str, wanted: str, value: Any, number: int) -> DataError:
+def _error(
+    names: Mapping[str, str], column: str, wanted: str, value: Any, number: int
+) -> DataError:
     name = names.get(column, column)
-    got = f"{value!r:.60} in row {number} (the first is row 1)"
-    return DataError(f"`data` must have {wanted} in each row of `{name}`, got {got}")
+    got = f"{value!r:.60} in row {number} (counted from 1)"
+    return DataError(f"`data` must have {wanted} in each row of column `{name}`, got {got}")
 
 
 def _is_clean(rows: Dataset, column: str, dtypes: str) -> bool:
-    """Return whether a column's type says all, so that no row need be looked at."""
+    """Return whether the type of a column guarantees that all values fit."""
     feature = rows.features[column]
     if not isinstance(feature, Value) or re.fullmatch(dtypes, feature.dtype) is None:
         return False
     values = rows.data.column(column)
     try:
         values.validate(full=True)
-    except ValueError:  # arrow's: bytes that are no UTF-8
+    except ValueError:  # arrow raises it for bytes that are not UTF-8
         return False
     return bool(values.null_count == 0)
 
@@ -129,7 +120,7 @@ def _values(rows: Dataset, column: str) -> Iterator[Any]:
         except StopIteration:
             return
         except UnicodeDecodeError as error:
-            yield error.object  # fits nothing
+            yield error.object  # bytes, which fit no column
 
 
 def _is_text(value: Any) -> bool:
@@ -142,9 +133,9 @@ def _is_number(value: Any) -> bool:
 
 def _expect_label(first: Any) -> tuple[str, Callable[[Any], bool]]:
     if _is_text(first):
-        return f"a string, like {first!r:.40} in row 1,", _is_text
+        return f"a string (like {first!r:.40} in row 1)", _is_text
     if _is_number(first):
-        return f"a number, like {first!r} in row 1,", _is_number
+        return f"a number (like {first!r} in row 1)", _is_number
     return "a string or a number", lambda _: False
 
 
@@ -156,7 +147,7 @@ def _expect_labels(first: Any) -> tuple[str, Callable[[Any], bool]]:
     def fits(value: Any) -> bool:
         return isinstance(value, list) and any(all(map(kind, value)) for kind in kinds)
 
-    return "a list of strings alone, or of numbers alone,", fits
+    return "a list of only strings or only numbers", fits
 
 
 def _expect_numbers(first: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -165,30 +156,45 @@ def _expect_numbers(first: Any) -> tuple[str, Callable[[Any], bool]]:
 
     if not are_numbers(first):
         return "a list of numbers", are_numbers
-    wanted = f"a list of {len(first)} numbers, as row 1 has,"
+    wanted = f"a list of {len(first)} numbers (as in row 1)"
     return wanted, lambda value: are_numbers(value) and len(value) == len(first)
 
 
 def _expect_turn(first: Any) -> tuple[str, Callable[[Any], bool]]:
     if _is_text(first):
-        return "a string, as row 1 has,", _is_text
+        return "a string (as in row 1)", _is_text
     if isinstance(first, list):
-        return "a list of messages, as row 1 has,", lambda value: isinstance(value, list)
+        return "a list of messages (as in row 1)", lambda value: isinstance(value, list)
     return "a string or a list of messages", lambda _: False
 
 
 _STRINGS = "(large_)?string"
 _NUMERIC = r"u?int\d+|float\d+|bool"
-_TEXT = _Kind(lambda _: ("a string", _is_text), _STRINGS)
-_LABEL = _Kind(_expect_label, f"{_STRINGS}|{_NUMERIC}")
-_NUMBER = _Kind(lambda _: ("a number", _is_number), _NUMERIC)
-_NUMBERS = _Kind(_expect_numbers)
-_LABELS = _Kind(_expect_labels)
-_WORDS = _Kind(
+
+TEXT = Kind(lambda _: ("a string", _is_text), _STRINGS)
+LABEL = Kind(_expect_label, f"{_STRINGS}|{_NUMERIC}")
+NUMBER = Kind(lambda _: ("a number", _is_number), _NUMERIC)
+NUMBERS = Kind(_expect_numbers)
+WORDS = Kind(
     lambda _: (
         "a list of strings",
         lambda value: isinstance(value, list) and all(map(_is_text, value)),
     )
 )
-_TURN = _Kind(_expect_turn, _STRINGS)
-_MESSAGES = _Kind(lambda _: ("a list of messages", lambda value: isinstance(value, list)))
+LABELS = Kind(_expect_labels, as_long_as="tokens")
+MESSAGES = Kind(lambda _: ("a list of messages", lambda value: isinstance(value, list)))
+TURN = Kind(_expect_turn, _STRINGS)
+"""A prompt or an answer: a string, or a list of messages."""
+
+TUNING: tuple[Columns, ...] = (
+    {"messages": MESSAGES},
+    {"prompt": TURN, "completion": TURN},
+    {"text": TEXT},
+)
+"""Alternatives for supervised tuning."""
+
+PREFERENCES: tuple[Columns, ...] = (
+    {"prompt": TURN, "chosen": TURN, "rejected": TURN},
+    {"chosen": TURN, "rejected": TURN},
+)
+"""Alternatives for tuning to preferred answers."""

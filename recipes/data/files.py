@@ -1,4 +1,4 @@
-"""Rows from files, and from the `datasets` library."""
+"""Data from local files, and from the `datasets` library."""
 
 import contextlib
 import json
@@ -20,39 +20,42 @@ Files = str | list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class _FilesSource(DataSource):
-    """What sources of local files have."""
+    """Base of the sources that read local files."""
 
     path: Files
-    """File or files to train with."""
+    """File or files with training rows."""
 
     eval_path: Files | None = None
-    """File or files that are held out; without them, `eval_fraction` of the rows."""
+    """File or files with held-out rows. Without them, `eval_fraction` of the rows is held out."""
 
     def __post_init__(self) -> None:
-        """Refuse files that are not there."""
+        """Check that all files exist."""
         super().__post_init__()
         for name in ("path", "eval_path"):
             for file in _listed(getattr(self, name)):
                 if not Path(file).is_file():
-                    msg = f"`{name}` must name files that are there, got {file!r}"
+                    msg = f"`{name}` must name existing files, got {file!r}"
                     raise ValueError(msg)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class JsonLinesSource(_FilesSource):
-    """Files with one JSON object a line; its keys are the columns."""
+    """JSON Lines files: one JSON object per line, whose keys are the columns."""
 
     type: Literal["json_lines"] = "json_lines"
 
     def __post_init__(self) -> None:
-        """Refuse files that are not there, or whose first line is no JSON object."""
+        """Check that all files exist and begin with a JSON object."""
         super().__post_init__()
         for file in _listed(self.path):
             with Path(file).open("rb") as lines:
                 first = next(lines, b"")
             if not _is_object(first):
-                msg = f"`path` must hold one JSON object a line, got {file!r} with another first"
+                msg = (
+                    f"`path` must hold one JSON object per line, got {first[:60]!r} as the first "
+                    f"line of {file!r}"
+                )
                 raise ValueError(msg)
 
     def read(self) -> Rows:
@@ -63,33 +66,31 @@ class JsonLinesSource(_FilesSource):
         except DatasetsError as error:
             self._name_bad_line()
             cause = error.__cause__ or error
-            msg = (
-                f"`path` must hold rows of one form, got {self.path!r}, which is not read: {cause}"
-            )
+            msg = f"`path` must hold rows with the same columns; cannot read {self.path!r}: {cause}"
             raise ValueError(msg) from error
         return Rows(found["train"], found["test"] if self.eval_path else None)
 
     def _name_bad_line(self) -> None:
-        """Raise `ValueError` at the first line that is no JSON object; the library names none."""
+        """Raise `ValueError` for the first line that is not a JSON object."""
         for name in ("path", "eval_path"):
             for file in _listed(getattr(self, name)):
                 with Path(file).open("rb") as lines:
                     for number, line in enumerate(lines, start=1):
                         if line.strip() and not _is_object(line):
                             got = f"line {number} of {file!r}: {line.strip()[:60]!r}"
-                            msg = f"`{name}` must hold one JSON object a line, got {got}"
+                            msg = f"`{name}` must hold one JSON object per line, got {got}"
                             raise ValueError(msg)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextSource(_FilesSource):
-    """Text files: one row for each line, or for the whole file; the column is ``text``."""
+    """Text files: one row per line or per file. The column is ``text``."""
 
     type: Literal["text"] = "text"
 
     rows_are: Literal["lines", "files"] = "lines"
-    """What a row is. Empty lines are left out."""
+    """Whether a row is a line or a whole file. Empty lines are left out."""
 
     known_columns = frozenset({"text"})
 
@@ -106,24 +107,24 @@ class TextSource(_FilesSource):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DatasetsSource(DataSource):
-    """A data set of the Hugging Face hub, or a folder that ``Dataset.save_to_disk`` wrote."""
+    """A data set of the Hugging Face hub, or a folder written by ``Dataset.save_to_disk``."""
 
     type: Literal["datasets"] = "datasets"
 
     path: str
-    """Name on the hub, or folder."""
+    """Name on the hub, or path of the folder."""
 
     name: str | None = None
-    """Configuration of a data set of the hub."""
+    """Configuration of the data set on the hub."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub."""
 
     split: str = "train"
-    """Split to train with."""
+    """Split with training rows."""
 
     eval_split: str | None = None
-    """Split that is held out; without it, `eval_fraction` of the rows."""
+    """Split with held-out rows. Without it, `eval_fraction` of the rows is held out."""
 
     def read(self) -> Rows:
         train = self._split(self.split)
@@ -153,7 +154,7 @@ def _is_object(line: bytes) -> bool:
 
 @contextlib.contextmanager
 def _silent_library() -> Iterator[None]:
-    """Let `datasets` log nothing: what it raises is told in one line."""
+    """Suppress the log of `datasets`; its exceptions become one-line errors of the recipe."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:

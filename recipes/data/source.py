@@ -1,11 +1,13 @@
-"""Where the rows of a training come from, whatever their source."""
+"""The base of every source of data, and of every section of a recipe."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from datasets import Dataset
+
+from mfwrap.arguments import check_int
 
 __all__ = [
     "DataError",
@@ -16,25 +18,30 @@ __all__ = [
 
 
 class Section:
-    """Base of the frozen dataclasses that a section of a recipe becomes.
+    """Base of the frozen dataclasses that the sections of a recipe are parsed into.
 
-    A section refuses keys that it does not know and values of another type; an int is a float.
-    Bad values and bad pairs are refused in ``__post_init__`` by a ``ValueError`` whose message
-    begins with the key in backticks.
+    Unknown keys and values of a wrong type are errors; an int is accepted for a float. Values out
+    of range raise a ``ValueError`` in ``__post_init__``. Its message begins with the key in
+    backticks, which becomes the place of the error in the recipe.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 
 
 class DataError(ValueError):
-    """What is wrong with the data of a recipe; begins with the key or the column."""
+    """A fault in the data of a recipe; the message begins with the key in backticks, or `data`."""
 
 
 class Rows(NamedTuple):
-    """Rows to train with, and rows that are held out."""
+    """Training rows, and held-out rows for evaluation."""
 
     train: Dataset
     evaluation: Dataset | None
+
+    def prepared(self, prepare: Callable[[Dataset], Dataset]) -> dict[str, Dataset | None]:
+        """Apply a function to both data sets, and return them as keywords of the Trainer."""
+        evaluation = None if self.evaluation is None else prepare(self.evaluation)
+        return {"train_dataset": prepare(self.train), "eval_dataset": evaluation}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,61 +49,62 @@ class DataSource(Section, abc.ABC):
     """The keys that every ``data`` section has.
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: If a value is out of range, or `columns` names an unknown column.
     """
 
     known_columns: ClassVar[frozenset[str] | None] = None
-    """Columns of every row; ``None`` where they are known only once the data is read."""
+    """Columns of this source; ``None`` if they are known only after the data have been read."""
 
     columns: dict[str, str] = field(default_factory=dict)
-    """The source's name of a column, by the name that the task has for it: ``{text: body}``."""
+    """Name of a column in the data by the name that the task uses: ``{text: body}``."""
 
     eval_fraction: float = 0.1
-    """Share of the rows that is held out where the source has no rows for evaluation; 0: none."""
+    """Share of the rows to hold out if the source has no rows for evaluation; 0 holds out none."""
 
     split_seed: int = 0
-    """Seed of the choice of held-out rows."""
+    """Seed for the choice of held-out rows."""
 
     max_train_samples: int | None = None
-    """Rows that are taken of those to train with; ``None`` for all."""
+    """Maximum number of training rows; ``None`` for all."""
 
     max_eval_samples: int | None = None
-    """Rows that are taken of those that are held out; ``None`` for all."""
+    """Maximum number of held-out rows; ``None`` for all."""
 
     sequence_length: int | None = None
-    """Longest sequence of tokens, where the task makes tokens by itself."""
+    """Maximum number of tokens in a sequence, for tasks that tokenize the data themselves."""
 
     packing: bool | None = None
-    """Cut the concatenation of all texts, instead of each text, into sequences (``causal_lm``)."""
+    """For ``causal_lm``: cut the concatenation of all texts into sequences, not each text."""
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
+        """Check that values are in range and columns are known."""
         if not 0 <= self.eval_fraction < 1:
             msg = f"`eval_fraction` must be in [0, 1), got {self.eval_fraction}"
             raise ValueError(msg)
         limits = {"max_train_samples": 1, "max_eval_samples": 1, "sequence_length": 2}
         for name, limit in limits.items():
             value = getattr(self, name)
-            if value is not None and value < limit:
-                msg = f"`{name}` must be >= {limit}, got {value}"
-                raise ValueError(msg)
+            if value is not None:
+                check_int(name, value, minimum=limit)
         if not 0 <= self.split_seed < 2**32:
             msg = f"`split_seed` must be in [0, 2**32), got {self.split_seed}"
             raise ValueError(msg)
+        if self.known_columns is not None:
+            self._check_columns(self.known_columns)
 
     @abc.abstractmethod
     def read(self) -> Rows:
-        """Read all rows, with the source's own names of columns."""
+        """Read all rows, with the column names of the source."""
 
     def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
-        """Return the rows to train with and those held out, with the task's names of columns.
+        """Return training rows and held-out rows, with the task's names of columns.
 
         Args:
-            check: Is given all rows as they are in the source, of which some are held out later,
-                and raises `DataError` where they do not fit.
+            check: Called with all rows of the source before some are held out. Raises `DataError`
+                if a row does not fit the task.
 
         Raises:
-            ValueError: If a column of `columns` is not there, or no row is left.
+            ValueError: If `columns` names an unknown column, or there are no training rows.
         """
         rows = self.read()
         train, evaluation = self._renamed(rows.train), rows.evaluation
@@ -106,24 +114,28 @@ class DataSource(Section, abc.ABC):
             try:
                 check(evaluation)
             except DataError as error:
-                msg = f"{error}, of those that are held out"
+                msg = f"{error} of the held-out rows"
                 raise DataError(msg) from error
         elif self.eval_fraction and len(train) > 1:
             parts = train.train_test_split(self.eval_fraction, seed=self.split_seed)
             train, evaluation = parts["train"], parts["test"]
         if not len(train):
-            msg = "`data` must have rows to train with, got none"
+            msg = "`data` must have training rows, got none"
             raise DataError(msg)
         return Rows(
             _first(train, self.max_train_samples),
             None if evaluation is None else _first(evaluation, self.max_eval_samples),
         )
 
-    def _renamed(self, rows: Dataset) -> Dataset:
-        for ours, theirs in self.columns.items():
-            if theirs not in rows.column_names:
-                msg = f"`columns` must name columns of {rows.column_names}, got {theirs!r}"
+    def _check_columns(self, known: Collection[str]) -> None:
+        for column in self.columns.values():
+            if column not in known:
+                msg = f"`columns` must name columns of {sorted(known)}, got {column!r}"
                 raise ValueError(msg)
+
+    def _renamed(self, rows: Dataset) -> Dataset:
+        self._check_columns(rows.column_names)
+        for ours, theirs in self.columns.items():
             if ours != theirs and ours in rows.column_names:
                 rows = rows.remove_columns(ours)
             rows = rows.rename_column(theirs, ours)

@@ -1,1 +1,1 @@
-"""Models and tokenizers that a recipe names."""
+"""Models and tokenizers of recipes."""

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no download: one token for each byte of UTF-8."""
+"""A tokenizer that needs no download: one token per byte of UTF-8."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,9 +15,9 @@ _CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 256 bytes and five marks, with a chat template.
+    """Return a tokenizer of 256 bytes and five special tokens, with a chat template.
 
-    Its padding is ``<|pad|>``, its end of a text ``<|end|>``.
+    The padding token is ``<|pad|>``, the end-of-text token ``<|end|>``.
 
     Example:
         >>> tokenizer = byte_tokenizer()
@@ -33,8 +33,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<|pad|>",  # noqa: S106  (no password)
-        eos_token="<|end|>",  # noqa: S106
+        pad_token="<|pad|>",  # noqa: S106  (not a password)
+        eos_token="<|end|>",  # noqa: S106  (not a password)
         extra_special_tokens=["<|system|>", "<|user|>", "<|reply|>"],
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,

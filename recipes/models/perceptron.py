@@ -1,4 +1,4 @@
-"""A network for tables of numbers, in the form that `save_pretrained` and Trainers know."""
+"""A perceptron for tables of numbers, as a model of transformers."""
 
 import itertools
 from typing import Any
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from mfwrap.arguments import check_int
+
 __all__ = ["Perceptron", "PerceptronConfig"]
 
 
@@ -15,12 +17,13 @@ class PerceptronConfig(PreTrainedConfig):
     """Sizes of a `Perceptron`.
 
     Args:
-        num_features: Numbers in a row.
-        hidden_size: Width of the layers between.
-        num_hidden_layers: How many there are; 0 is linear regression.
-        kwargs: As for every configuration.
+        num_features: Number of values in a row, >= 1.
+        hidden_size: Width of the hidden layers, >= 1.
+        num_hidden_layers: Number of hidden layers, >= 0; 0 is linear regression.
+        kwargs: Other keywords of ``PreTrainedConfig``.
 
     Raises:
+        TypeError: If a size is not an integer.
         ValueError: If a size is out of range.
     """
 
@@ -33,22 +36,14 @@ class PerceptronConfig(PreTrainedConfig):
         num_hidden_layers: int = 2,
         **kwargs: Any,
     ) -> None:
-        for name, size, limit in (
-            ("num_features", num_features, 1),
-            ("hidden_size", hidden_size, 1),
-            ("num_hidden_layers", num_hidden_layers, 0),
-        ):
-            if isinstance(size, bool) or not isinstance(size, int) or size < limit:
-                msg = f"`{name}` must be an int >= {limit}, got {size!r}"
-                raise ValueError(msg)
-        self.num_features = num_features
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
+        self.num_features = check_int("num_features", num_features)
+        self.hidden_size = check_int("hidden_size", hidden_size)
+        self.num_hidden_layers = check_int("num_hidden_layers", num_hidden_layers, minimum=0)
         super().__init__(**kwargs)
 
 
 class Perceptron(PreTrainedModel):
-    """Layers with GELU between, and one number out; the loss is the mean squared error."""
+    """Predict one number per row: linear layers with GELU, trained on the mean squared error."""
 
     config_class = PerceptronConfig
 
@@ -60,14 +55,14 @@ class Perceptron(PreTrainedModel):
             layers += [nn.Linear(size_in, size_out), nn.GELU()]
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(sizes[-1], 1)
-        self.post_init()  # type: ignore[no-untyped-call] # transformers types it in part
+        self.post_init()  # type: ignore[no-untyped-call]  # (transformers has no types for it)
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> ModelOutput:
-        """Return ``logits``, shape ``(N,)``, and with ``labels``, shape ``(N,)``, the ``loss``.
+        """Return ``logits`` of shape ``(N,)``, and the ``loss`` if ``labels`` are given.
 
         Args:
             features: Shape ``(N, num_features)``.
-            labels: What the logits should be.
+            labels: Target values, shape ``(N,)``.
         """
         logits = self.head(self.layers(features)).squeeze(-1)
         if labels is None:

@@ -1,7 +1,6 @@
-"""The model of a recipe: a checkpoint, or a configuration to begin from."""
+"""The model of a recipe: a checkpoint, or a configuration with random weights."""
 
 import dataclasses
-import difflib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mfwrap.names import hint
 from mfwrap.recipes.data.source import DataError, DataSource, Section
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
 __all__ = [
-    "BYTES",
     "ModelSettings",
     "check_length",
     "config_keys",
@@ -31,9 +30,7 @@ __all__ = [
 ]
 
 
-BYTES = "bytes"
-"""Name of the tokenizer that is built, not loaded."""
-
+_BYTES = "bytes"
 _PACKAGE = "package:"
 
 _PRECISIONS = {
@@ -49,55 +46,55 @@ class ModelSettings(Section):
     """The section ``model``.
 
     Raises:
-        ValueError: If there is not exactly one of `path` and `config`, or `config` has a key that
+        ValueError: If both or neither of `path` and `config` are set, or `config` has a key that
             its model does not know.
     """
 
     path: str | None = None
-    """Checkpoint to go on from: name on the Hugging Face hub, folder, or ``package:name/folder``
-    for a folder of an installed package, which is found and not imported."""
+    """Checkpoint to start from: a name on the Hugging Face hub, a folder, or
+    ``package:name/folder`` for a folder of an installed package, which is not imported."""
 
     config: dict[str, Any] | None = None
-    """Model to begin from random weights: ``model_type`` and what its configuration takes."""
+    """Configuration of a model with random weights: ``model_type`` and the keys of that type."""
 
     tokenizer: str | None = None
-    """Name on the hub, folder, or ``bytes``; by default the checkpoint's, and ``bytes`` with a
-    `config`."""
+    """Name on the hub, folder, or ``bytes`` for one token per byte. The default is the tokenizer
+    of the checkpoint, and ``bytes`` with a `config`."""
 
     revision: str | None = None
     """Branch, tag or commit of `path` on the hub."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights that are trained."""
+    """Dtype of the trained weights."""
 
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = (
         None
     )
-    """How attention is computed; by default as transformers chooses."""
+    """Implementation of attention; by default the choice of transformers."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no model."""
+        """Check that the settings name exactly one model."""
         if (self.path is None) == (self.config is None):
-            got = "none" if self.path is None else "both"
-            msg = f"`path` or `config` must be given, one of the two, got {got}"
+            got = "neither" if self.path is None else "both"
+            msg = f"`path` must be set if `config` is not, and only then; got {got}"
             raise ValueError(msg)
         if self.config is not None:
             self._check_config(self.config)
         for name in ("path", "tokenizer"):
             _place(name, getattr(self, name))
         if self.revision is not None and self.path is None:
-            msg = f"`revision` must go with `path`, got {self.revision!r} without"
+            msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
             raise ValueError(msg)
 
     @property
     def model_type(self) -> str | None:
-        """Kind of model that begins from random weights; ``None`` with a checkpoint."""
+        """Type of a model with random weights; ``None`` for a checkpoint."""
         return None if self.config is None else self.config["model_type"]
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Build or load the tokenizer, with padding."""
-        name = _place("tokenizer", self.tokenizer) or _place("path", self.path) or BYTES
-        if name == BYTES:
+        """Build or load the tokenizer, with a padding token."""
+        name = _place("tokenizer", self.tokenizer) or _place("path", self.path) or _BYTES
+        if name == _BYTES:
             return byte_tokenizer()
         revision = {} if self.revision is None else {"revision": self.revision}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **revision)
@@ -109,10 +106,9 @@ class ModelSettings(Section):
         """Build or load the model.
 
         Args:
-            auto_class: Of transformers, ``AutoModelForCausalLM`` for one; a `Perceptron` needs
-                none.
-            implied: What the data say of its configuration; a `config` that says otherwise is
-                right.
+            auto_class: Class of transformers, for example ``AutoModelForCausalLM``; ``None`` for a
+                `Perceptron`.
+            implied: Keys of the configuration that follow from the data. `config` takes precedence.
         """
         settings: dict[str, Any] = {"dtype": _PRECISIONS[self.dtype]}
         if self.attn_implementation is not None:
@@ -130,7 +126,7 @@ class ModelSettings(Section):
     def _loaded(
         self, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
     ) -> nn.Module:
-        # A checkpoint has its own vocabulary and shape; of labels the data know more.
+        # The checkpoint determines vocabulary and sizes, but the labels follow from the data.
         about_labels = {k: v for k, v in implied.items() if k in {"num_labels", "id2label"}}
         if self.revision is not None:
             settings["revision"] = self.revision
@@ -156,24 +152,21 @@ class ModelSettings(Section):
         kind = config.get("model_type")
         kinds = [*CONFIG_MAPPING, PerceptronConfig.model_type]
         if not isinstance(kind, str) or kind not in kinds:
-            guess = difflib.get_close_matches(str(kind), kinds, n=1)
-            hint = f"; did you mean {guess[0]!r}?" if guess else ""
-            msg = f"`config.model_type` must be a model of transformers, got {kind!r}{hint}"
+            says = f"must be a model type of transformers, got {kind!r}{hint(kind, kinds)}"
+            msg = f"`config.model_type` {says}"
             raise ValueError(msg)
         known = config_keys(kind) | _OF_ALL | {"model_type"}
         for key in config:
             if key not in known:
-                guess = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {guess[0]!r}?" if guess else ""
-                msg = f"`config.{key}` must be a key of {kind!r} models, got another{hint}"
+                msg = f"`config.{key}` is not a key of {kind!r} models{hint(key, known)}"
                 raise ValueError(msg)
 
 
 def _place(setting: str, name: str | None) -> str | None:
-    """Return the folder that ``package:name/folder`` means; any other name as it is.
+    """Return the folder of a name ``package:name/folder``, and any other name unchanged.
 
     Raises:
-        ValueError: If there is no such package, or it has no such folder.
+        ValueError: If the package is not installed, or does not have the folder.
     """
     if name is None or not name.startswith(_PACKAGE):
         return name
@@ -183,28 +176,28 @@ def _place(setting: str, name: str | None) -> str | None:
         folder = Path(place) / inner
         if folder.is_dir():
             return str(folder)
-    msg = f"`{setting}` must be a folder of an installed package, got {name!r}, which is not there"
+    msg = f"`{setting}` must be a folder of an installed package; {name!r} does not exist"
     raise ValueError(msg)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what a tokenizer says of the configuration of a model."""
+    """Return the keys of a model's configuration that follow from a tokenizer."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
 
 
 _OF_ALL = frozenset({"num_labels", "id2label", "label2id", "problem_type"})
-"""What every configuration takes."""
+"""Keys that every configuration has."""
 
 
 def config_keys(kind: str) -> set[str]:
-    """Return what the configuration of a kind of model takes, other names of the same included.
+    """Return the keys of a model type's configuration, with their aliases.
 
     Args:
-        kind: ``model_type`` of transformers, or that of a `Perceptron`.
+        kind: ``model_type`` of transformers or of a `Perceptron`.
 
     Raises:
-        KeyError: If there is no such kind.
+        KeyError: If the model type is unknown.
     """
     if kind == PerceptronConfig.model_type:
         return {"num_features", "hidden_size", "num_hidden_layers"}
@@ -226,14 +219,17 @@ _TABLES = frozenset(
         "wpe",
     }
 )
-"""What models of transformers call an embedding of absolute positions."""
+"""Names of the embedding of absolute positions in models of transformers."""
 
 
 def fitting_length(data: DataSource, network: nn.Module) -> int:
-    """Return the longest sequence of tokens to make: what the data say, else what fits the model.
+    """Return the maximum number of tokens in a sequence.
+
+    This is ``data.sequence_length`` if it is set, otherwise the number of the model's positions, at
+    most 512.
 
     Raises:
-        DataError: If the data say more than the model has positions.
+        DataError: If ``data.sequence_length`` is larger than the number of positions.
     """
     if data.sequence_length is None:
         limit = _num_positions(network)
@@ -243,17 +239,19 @@ def fitting_length(data: DataSource, network: nn.Module) -> int:
 
 
 def check_length(length: int, network: nn.Module) -> None:
-    """Refuse sequences that are longer than a model's table of positions.
+    """Check that a model has enough positions for sequences of a length.
+
+    A model with rotary or relative positions has no limit.
 
     Raises:
-        DataError: If they are. A model with rotary or relative positions has no table.
+        DataError: If `length` is larger than the number of positions.
     """
     limit = _num_positions(network)
     if limit is not None and length > limit:
         said = getattr(getattr(network, "config", None), "max_position_embeddings", None)
         msg = (
-            f"`sequence_length` must be <= {limit}, the positions of a model with "
-            f"`max_position_embeddings` {said}, got {length}"
+            f"`sequence_length` must be <= {limit}, the number of positions of this model "
+            f"(max_position_embeddings {said}), got {length}"
         )
         raise DataError(msg)
 
@@ -266,7 +264,8 @@ def _num_positions(network: nn.Module) -> int | None:
     ]
     if not tables:
         return None
-    # Some count positions from behind the index of padding, and some have spare rows.
+    # Some models count positions from the index after the padding index; the rows up to it are no
+    # positions. Others have spare rows, so the configured number counts if it is smaller.
     sizes = [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         for table in tables

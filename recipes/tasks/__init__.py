@@ -1,1 +1,1 @@
-"""What a recipe can train a model for."""
+"""The tasks that a recipe can train a model for."""

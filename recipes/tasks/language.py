@@ -1,4 +1,4 @@
-"""Language models: from the first byte, fine-tuned, and tuned to preferences."""
+"""Build the Trainer's keywords for language models."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mfwrap.recipes.data.columns import tuning_columns
+from mfwrap.recipes.data.columns import PREFERENCES, TUNING, Columns, needed_columns
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
 
@@ -18,7 +18,7 @@ __all__ = ["build_causal_lm", "build_preference_tuning", "build_supervised_tunin
 
 
 def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return what a Trainer needs to predict each next token of texts."""
+    """Return the Trainer's keywords to predict each next token of texts."""
     tokenizer = model.make_tokenizer()
     network = model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer))
     length = fitting_length(data, network)
@@ -29,49 +29,46 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
 
     return {
         "model": network,
-        "train_dataset": cut(rows.train),
-        "eval_dataset": None if rows.evaluation is None else cut(rows.evaluation),
-        # Pads labels with what is no target; the other collators do not pad labels at all.
+        **rows.prepared(cut),
+        # Of the collators of transformers, this one pads labels, with the index that is no target.
         "data_collator": DataCollatorForTokenClassification(tokenizer),
         "processing_class": tokenizer,
     }
 
 
 def build_supervised_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return what TRL's ``SFTTrainer`` needs: conversations, prompts and completions, or texts."""
+    """Return the keywords of TRL's ``SFTTrainer``, for conversations, prompts or texts."""
     del data
-    return _tuning(model, rows, tuning_columns(rows.train))
+    return _tuning(model, rows, TUNING)
 
 
 def build_preference_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return what TRL's ``DPOTrainer`` needs: a chosen and a rejected answer."""
+    """Return the keywords of TRL's ``DPOTrainer``, for chosen and rejected answers."""
     del data
-    kept = [name for name in ("prompt", "chosen", "rejected") if name in rows.train.column_names]
-    return _tuning(model, rows, kept)
+    return _tuning(model, rows, PREFERENCES)
 
 
-def _tuning(model: ModelSettings, rows: Rows, columns: list[str]) -> dict[str, Any]:
+def _tuning(model: ModelSettings, rows: Rows, needs: Sequence[Columns]) -> dict[str, Any]:
     tokenizer = model.make_tokenizer()
-    evaluation = rows.evaluation
+    columns = list(needed_columns(needs, rows.train.column_names) or ())
     return {
         "model": model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer)),
-        "train_dataset": rows.train.select_columns(columns),
-        "eval_dataset": None if evaluation is None else evaluation.select_columns(columns),
+        **rows.prepared(lambda table: table.select_columns(columns)),
         "processing_class": tokenizer,
     }
 
 
 def _token_ids(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the tokens of each text, and the end of it."""
+    """Yield the tokens of each text, with the end-of-text token."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts["text"]:
-        # Not the model's own limit, of which a tokenizer warns: what follows cuts.
+        # No truncation and no warning about the model's length: the caller cuts the texts.
         encoded = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
         yield [*encoded["input_ids"], *end]
 
 
 def _pieces(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
-    """Yield each text in pieces; a single token has nothing to predict."""
+    """Yield each text in pieces; a piece of one token has no target and is left out."""
     for ids in texts:
         for start in range(0, len(ids), length):
             if len(piece := ids[start : start + length]) > 1:
@@ -79,7 +76,7 @@ def _pieces(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
 
 
 def _packed(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
-    """Yield all texts behind each other, in pieces of one length; what is left over is dropped."""
+    """Yield pieces of equal length of the concatenated texts; an incomplete last one is dropped."""
     pending: list[int] = []
     for ids in texts:
         pending += ids

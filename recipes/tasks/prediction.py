@@ -1,4 +1,4 @@
-"""Models that name a class, or say a number."""
+"""Build the Trainer's keywords for classification and regression."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ _IGNORED = -100
 def build_sequence_classification(
     model: ModelSettings, data: DataSource, rows: Rows
 ) -> dict[str, Any]:
-    """Return what a Trainer needs to name the class of texts; metric ``accuracy``."""
+    """Return the Trainer's keywords to classify texts, with the metric ``accuracy``."""
     tokenizer = model.make_tokenizer()
     labels = _labels(rows, "label")
     network = model.make_model(
@@ -49,7 +49,7 @@ def build_sequence_classification(
 
     return {
         "model": network,
-        **_datasets(rows, encoded),
+        **rows.prepared(encoded),
         "data_collator": DataCollatorWithPadding(tokenizer),
         "processing_class": tokenizer,
         "compute_metrics": accuracy,
@@ -59,9 +59,9 @@ def build_sequence_classification(
 def build_token_classification(
     model: ModelSettings, data: DataSource, rows: Rows
 ) -> dict[str, Any]:
-    """Return what a Trainer needs to name the class of words; metric ``accuracy``.
+    """Return the Trainer's keywords to classify words, with the metric ``accuracy``.
 
-    The first token of a word has its label, the others have none.
+    The first token of a word has the word's label. The other tokens are no targets.
     """
     tokenizer = model.make_tokenizer()
     labels = _labels(rows, "labels")
@@ -80,7 +80,7 @@ def build_token_classification(
 
     return {
         "model": network,
-        **_datasets(rows, lambda texts: _mapped(texts, encode)),
+        **rows.prepared(lambda texts: _mapped(texts, encode)),
         "data_collator": DataCollatorForTokenClassification(tokenizer),
         "processing_class": tokenizer,
         "compute_metrics": accuracy,
@@ -90,10 +90,10 @@ def build_token_classification(
 def build_image_classification(
     model: ModelSettings, data: DataSource, rows: Rows
 ) -> dict[str, Any]:
-    """Return what a Trainer needs to name the class of images; metric ``accuracy``.
+    """Return the Trainer's keywords to classify images, with the metric ``accuracy``.
 
-    An ``image`` is a PIL image, or its numbers in [0, 1], ``(H, W)`` or ``(H, W, C)``; all have
-    one size. What the model sees is in [-1, 1].
+    An ``image`` is a PIL image, or values in [0, 1] of shape ``(H, W)`` or ``(H, W, C)``. All
+    images must have the same size. The model gets values in [-1, 1].
     """
     del data
     labels = _labels(rows, "label")
@@ -106,7 +106,7 @@ def build_image_classification(
         }
 
     def renamed(images: Dataset) -> Dataset:
-        # The Trainer keeps columns that the model has as arguments.
+        # The Trainer drops every column that is not an argument of the model.
         names = {"image": "pixel_values", "label": "labels"}
         return images.select_columns(list(names)).rename_columns(names)
 
@@ -117,14 +117,14 @@ def build_image_classification(
             num_channels=num_channels,
             **labels.settings,
         ),
-        **_datasets(rows, renamed),
+        **rows.prepared(renamed),
         "data_collator": collate,
         "compute_metrics": accuracy,
     }
 
 
 def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return what a Trainer needs to predict a number; metrics ``mse`` and ``r2``."""
+    """Return the Trainer's keywords to predict a number, with the metrics ``mse`` and ``r2``."""
     del data
 
     def kept(table: Dataset) -> Dataset:
@@ -132,18 +132,18 @@ def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict
 
     return {
         "model": model.make_model(None, num_features=len(rows.train[0]["features"])),
-        **_datasets(rows, kept),
+        **rows.prepared(kept),
         "data_collator": default_data_collator,
         "compute_metrics": regression_errors,
     }
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Return the share of labels that are predicted.
+    """Return the share of labels that are predicted correctly.
 
     Args:
-        prediction: transformers' ``EvalPrediction`` with logits, shape ``(..., classes)``, and
-            labels, -100 where there is none.
+        prediction: ``EvalPrediction`` of transformers with logits of shape ``(..., classes)`` and
+            labels, which are -100 where there is no target.
     """
     logits = prediction.predictions
     targets = prediction.label_ids
@@ -156,7 +156,7 @@ def regression_errors(prediction: Any) -> dict[str, float]:
     """Return the mean squared error and the share of the variance that is explained.
 
     Args:
-        prediction: transformers' ``EvalPrediction``, shapes ``(N,)``.
+        prediction: ``EvalPrediction`` of transformers, shapes ``(N,)``.
     """
     targets = prediction.label_ids
     mse = float(np.mean((prediction.predictions - targets) ** 2))
@@ -165,7 +165,12 @@ def regression_errors(prediction: Any) -> dict[str, float]:
 
 
 class _Labels:
-    """The classes that rows are of, in the order of their names."""
+    """The classes of a data set, and their numbers for the model.
+
+    Args:
+        names: Names of the classes.
+        values: Values of the classes in the rows, in the order of `names`.
+    """
 
     def __init__(self, names: list[str], values: list[Any]) -> None:
         self._numbers = {value: number for number, value in enumerate(values)}
@@ -179,7 +184,7 @@ class _Labels:
         """Return the number of a class.
 
         Raises:
-            ValueError: If no row is of that class.
+            ValueError: If the class is unknown.
         """
         if value not in self._numbers:
             msg = f"`label` must be one of {list(self._numbers)}, got {value!r}"
@@ -199,20 +204,12 @@ def _labels(rows: Rows, column: str) -> _Labels:
     return _Labels([str(value) for value in found], found)
 
 
-def _datasets(rows: Rows, prepare: Callable[[Dataset], Dataset]) -> dict[str, Dataset | None]:
-    evaluation = rows.evaluation
-    return {
-        "train_dataset": prepare(rows.train),
-        "eval_dataset": None if evaluation is None else prepare(evaluation),
-    }
-
-
 def _mapped(rows: Dataset, encode: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Dataset:
     return rows.map(encode, batched=True, remove_columns=rows.column_names)
 
 
 def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:
-    """Return the label of each token's word where it is the word's first, -100 elsewhere."""
+    """Return the word's label for the first token of each word, and -100 for other tokens."""
     before = [None, *words]
     return [
         _IGNORED if word is None or word == last else labels[word]

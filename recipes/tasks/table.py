@@ -1,11 +1,10 @@
-"""What a recipe can train: the table of tasks."""
+"""The table of tasks: everything that a recipe can train, and what belongs to each task."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
-from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -29,13 +28,15 @@ from mfwrap.recipes.data.built_in import (
     PythonTopicsSource,
 )
 from mfwrap.recipes.data.columns import (
-    check_image_labels,
-    check_labelled_texts,
-    check_labelled_words,
-    check_numbers,
-    check_preferences,
-    check_texts,
-    check_tuning,
+    LABEL,
+    LABELS,
+    NUMBER,
+    NUMBERS,
+    PREFERENCES,
+    TEXT,
+    TUNING,
+    WORDS,
+    Columns,
 )
 from mfwrap.recipes.data.files import DatasetsSource, JsonLinesSource, TextSource
 from mfwrap.recipes.data.source import DataSource, Rows
@@ -75,41 +76,50 @@ SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and how a Trainer for it is built."""
+    """What is trained, and how to build the Trainer."""
 
-    needs: tuple[frozenset[str], ...]
-    """Columns of the data, one of these sets."""
+    needs: tuple[Columns, ...]
+    """Alternative sets of columns of the data; the first that is complete is used."""
 
     build: Callable[[ModelSettings, DataSource, Rows], dict[str, Any]]
-    """Makes the Trainer's keywords: model, data sets, collator, tokenizer, metrics."""
-
-    check: Callable[[Dataset, Mapping[str, str]], None]
-    """Raises `DataError` where a row does not hold what the task takes; is also given the data's
-    names of columns by the task's."""
+    """Builds the Trainer's keywords: model, data sets, collator, tokenizer and metrics."""
 
     options: frozenset[str] = frozenset()
-    """Keys of the section ``data``, of those for every source, that only this task heeds."""
+    """Optional keys of the section ``data`` that only some tasks use, and this task does."""
 
     uses_tokenizer: bool = True
-    """Whether ``model.tokenizer`` is heeded."""
+    """Whether the recipe may set ``model.tokenizer``."""
 
     auto_class: Any = None
-    """Class of transformers that makes the model; ``None`` for a `Perceptron`."""
+    """Class of transformers that builds the model; ``None`` for a `Perceptron`."""
 
     trainer: Callable[[], type[Any]] = lambda: MFTrainer
-    """Returns the class of the Trainer, with the step behind it."""
+    """Returns the class of the Trainer, with MindFormers' step."""
 
     arguments: Callable[[], type[TrainingArguments]] = lambda: TrainingArguments
-    """Returns the class whose fields the section ``training`` has."""
+    """Returns the class whose fields are the keys of the section ``training``."""
 
     needs_reference: bool = False
-    """Whether the Trainer compares with the model that it begins from."""
+    """Whether the Trainer compares the model with a copy from before the training."""
 
     takes_peft: bool = False
-    """Whether the Trainer puts the adapter on by itself."""
+    """Whether the Trainer applies a PEFT adapter itself."""
+
+    peft_task_type: str | None = None
+    """PEFT's name of the task; ``None`` if PEFT has none."""
+
+    mindformers_trainers: frozenset[str] = frozenset()
+    """MindFormers' ``trainer.type`` and ``trainer.task_name`` for this task."""
+
+    example_data: str = ""
+    """Built-in source of data that an imported MindFormers file starts with. MindFormers' own data
+    are MindRecord files, which only MindSpore reads."""
+
+    example_model: str = ""
+    """``model_type`` for a MindFormers file that does not name a known model."""
 
     def model_types(self) -> frozenset[str]:
-        """Return the kinds of models that can be trained from random weights."""
+        """Return the model types that can be trained from random weights."""
         if self.auto_class is None:
             return frozenset({PerceptronConfig.model_type})
         return frozenset(_MODELS[self.auto_class])
@@ -121,99 +131,90 @@ _MODELS: Mapping[Any, Collection[str]] = {
     AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
-"""Kinds of models that each class of transformers can make."""
+"""Model types that each class of transformers can build."""
 
 
-def _supervised_tuning_trainer() -> type[Any]:
-    # TRL takes seconds to import, and is of an extra.
-    from trl import SFTTrainer  # noqa: PLC0415
+def _trl_class(name: str) -> type[Any]:
+    import trl  # noqa: PLC0415  (slow; part of an extra)
 
-    class SupervisedTuningTrainer(MFTrainerMixin, SFTTrainer):
-        """TRL's supervised fine-tuning with the step behind it."""
-
-    return SupervisedTuningTrainer
+    found: type[Any] = getattr(trl, name)
+    return found
 
 
-def _supervised_tuning_arguments() -> type[TrainingArguments]:
-    from trl import SFTConfig  # noqa: PLC0415
-
-    arguments: type[TrainingArguments] = SFTConfig
-    return arguments
+def _trl_trainer(name: str) -> Callable[[], type[Any]]:
+    """Return a function that makes a subclass of a TRL Trainer with MindFormers' step."""
+    return lambda: type(f"MF{name}", (MFTrainerMixin, _trl_class(name)), {})
 
 
-def _preference_tuning_trainer() -> type[Any]:
-    from trl import DPOTrainer  # noqa: PLC0415
-
-    class PreferenceTuningTrainer(MFTrainerMixin, DPOTrainer):
-        """TRL's direct preference optimisation with the step behind it."""
-
-    return PreferenceTuningTrainer
-
-
-def _preference_tuning_arguments() -> type[TrainingArguments]:
-    from trl import DPOConfig  # noqa: PLC0415
-
-    arguments: type[TrainingArguments] = DPOConfig
-    return arguments
+def _trl_arguments(name: str) -> Callable[[], type[TrainingArguments]]:
+    return lambda: _trl_class(name)
 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "causal_lm": Task(
-            needs=(frozenset({"text"}),),
+            needs=({"text": TEXT},),
             build=build_causal_lm,
-            check=check_texts,
             auto_class=AutoModelForCausalLM,
             options=frozenset({"sequence_length", "packing"}),
+            peft_task_type="CAUSAL_LM",
+            mindformers_trainers=frozenset({"CausalLanguageModelingTrainer", "text_generation"}),
+            example_data="python_topics",
+            example_model="llama",
         ),
         "supervised_tuning": Task(
-            needs=(
-                frozenset({"messages"}),
-                frozenset({"prompt", "completion"}),
-                frozenset({"text"}),
-            ),
+            needs=TUNING,
             build=build_supervised_tuning,
-            check=check_tuning,
             auto_class=AutoModelForCausalLM,
-            trainer=_supervised_tuning_trainer,
-            arguments=_supervised_tuning_arguments,
+            trainer=_trl_trainer("SFTTrainer"),
+            arguments=_trl_arguments("SFTConfig"),
             takes_peft=True,
+            peft_task_type="CAUSAL_LM",
         ),
         "preference_tuning": Task(
-            needs=(frozenset({"chosen", "rejected"}),),
+            needs=PREFERENCES,
             build=build_preference_tuning,
-            check=check_preferences,
             auto_class=AutoModelForCausalLM,
-            trainer=_preference_tuning_trainer,
-            arguments=_preference_tuning_arguments,
+            trainer=_trl_trainer("DPOTrainer"),
+            arguments=_trl_arguments("DPOConfig"),
             needs_reference=True,
             takes_peft=True,
+            peft_task_type="CAUSAL_LM",
         ),
         "sequence_classification": Task(
-            needs=(frozenset({"text", "label"}),),
+            needs=({"text": TEXT, "label": LABEL},),
             build=build_sequence_classification,
-            check=check_labelled_texts,
             auto_class=AutoModelForSequenceClassification,
             options=frozenset({"sequence_length"}),
+            peft_task_type="SEQ_CLS",
+            mindformers_trainers=frozenset(
+                {"TextClassificationTrainer", "sequence_classification", "text_classification"}
+            ),
+            example_data="docstrings",
+            example_model="bert",
         ),
         "token_classification": Task(
-            needs=(frozenset({"tokens", "labels"}),),
+            needs=({"tokens": WORDS, "labels": LABELS},),
             build=build_token_classification,
-            check=check_labelled_words,
             auto_class=AutoModelForTokenClassification,
             options=frozenset({"sequence_length"}),
+            peft_task_type="TOKEN_CLS",
+            mindformers_trainers=frozenset({"TokenClassificationTrainer", "token_classification"}),
+            example_data="python_tokens",
+            example_model="bert",
         ),
         "image_classification": Task(
-            needs=(frozenset({"image", "label"}),),
+            needs=({"image": None, "label": LABEL},),
             build=build_image_classification,
-            check=check_image_labels,
             auto_class=AutoModelForImageClassification,
             uses_tokenizer=False,
+            mindformers_trainers=frozenset({"ImageClassificationTrainer", "image_classification"}),
+            example_data="digits",
+            example_model="vit",
         ),
         "regression": Task(
-            needs=(frozenset({"features", "target"}),),
+            needs=({"features": NUMBERS, "target": NUMBER},),
             build=build_regression,
-            check=check_numbers,
             uses_tokenizer=False,
         ),
     }

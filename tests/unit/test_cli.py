@@ -100,10 +100,10 @@ def test_a_second_run_into_one_folder(recipe, capsys):
         (["train"], "Missing argument 'RECIPE'"),
         (["frob"], "No such command 'frob'"),
         (["train", "RECIPE", "--sett", "a=1"], "--sett"),
-        (["train", "missing.yaml"], "missing.yaml: must be a file or the name of a shipped"),
+        (["train", "missing.yaml"], "missing.yaml: expected a file or the name of a shipped"),
         (["validate", "causal_lmm"], "did you mean 'causal_lm'?"),
-        (["validate", "RECIPE", "--set", "training.max_step=1"], "did you mean `max_steps`?"),
-        (["validate", "RECIPE", "--set", "ema.decay=2"], "`ema.decay` must be in [0, 1), got 2"),
+        (["validate", "RECIPE", "--set", "training.max_step=1"], "did you mean 'max_steps'?"),
+        (["validate", "RECIPE", "--set", "ema.decay=2"], "ema.decay: must be in [0, 1), got 2"),
         (["train", "RECIPE", "--resume"], "--resume: no checkpoint in runs/small"),
         (["train", "RECIPE", "--resume", "nowhere"], "--resume: no such folder: nowhere"),
         (
@@ -229,7 +229,7 @@ def test_import_mindformers(recipe, capsys):
 
     assert code == 0
     assert "runner_wrapper:\n  use_clip_grad: true\n" in out
-    assert "without profile" in err
+    assert "profile: left out" in err
     assert call(capsys, "import-mindformers", "mf.yaml", "--output", "r.yaml")[0] == 0
     assert Path("r.yaml").read_text() == out
 

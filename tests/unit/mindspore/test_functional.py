@@ -239,7 +239,7 @@ def test_names_of_weights_are_the_modules():
 
 
 WRONG = {
-    "fn": (lambda: grad(3), TypeError, "`fn` must be a function or module, got 3 of type int"),
+    "fn": (lambda: grad(3), TypeError, "`fn` must be callable, got 3 of type int"),
     "both none": (lambda: grad(network(), None), ValueError, "must not both be None"),
     "negative": (lambda: grad(network(), -1), ValueError, "different positions >= 0, got -1"),
     "twice": (
@@ -279,7 +279,7 @@ WRONG = {
     ),
     "no tensor": (lambda: grad(str)(X), TypeError, "must return tensors"),
     "get_all": (lambda: GradOperation(get_all=1), TypeError, "`get_all` must be a bool"),
-    "operation of": (lambda: GradOperation()(3), TypeError, "`fn` must be a function"),
+    "operation of": (lambda: GradOperation()(3), TypeError, "`fn` must be callable"),
     "weights unasked": (
         lambda: GradOperation()(network(), [nn.Parameter(X)]),
         ValueError,

@@ -1,4 +1,4 @@
-"""MindFormers' YAML files become recipes, and their sections are taken as they stand."""
+"""MindFormers' YAML files are converted to recipes that train in the same way."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from mfwrap.recipe.run import run_recipe
 from support.paths import TESTS
 
 WHOLE = sorted((TESTS / "mindformers").glob("*.yaml"))
-"""``every_key.yaml`` has all keys of MindFormers' documentation, the others are in its manner."""
+"""``every_key.yaml`` has all keys of MindFormers' documentation; the others follow its examples."""
 
 WRAPPER = """
 runner_wrapper:
@@ -152,13 +152,13 @@ trainer: {type: TokenClassificationTrainer}
 model: {model_config: {type: BertConfig, hidden_size: 32, num_layers: 1, num_heads: 2}}
 """,
 }
-"""Files in the manner of MindFormers' own, whole and in parts."""
+"""Files like those that MindFormers ships, and parts of such files."""
 
 
 def imported(name):
-    """Return the recipe that a file becomes, read again, without its warning."""
+    """Return the recipe of a file after parsing, and the result of the import."""
     result = import_mindformers(FILES[name], f"{name}.yaml")
-    # A model of full size takes no memory, and a while.
+    # A model of full size takes no memory, but time.
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     overrides = [f"model.config.{key}={value}" for key, value in small.items()]
     if name not in {"vit", "bert"}:
@@ -169,16 +169,16 @@ def imported(name):
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 @pytest.mark.parametrize("name", FILES)
 def test_files_become_valid_recipes(name):
-    """Every file becomes a recipe that fits."""
+    """Every file is converted to a valid recipe."""
     recipe, result = imported(name)
 
     assert recipe.document.data["task"] in result.text
-    assert result.text.startswith(f"# From MindFormers' {name}.yaml.\n")
+    assert result.text.startswith(f"# Imported from MindFormers' {name}.yaml.\n")
 
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
-def test_sections_stand_as_they_are():
-    """Five sections are copied to the letter; only the curves' folder goes to the monitors."""
+def test_sections_are_copied():
+    """Five sections are copied unchanged, apart from the monitors' TensorBoard folder."""
     original = yaml.safe_load(FULL)
     recipe = yaml.safe_load(import_mindformers(FULL, "full.yaml").text)
 
@@ -193,7 +193,7 @@ def test_sections_stand_as_they_are():
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 def test_numbers_arrive():
-    """What the file says is what the Trainer and the step are given."""
+    """The values of the file reach the Trainer and the step."""
     recipe, _ = imported("llama")
     arguments = recipe.arguments
 
@@ -205,8 +205,8 @@ def test_numbers_arrive():
     assert recipe.data.sequence_length == 64
 
 
-def test_switches_find_their_place():
-    """Switches of the top become settings of the step, of the monitor or of the training."""
+def test_top_level_switches():
+    """Top-level switches become settings of the step, the monitor or the training."""
     skip, _ = imported("skip")
     check, _ = imported("nan_check")
     evaluation, _ = imported("evaluation")
@@ -219,24 +219,24 @@ def test_switches_find_their_place():
     assert pipeline.arguments.gradient_accumulation_steps == 8
 
 
-def test_what_is_left_out_is_said():
-    """Sections without a place are named, one note each, in the recipe too."""
+def test_what_is_left_out_is_noted():
+    """Every section that is left out has a note, which is also in the recipe."""
     result = import_mindformers(FULL, "full.yaml")
 
-    assert {"without parallel", "without profile"} <= set(result.notes)
+    assert {"parallel: left out", "profile: left out"} <= set(result.notes)
     assert all(f"# {note}\n" in result.text for note in result.notes)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("trainer: {type: ImageToTextRetrievalTrainer}\n", "`trainer` must be one of"),
-        ("runner_config: 3\n", "`runner_config` must be a mapping, got 3"),
-        ("- a\n", "must be a mapping of sections"),
+        ("trainer: {type: ImageToTextRetrievalTrainer}\n", "trainer: expected a trainer of"),
+        ("runner_config: 3\n", r"runner_config: expected a mapping, got 3 \(m.yaml:1\)"),
+        ("- a\n", "expected a mapping of sections"),
     ],
 )
 def test_what_cannot_be_imported(text, says):
-    """An error names file and section."""
+    """A file that cannot be imported is an error that names file and section."""
     with pytest.raises(RecipeError, match=says):
         import_mindformers(text, "m.yaml")
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_imported(text, says):
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 @pytest.mark.parametrize("file", WHOLE, ids=lambda file: file.stem)
 def test_whole_files_become_valid_recipes(file):
-    """Files as MindFormers ships them become recipes that fit, at their full width."""
+    """Files like those that MindFormers ships become valid recipes at their full width."""
     original = yaml.safe_load(file.read_text())
     result = import_mindformers(file.read_text(), file.name)
     overrides = ["training.use_cpu=true"]
@@ -255,25 +255,25 @@ def test_whole_files_become_valid_recipes(file):
     assert recipe.arguments.num_train_epochs == original["runner_config"]["epochs"]
     clips = original["runner_wrapper"]["use_clip_grad"]
     assert recipe.step.config.use_clip_grad == clips
-    assert {f"without {name}" for name in ("parallel", "context")} & set(result.notes)
+    assert {"parallel: left out", "context: left out"} & set(result.notes)
 
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 def test_models_of_other_names():
-    """Sizes arrive also where transformers calls them otherwise, and only where there are such."""
+    """Sizes are converted to the names of each model's configuration."""
     gpt2 = next(file for file in WHOLE if file.stem == "pretrain_gpt2")
     result = import_mindformers(gpt2.read_text(), "gpt2.yaml")
     config = parse_recipe(result.text, "g", ["training.use_cpu=true"]).model.config
 
     assert {"hidden_size": 768, "num_hidden_layers": 12}.items() <= config.items()
-    assert "model: without expand_ratio" in result.notes
+    assert "model.expand_ratio: left out" in result.notes
     text = "model: {model_config: {model_type: llamma}}\n"
-    with pytest.raises(RecipeError, match="must be a model of transformers, got 'llamma'"):
+    with pytest.raises(RecipeError, match="expected a model type of transformers, got 'llamma'"):
         import_mindformers(text, "m.yaml")
 
 
-def test_the_limit_of_the_embedding_is_of_its_norm():
-    """MindFormers compares the square."""
+def test_the_embedding_threshold_becomes_a_norm():
+    """MindFormers' threshold of the squared norm becomes a threshold of the norm."""
     text = next(file for file in WHOLE if file.stem == "every_key").read_text()
     recipe = yaml.safe_load(import_mindformers(text, "m.yaml").text)
 
@@ -283,7 +283,7 @@ def test_the_limit_of_the_embedding_is_of_its_norm():
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 def test_a_monitor_that_shows_local_norms_gets_them():
-    """MindFormers' dump needs no ``runner_wrapper.local_norm``."""
+    """A monitor that shows local norms turns them on, like MindFormers' dump."""
     monitor = "monitor_config: {monitor_on: True, local_norm_format: log}\n"
     off = monitor.replace("True", "False")
     recipes = [
@@ -296,7 +296,7 @@ def test_a_monitor_that_shows_local_norms_gets_them():
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_imported_file_trains(tmp_path, monkeypatch):
-    """The file with every key trains as it stands, made small."""
+    """The file with every key trains after it was made small."""
     monkeypatch.chdir(tmp_path)
     text = next(file for file in WHOLE if file.stem == "every_key").read_text()
     small = {

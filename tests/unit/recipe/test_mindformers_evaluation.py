@@ -1,4 +1,4 @@
-"""A MindFormers file's evaluation is carried over where the Trainer can say it, else noted."""
+"""Evaluation intervals of a MindFormers file are converted, with a note where they change."""
 
 import math
 
@@ -12,12 +12,12 @@ EVERY_EPOCH = {"eval_strategy": "epoch"}
 
 
 def every(steps):
-    """Return the keys of an evaluation every so many steps, or at every such part of the run."""
+    """Return the keys of an evaluation at an interval of steps, or of a share of the run."""
     return {"eval_strategy": "steps", "eval_steps": steps}
 
 
 def imported(steps, epochs, length=None):
-    """Return what a file's intervals become, in a recipe that is valid, and the notes of it."""
+    """Return the keys of the converted intervals, after the recipe was checked, and the notes."""
     lines = ["do_eval: True"]
     lines += [] if steps is None else [f"eval_step_interval: {steps}"]
     lines += [] if epochs is None else [f"eval_epoch_interval: {epochs}"]
@@ -39,36 +39,40 @@ def imported(steps, epochs, length=None):
     ],
 )
 def test_one_interval_is_carried_over(intervals, training):
-    """Steps alone, the default of 100 included, or every epoch: there is nothing to say."""
+    """A single interval is converted without a note; the default is 100 steps."""
     assert imported(*intervals) == (training, [])
 
 
 @pytest.mark.parametrize(
     ("intervals", "training", "note"),
     [
-        ((100, 1), every(100), "training: without eval_epoch_interval 1, beside that of steps"),
-        ((None, 1), EVERY_EPOCH, "training: without eval_step_interval 100, a default"),
-        ((-1, 50), EVERY_EPOCH, "training: evaluates after every epoch, not every 50 epochs"),
+        ((100, 1), every(100), "eval_epoch_interval: left out, because eval_step_interval is set"),
+        (
+            (None, 1),
+            EVERY_EPOCH,
+            "eval_step_interval: left out (default 100), because eval_epoch_interval is set",
+        ),
+        ((-1, 50), EVERY_EPOCH, "eval_epoch_interval: evaluates every epoch, not every 50"),
         (
             (-1, 50, 100),
             every(0.5),
-            "training: 50 of 100 epochs are eval_steps, a part of the training",
+            "eval_epoch_interval: 50 of 100 epochs become eval_steps, as a share of the training",
         ),
         (
             (-1, 50, 50),
             {},
-            "training: has no evaluation before epoch 50, so once, at its end",
+            "eval_epoch_interval: the training has 50 epochs; evaluates once, at the end",
         ),
-        ((-1, -1), {}, "training: no interval of evaluation is > 0, so once, at its end"),
+        ((-1, -1), {}, "training: no evaluation interval is > 0; evaluates once, at the end"),
     ],
 )
-def test_what_an_interval_loses_is_said(intervals, training, note):
-    """Of two intervals one stays; some epochs are a part of all, or else each one."""
+def test_a_changed_interval_is_noted(intervals, training, note):
+    """A note says which interval is left out or replaced."""
     assert imported(*intervals) == (training, [note])
 
 
-def test_some_epochs_end_with_their_last_step():
-    """The Trainer rounds the part of its steps up: it is never one step too late."""
+def test_a_share_of_the_run_ends_with_an_epoch():
+    """The Trainer rounds a share of its steps up; the share never ends one step too late."""
     for length in range(2, 60):
         for epochs in range(2, length):
             part = evaluation(-1, epochs, {"num_train_epochs": length})[0]["eval_steps"]
@@ -77,15 +81,15 @@ def test_some_epochs_end_with_their_last_step():
 
 
 def test_a_limit_of_steps_has_no_epochs():
-    """A run that stops after some steps has no number of epochs that a part could be of."""
+    """A run with a limit of steps evaluates every epoch: its number of epochs is unknown."""
     keys, notes = evaluation(-1, 2, {"num_train_epochs": 4, "max_steps": 10})
 
     assert keys == EVERY_EPOCH
-    assert notes == ["training: evaluates after every epoch, not every 2 epochs"]
+    assert notes == ["eval_epoch_interval: evaluates every epoch, not every 2"]
 
 
 def test_without_evaluation_there_is_nothing():
-    """Intervals of a run that does not evaluate mean nothing, and nothing is said of them."""
+    """Intervals of a run without evaluation are ignored without a note."""
     result = import_mindformers("do_eval: False\neval_epoch_interval: 50\n", "m.yaml")
 
     assert "training" not in yaml.safe_load(result.text)
@@ -94,6 +98,6 @@ def test_without_evaluation_there_is_nothing():
 
 @pytest.mark.parametrize("key", ["eval_step_interval", "eval_epoch_interval"])
 def test_an_interval_is_an_int(key):
-    """Another one is refused by name."""
-    with pytest.raises(RecipeError, match=f"line 2: `{key}` must be an int, got 'often'"):
+    """An interval that is not an integer is an error that names the key."""
+    with pytest.raises(RecipeError, match=rf"{key}: expected an integer, got 'often' \(m.yaml:2\)"):
         import_mindformers(f"do_eval: True\n{key}: often\n", "m.yaml")

@@ -1,4 +1,4 @@
-"""A MindFormers file's model arrives with its sizes, those that follow from others included."""
+"""The model of a MindFormers file keeps its sizes, including those that follow from others."""
 
 import pytest
 import yaml
@@ -13,7 +13,7 @@ SMALL = "hidden_size: 32, num_layers: 1, num_heads: 2, vocab_size: 160000"
 
 
 def imported(settings):
-    """Return the model's configuration, that transformers takes, and the notes."""
+    """Return the configuration as transformers builds it, and the notes."""
     text = f"model: {{model_config: {{{settings}}}}}\n"
     result = import_mindformers(text, "m.yaml")
     parse_recipe(result.text, "m.yaml", ["training.use_cpu=true"])
@@ -36,36 +36,36 @@ def imported(settings):
     ],
 )
 def test_the_width_of_a_llama(settings, width):
-    """It is MindFormers' own, that of the published models, and nothing is left to say."""
-    config, notes = model_config_of(
+    """The width of the feed-forward layers is that of the published models."""
+    config, left_out = model_config_of(
         {"type": "LlamaConfig", **settings}, "llama", config_keys("llama")
     )
 
     assert config["intermediate_size"] == width
-    assert notes == []
+    assert left_out == []
 
 
 @pytest.mark.parametrize("value", ["often", 0, True])
-def test_a_width_that_cannot_be_made_is_said(value):
-    """A value that is no number makes no width, and the key is named."""
+def test_a_width_from_a_wrong_value_is_left_out(value):
+    """A value that is not a number is left out, and so is the width."""
     settings = {"type": "LlamaConfig", "hidden_size": 64, "multiple_of": value}
-    config, notes = model_config_of(settings, "llama", config_keys("llama"))
+    config, left_out = model_config_of(settings, "llama", config_keys("llama"))
 
     assert "intermediate_size" not in config
-    assert notes == ["model: without multiple_of"]
+    assert left_out == ["multiple_of"]
 
 
 def test_a_model_without_gates_has_no_such_width():
-    """Where transformers has no such key, those of MindFormers are named."""
+    """Keys that a model's configuration does not have are left out."""
     settings = {"type": "GPT2Config", "multiple_of": 64, "theta": 1.0}
-    config, notes = model_config_of(settings, "gpt2", config_keys("gpt2"))
+    config, left_out = model_config_of(settings, "gpt2", config_keys("gpt2"))
 
     assert config == {"model_type": "gpt2"}
-    assert notes == ["model: without multiple_of", "model: without theta"]
+    assert left_out == ["multiple_of", "theta"]
 
 
 def test_only_a_llama_has_a_width_that_nobody_gave():
-    """Another model keeps transformers' default."""
+    """Other models keep the default width of transformers."""
     settings = {"type": "Qwen2Config", "hidden_size": 64}
 
     assert "intermediate_size" not in model_config_of(settings, "qwen2", config_keys("qwen2"))[0]
@@ -74,28 +74,28 @@ def test_only_a_llama_has_a_width_that_nobody_gave():
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4"])
 @pytest.mark.parametrize("key", ["theta", "rope_theta"])
 def test_the_base_of_rotary_embeddings_arrives(kind, key):
-    """The model that is built has it, under either name."""
+    """The base of rotary embeddings is converted from either name."""
     config, notes = imported(f"model_type: {kind}, {SMALL}, {key}: 1000000.0")
 
     assert config.rope_parameters["rope_theta"] == 1e6
     assert notes == []
 
 
-def test_a_base_that_is_no_number_is_said():
-    """It is left out by name, and the default stays."""
+def test_a_base_of_a_wrong_type_is_left_out():
+    """A base that is not a number is left out with a note, and the default stays."""
     config, notes = imported(f"type: LlamaConfig, {SMALL}, theta: large")
 
     assert config.rope_parameters["rope_theta"] == 1e4
-    assert notes == ["model: without theta"]
+    assert notes == ["model.theta: left out"]
 
 
 def test_a_checkpoint_has_its_own_sizes():
-    """With ``pretrained_model_dir`` the sizes of the file are left out, which is said."""
+    """With ``pretrained_model_dir`` the sizes of the file are left out with a note."""
     text = f"pretrained_model_dir: folder\nmodel: {{model_config: {{{SMALL}}}, foo: 1}}\n"
     result = import_mindformers(text, "m.yaml")
 
     assert yaml.safe_load(result.text)["model"] == {"path": "folder"}
     assert result.notes == [
-        "model: without foo",
-        "model: without model_config, for the checkpoint has its own",
+        "model.foo: left out",
+        "model.model_config: left out, the checkpoint has its own",
     ]

@@ -1,4 +1,4 @@
-"""What a MindFormers file says of its monitors goes to them; what has no place is said."""
+"""MindFormers' section ``tensorboard`` goes to the monitors, with a note for what is left out."""
 
 import pytest
 import yaml
@@ -19,22 +19,22 @@ STATE_MONITOR = "monitor_config: {monitor_on: True, device_local_norm_format: te
 
 
 def imported(text):
-    """Return the sections of the recipe and the notes, after the recipe was found to be valid."""
+    """Return the sections and the notes of a file, after the recipe was checked."""
     result = import_mindformers(text, "m.yaml")
     parse_recipe(result.text, "m.yaml", ["training.use_cpu=true"])
     return yaml.safe_load(result.text), result.notes
 
 
 def test_curves_of_the_state_alone():
-    """The monitor of the state gets the folder, too, where there is no monitor of the loss."""
+    """The training-state monitor gets the folder even without a loss monitor."""
     recipe, notes = imported(CURVES + STATE_MONITOR)
 
     assert recipe["monitor_config"]["tensorboard_dir"] == "curves"
-    assert "tensorboard: without log_loss_scale_to_tensorboard" in notes
+    assert "tensorboard.log_loss_scale_to_tensorboard: left out" in notes
 
 
-def test_keys_of_curves_without_a_place_are_said():
-    """What the monitor of the loss does not take is named, an unknown key as well."""
+def test_keys_that_no_monitor_has_are_noted():
+    """Keys that the loss monitor does not have are left out with a note each."""
     recipe, notes = imported(CURVES + LOSS_MONITOR)
     (monitor,) = recipe["callbacks"]
 
@@ -44,23 +44,29 @@ def test_keys_of_curves_without_a_place_are_said():
         "log_loss_scale_to_tensorboard": True,
     }
     without = ("tensorboard_queue_size", "log_expert_load_to_tensorboard", "foo")
-    assert notes == [f"tensorboard: without {key}" for key in without]
+    assert notes == [f"tensorboard.{key}: left out" for key in without]
 
 
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        (CURVES, "without tensorboard: no monitor is there that writes curves"),
+        (CURVES, "tensorboard: left out, because no monitor writes to it"),
         (
             CURVES + STATE_MONITOR.replace("True", "False"),
-            "without tensorboard: no monitor is there that writes curves",
+            "tensorboard: left out, because no monitor writes to it",
         ),
-        ("tensorboard: {foo: 1}\n" + LOSS_MONITOR, "without tensorboard, which names no folder"),
-        (CURVES + "  tensorboard_on: False\n" + LOSS_MONITOR, "without tensorboard, which is off"),
+        (
+            "tensorboard: {foo: 1}\n" + LOSS_MONITOR,
+            "tensorboard: left out, because it has no tensorboard_dir",
+        ),
+        (
+            CURVES + "  tensorboard_on: False\n" + LOSS_MONITOR,
+            "tensorboard: left out, because tensorboard_on is false",
+        ),
     ],
 )
-def test_curves_that_nobody_writes(text, note):
-    """A section that nothing comes of is said to be left out, with the reason."""
+def test_an_unused_section_is_noted(text, note):
+    """A section without effect is left out with a note that gives the reason."""
     recipe, notes = imported(text)
 
     assert notes == [note]
@@ -68,7 +74,7 @@ def test_curves_that_nobody_writes(text, note):
 
 
 def test_a_callback_keeps_its_own_folder():
-    """A monitor of the state among the callbacks gets the folder, if it names none itself."""
+    """A folder of the callback itself takes precedence."""
     own = "{type: TrainingStateMonitor, tensorboard_dir: own}"
     recipe, _ = imported(CURVES + f"callbacks: [{own}, {{type: TrainingStateMonitor}}]\n")
 

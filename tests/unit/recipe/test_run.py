@@ -1,4 +1,4 @@
-"""Recipes run: those that are shipped, on a tiny setting, and what the sections ask for."""
+"""Shipped recipes run at a small size, and each section has its effect on a run."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from mfwrap.recipe.library import shipped_recipes
 from mfwrap.recipe.run import build_trainer, run_recipe
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
-# What TRL and datasets warn of is theirs.
+# TRL and datasets emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TINY = [
@@ -44,7 +44,7 @@ SMALL = {
 
 
 def records(folder) -> list[dict]:
-    """Return what a run has recorded."""
+    """Return the records of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -64,7 +64,7 @@ QUICK = {"causal_lm", "regression"}
     [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in shipped_recipes()],
 )
 def test_shipped_recipes_run(name, tmp_path):
-    """Each trains, records every step and evaluation, and leaves models and its own recipe."""
+    """A shipped recipe trains, records every step and evaluation, and saves model and recipe."""
     result = run(tmp_path, *TINY, *SMALL[name], text=shipped_recipes()[name].text)
     found = records(tmp_path)
     steps = [record for record in found if "loss" in record]
@@ -82,7 +82,7 @@ def test_shipped_recipes_run(name, tmp_path):
 
 
 def test_the_data_of_the_default_recipe_are_those_of_the_script():
-    """Through a recipe, the model sees the topics in pieces of the same lengths."""
+    """The recipe cuts the topics into pieces of the same length as the script."""
     from mfwrap.recipes.causal_lm import IGNORED_LABEL, PythonTopics, topics  # noqa: PLC0415  (only this test needs it)
 
     text = shipped_recipes()["causal_lm"].text
@@ -92,13 +92,13 @@ def test_the_data_of_the_default_recipe_are_those_of_the_script():
     bytes_of_script = sum(int((one["labels"] != IGNORED_LABEL).sum()) for one in pieces)
     tokens = sum(len(one["input_ids"]) for one in trainer.train_dataset)
 
-    # Each text ends with a mark more; a mark alone in its piece is left out.
+    # The recipe adds an end token to each text; a piece of that token alone is left out.
     assert bytes_of_script <= tokens <= bytes_of_script + len(names)
 
 
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint_is_fine_tuned(tmp_path, adapter):
-    """A local checkpoint goes on, all weights or an adapter, from JSON lines with prompts."""
+    """A local checkpoint is fine-tuned on JSON Lines with prompts: all weights, or an adapter."""
     start = tmp_path / "start"
     sections = {
         "task": "supervised_tuning",
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_fine_tuned(tmp_path, adapter):
 
 
 def test_the_average_is_evaluated_and_saved(tmp_path):
-    """With a section ``ema`` there are results and a model of the averaged weights."""
+    """With a section ``ema`` the averaged weights are evaluated and saved, too."""
     result = run(tmp_path, ema={"decay": 0.5})
 
     assert result.metrics["ema_eval_loss"] != result.metrics["eval_loss"]
@@ -142,7 +142,7 @@ def test_the_average_is_evaluated_and_saved(tmp_path):
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
-    """Weights are equal bitwise, and every step is recorded once."""
+    """A resumed run has bitwise the weights of an uninterrupted one, and one record per step."""
     saving = {"save_strategy": "steps", "save_steps": 3}
     run(tmp_path / "whole", training=saving, ema={"decay": 0.9})
     run(tmp_path / "halves", training=saving, ema={"decay": 0.9})
@@ -158,7 +158,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
 
 
 def test_mindformers_schedule_sets_the_rates(tmp_path):
-    """The recorded rates are those of MindFormers' formula: a warm-up from 0, then linear."""
+    """The recorded rates follow MindFormers' formula: a warm-up from 0, then a linear fall."""
     section = {"type": "LinearWithWarmUpLR", "learning_rate": 0.6, "warmup_steps": 2}
     run(tmp_path, lr_schedule=section | {"total_steps": -1}, training={"learning_rate": 0.6})
     rates = [r["learning_rate"] for r in records(tmp_path) if "loss" in r]
@@ -167,7 +167,7 @@ def test_mindformers_schedule_sets_the_rates(tmp_path):
 
 
 def test_loss_scale_and_norms_are_recorded(tmp_path):
-    """A dynamic loss scale grows over its window; local norms add up to the global one."""
+    """A dynamic loss scale grows after its window; local norms add up to the global norm."""
     scale = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 8, "scale_factor": 2}
     wrapper = {"scale_sense": scale | {"scale_window": 2}, "use_clip_grad": True}
     run(tmp_path, runner_wrapper=wrapper | {"max_grad_norm": 0.1, "local_norm": True})
@@ -182,7 +182,7 @@ def test_loss_scale_and_norms_are_recorded(tmp_path):
     [("log", set()), ("jsonl", {"training_state.jsonl"}), ("tensorboard", {"tensorboard"})],
 )
 def test_formats_of_the_monitor_are_what_a_run_writes(tmp_path, shown, adds):
-    """Records and curves of the monitor are there if its formats ask for them, and only then."""
+    """The monitor writes records and curves only if a format asks for them."""
     run(tmp_path, monitor_config={"monitor_on": True, "device_local_norm_format": shown})
     found = {path.name for path in tmp_path.iterdir()}
 
@@ -190,22 +190,22 @@ def test_formats_of_the_monitor_are_what_a_run_writes(tmp_path, shown, adds):
 
 
 def test_spikes_are_skipped(tmp_path):
-    """A threshold below every norm skips all updates, so that the weights stay."""
+    """A threshold below every norm skips all updates."""
     wrapper = {"use_clip_grad": True, "use_skip_data_by_global_norm": True}
     run(tmp_path, runner_wrapper=wrapper | {"global_norm_spike_threshold": 1e-6})
 
     assert all(r["skipped"] for r in records(tmp_path) if "loss" in r)
 
 
-def test_per_token_loss_is_refused_where_it_cannot_be(tmp_path):
-    """A model that is not told the number of targets cannot divide by it."""
-    with pytest.raises(RecipeError, match=r"`runner_wrapper\.calculate_per_token_loss` must be"):
+def test_per_token_loss_needs_support_by_the_model(tmp_path):
+    """A model that does not accept the number of targets is an error."""
+    with pytest.raises(RecipeError, match=r"runner_wrapper\.calculate_per_token_loss: expected"):
         run(tmp_path, runner_wrapper={"calculate_per_token_loss": True})
 
 
 @pytest.mark.parametrize("per_token", [None, True, False])
 def test_per_token_loss(tmp_path, per_token):
-    """``False`` takes the mean over micro-batches, which with unequal texts is another loss."""
+    """``False`` takes the mean over micro-batches; the default and ``True`` count targets."""
     (tmp_path / "t.txt").write_text("ab\nabcdefghij klmnop\n" * 4)
     text = recipe_text(
         task="causal_lm",
@@ -222,7 +222,7 @@ def test_per_token_loss(tmp_path, per_token):
 
 
 def test_a_callback_of_mindspores_kind(tmp_path):
-    """A callback of MindSpore's kind works in a recipe."""
+    """A callback with MindSpore's interface works in a recipe."""
     run(tmp_path, callbacks=[{"type": "TimeMonitor"}])
 
     assert len([r for r in records(tmp_path) if "loss" in r]) == 6
@@ -231,12 +231,12 @@ def test_a_callback_of_mindspores_kind(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([{"a": 1}] * 4, "`data.type` must have the columns"),
-        ([{"features": [1.0], "target": 1.0, "x": 2}], "`data` must hold out rows"),
+        ([{"a": 1}] * 4, "data.type: expected data with the columns"),
+        ([{"features": [1.0], "target": 1.0, "x": 2}], "data: expected held-out rows"),
     ],
 )
 def test_data_that_do_not_fit(tmp_path, lines, says):
-    """What only the data can tell is an error of the recipe too."""
+    """A fault that shows only in the data is a recipe error, too."""
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     text = recipe_text(data=None, training={"eval_strategy": "epoch"})
     data = {"type": "json_lines", "path": str(tmp_path / "d.jsonl")}

@@ -158,8 +158,10 @@ def test_sequences_fit_the_positions(json_lines, kind):
     section = json_lines([{"text": "a" * 100, "label": n % 2} for n in range(4)])
     config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     arguments = {"model": {"config": {"model_type": kind} | config | SMALL_TYPES[kind]}}
-    says = r"r, line \d+: `data\.sequence_length` must be <= 32, .*`max_position_embeddings` 3\d"
-    with pytest.raises(RecipeError, match=says + ", got 33"):
+    says = (
+        r"data\.sequence_length: must be <= 32, .*max_position_embeddings 3\d\), got 33 \(r:\d+\)"
+    )
+    with pytest.raises(RecipeError, match=says):
         recipe_of("sequence_classification", section | {"sequence_length": 33}, **arguments)
 
     recipe_of("sequence_classification", section | {"sequence_length": 32}, **arguments)
@@ -187,7 +189,7 @@ def test_the_positions_of_a_checkpoint(json_lines, tmp_path):
     trainer.save_model(str(tmp_path / "m"))
     model = {"path": str(tmp_path / "m")}
 
-    says = r"r, line \d+: `data\.sequence_length` must be <= 24"
+    says = r"data\.sequence_length: must be <= 24, .* \(r:\d+\)"
     with pytest.raises(RecipeError, match=says):
         trainer_of("causal_lm", section | {"sequence_length": 25}, model=model)
 
@@ -223,7 +225,7 @@ def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
         Path(file).write_bytes(b"\n".join(lines) + b"\n")
     recipe = recipe_of("causal_lm", {"type": "json_lines", **files})
 
-    says = rf"`data\.{key}` must hold one JSON object a line, got line 3 of '.*/{key}\.jsonl'"
+    says = rf"data\.{key}: must hold one JSON object per line, got line 3 of '.*/{key}\.jsonl'"
     with pytest.raises(RecipeError, match=says):
         build_trainer(recipe)
     assert "JSON" not in capfd.readouterr().err
@@ -236,7 +238,9 @@ def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
     Path("other.jsonl").write_text('{"text": "a", "more": 1}\n')
     section = {"type": "json_lines", "path": ["rows.jsonl", "other.jsonl"]}
 
-    with pytest.raises(RecipeError, match=r"`data\.path` must hold rows of one form.*more"):
+    with pytest.raises(
+        RecipeError, match=r"data\.path: must hold rows with the same columns.*more"
+    ):
         build_trainer(recipe_of("causal_lm", section))
 
 
@@ -290,5 +294,5 @@ def test_a_checkpoint_that_a_package_carries(tmp_path, monkeypatch):
 def test_a_package_without_it(name):
     """An error names the key."""
     model = {"path": name}
-    with pytest.raises(RecipeError, match=r"`model\.path` must be a folder of an installed"):
+    with pytest.raises(RecipeError, match=r"model\.path: must be a folder of an installed"):
         recipe_of("causal_lm", {"type": "python_topics"}, model=model)
