@@ -130,7 +130,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._step = global_step
         self._last: dict[str, float] = {}
         self._is_spike = False
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         self._is_time = False
         self._saved_at = self._clock()
 
@@ -140,7 +140,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         Returns:
             Settings as ``args`` and usual norms as ``attributes``, ready for JSON.
         """
-        self._flush()
+        self._reads.flush()
         saved = {
             "global_step": self._step,
             "global_norm": self._history.state_dict(),
@@ -177,7 +177,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
     ) -> None:
         """Request a checkpoint if one is due; keep the values that tell its health."""
         del args
-        self._flush()
+        self._reads.flush()
         self._step = state.global_step
         by_steps = bool(self._steps) and state.global_step % self._steps == 0
         if by_steps or self._is_time or state.global_step >= state.max_steps:
@@ -197,7 +197,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
     ) -> None:
         """Record the health of the checkpoint just written; delete old checkpoints."""
         del control
-        self._flush()
+        self._reads.flush()
         self._is_time = False
         run_folder = Path(args.output_dir or ".")
         folder = run_folder / f"{_PREFIX}{state.global_step}"
@@ -236,8 +236,6 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
                 for value in values.values()
             ]
         )
-        if self._reads is None:
-            self._reads = DeferredReads(device)
         self._reads.submit(together, functools.partial(self._receive, tuple(values)))
 
     def _embedding_norm(self, report: StepReport) -> Tensor | None:
@@ -257,10 +255,6 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         flag = torch.full((), float(is_time), device=device)
         broadcast_from_main(flag)
         return flag
-
-    def _flush(self) -> None:
-        if self._reads is not None:
-            self._reads.flush()
 
     def _receive(self, names: Sequence[str], host_values: Sequence[float]) -> None:
         self._last = dict(zip(names, host_values, strict=True))

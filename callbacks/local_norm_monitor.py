@@ -62,7 +62,7 @@ class LocalNormMonitor(TrainerCallback):
         self._make_events = None if tensorboard_dir is None else summary_writer_class()
         self._lines: list[JsonLines] = []
         self._events: list[Any] = []
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         self._has_warned = False
 
     def on_step_end(
@@ -74,7 +74,7 @@ class LocalNormMonitor(TrainerCallback):
         **__: Any,
     ) -> None:
         """Write the norms gathered before; gather the norms of this step."""
-        self._flush()
+        self._reads.flush()
         if state.global_step % self._step_interval:
             return
         output = None if step_report is None else step_report.output
@@ -92,33 +92,27 @@ class LocalNormMonitor(TrainerCallback):
             for rank in range(len(self._lines)):
                 self._write(step, rank, names, values[rank * len(names) :][: len(names)])
 
-        if self._reads is None:
-            self._reads = DeferredReads(gathered.device)
         self._reads.submit(gathered.reshape(-1), receive)
 
     def on_log(self, *_: Any, **__: Any) -> None:
         """Write pending norms."""
-        self._flush()
+        self._reads.flush()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Write pending norms."""
-        self._flush()
+        self._reads.flush()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Write pending norms."""
-        self._flush()
+        self._reads.flush()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write pending norms and close the TensorBoard files."""
-        self._flush()
+        self._reads.flush()
         self._lines = []
         for events in self._events:
             events.close()
         self._events = []
-
-    def _flush(self) -> None:
-        if self._reads is not None:
-            self._reads.flush()
 
     def _open(self, args: TrainingArguments | None, num_ranks: int) -> None:
         folder = self._folder

@@ -88,7 +88,7 @@ class ReplicaCheck(TrainerCallback):
         self._forget()
 
     def _forget(self) -> None:
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         self._after_update: Tensor | None = None
         self._differing: dict[str, frozenset[str]] = {}
 
@@ -111,7 +111,7 @@ class ReplicaCheck(TrainerCallback):
     ) -> None:
         """Report the last comparison; compare weights again, and gradients if they are due."""
         del args
-        self._flush()
+        self._reads.flush()
         step = state.global_step + 1
         if self._after_update is not None and model is not None:
             before, self._after_update = self._after_update, None
@@ -134,13 +134,13 @@ class ReplicaCheck(TrainerCallback):
     ) -> None:
         """Report the last comparison; compare weights if they are due."""
         del args
-        self._flush()
+        self._reads.flush()
         if model is not None and state.global_step % self._step_interval == 0:
             self._after_update = self._compare(state.global_step, "weight", trainable(model))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Report the last comparison."""
-        self._flush()
+        self._reads.flush()
 
     def _compare(
         self, step: int, where: str, tensors: Mapping[str, Tensor], before: Tensor | None = None
@@ -152,14 +152,8 @@ class ReplicaCheck(TrainerCallback):
         of_ranks = gather_on_all(bitwise_hashes(list(whole.values())))
         found = _Hashes(step, where, tuple(whole), of_ranks, before)
         differ = (of_ranks != of_ranks[0]).any().float().reshape(1)
-        if self._reads is None:
-            self._reads = DeferredReads(differ.device)
         self._reads.submit(differ, functools.partial(self._receive, found))
         return of_ranks
-
-    def _flush(self) -> None:
-        if self._reads is not None:
-            self._reads.flush()
 
     def _receive(self, found: _Hashes, differ: Sequence[float]) -> None:
         known = self._differing.get(found.where, frozenset())

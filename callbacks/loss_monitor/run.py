@@ -110,7 +110,7 @@ class MonitoredRun:
             self._peak_tflops = device_peak_tflops(model)
         fits = saved_mean is not None and saved_mean["global_step"] == global_step
         self._mean = EpochMean(saved_mean if fits else None)
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         self._unsent: list[_Step] = []
         self._num_steps = 0
         self._pass_over_data = 0
@@ -167,8 +167,6 @@ class MonitoredRun:
             packed = _averaged_over_ranks(packed)
         if not self._is_main:
             return
-        if self._reads is None:
-            self._reads = DeferredReads(packed[0].tensor.device)
         for values, step in zip(packed, steps, strict=True):
             receive = functools.partial(self._receive, values, step.moment)
             self._reads.submit(values.tensor, receive)
@@ -190,8 +188,7 @@ class MonitoredRun:
 
     def flush(self) -> None:
         """Wait for the pending values of the last step, and print them."""
-        if self._reads is not None:
-            self._reads.flush()
+        self._reads.flush()
 
     def save_mean(self) -> SavedMean | None:
         """Return the state of the running mean. Call `flush` first."""

@@ -10,6 +10,16 @@ from mfwrap.arguments import check_bool, check_choice, check_int, described
 
 __all__ = ["CheckpointConfig"]
 
+_ONLY: Mapping[str, object] = {
+    "integrated_save": True,
+    "async_save": False,
+    "enc_key": None,
+    "enc_mode": "AES-GCM",
+    "crc_check": False,
+    "remove_redundancy": False,
+}
+"""Settings that are not supported, with the only value they may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
@@ -116,14 +126,3 @@ class CheckpointConfig:
         """Entries of all mappings in `append_info`."""
         mappings = [entry for entry in self.append_info or () if isinstance(entry, Mapping)]
         return {name: value for mapping in mappings for name, value in mapping.items()}
-
-
-_ONLY: Mapping[str, object] = {
-    "integrated_save": True,
-    "async_save": False,
-    "enc_key": None,
-    "enc_mode": "AES-GCM",
-    "crc_check": False,
-    "remove_redundancy": False,
-}
-"""Settings that are not supported, with the only value they may have."""

@@ -27,7 +27,7 @@ class EarlyStopping(Callback):
     Args:
         monitor: Name of the value: a metric, ``"eval_loss"``, or ``"loss"`` for the loss of the
             last step.
-        min_delta: Smallest improvement that counts, >= 0.
+        min_delta: An improvement must be larger than this, >= 0.
         patience: Epochs without an improvement after which training ends. 0 means 1.
         verbose: Print a line when training ends early.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger value is better. ``"auto"``:

@@ -48,13 +48,13 @@ class LossMonitor(Callback):
             raise ValueError(msg)
         self._per_print_times = per_print_times
         self._last_print_step = 0
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         self._has_warned = False
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Start counting steps."""
         self._last_print_step = run_context.original_args().cur_step_num
-        self._reads = None
+        self._reads = DeferredReads()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Print the last step; start copying the loss of this step to the host."""
@@ -63,9 +63,7 @@ class LossMonitor(Callback):
         if loss is None:
             self._warn_once()
             return
-        self._flush()
-        if self._reads is None:
-            self._reads = DeferredReads(loss.device)
+        self._reads.flush()
         prints = self._is_due(parameters)
         epoch, step = parameters.cur_epoch_num, _step_in_epoch(parameters)
 
@@ -85,11 +83,11 @@ class LossMonitor(Callback):
     def on_eval_begin(self, run_context: RunContext) -> None:
         """Print the pending line."""
         del run_context
-        self._flush()
+        self._reads.flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Print the pending line and the metrics of an evaluation."""
-        self._flush()
+        self._reads.flush()
         parameters = run_context.original_args()
         metrics = parameters.get("metrics")
         if metrics and parameters.is_world_process_zero:
@@ -98,7 +96,7 @@ class LossMonitor(Callback):
     def on_train_end(self, run_context: RunContext) -> None:
         """Print the pending line."""
         del run_context
-        self._flush()
+        self._reads.flush()
 
     def _is_due(self, parameters: CallbackParameters) -> bool:
         due = parameters.cur_step_num - self._last_print_step >= self._per_print_times
@@ -106,10 +104,6 @@ class LossMonitor(Callback):
             return False
         self._last_print_step = parameters.cur_step_num
         return bool(parameters.is_world_process_zero)
-
-    def _flush(self) -> None:
-        if self._reads is not None:
-            self._reads.flush()
 
     def _warn_once(self) -> None:
         if not self._has_warned:

@@ -101,7 +101,7 @@ class Improvement:
     """``"min"``, ``"max"``, or ``"auto"``: ``"min"`` for losses and errors, else ``"max"``."""
 
     min_delta: float
-    """Smallest improvement that counts."""
+    """An improvement must be larger than this."""
 
     def __post_init__(self) -> None:
         """Check the settings."""

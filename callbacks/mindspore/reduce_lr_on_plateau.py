@@ -29,7 +29,7 @@ class ReduceLROnPlateau(Callback):
         verbose: Print each change.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger value is better. ``"auto"``:
             ``"min"`` for losses and errors, else ``"max"``.
-        min_delta: Smallest improvement that counts, >= 0.
+        min_delta: An improvement must be larger than this, >= 0.
         cooldown: Epochs after a change in which the patience is not used up; the last one of them
             counts again.
         min_lr: Lowest rate.

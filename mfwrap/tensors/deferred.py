@@ -62,10 +62,10 @@ class DeferredReads:
     on. Flush when the device has other work queued, such as just before the next optimizer step.
 
     Args:
-        device: Device of the values.
+        device: Device of the values; ``None`` for the device of the first vector.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._free: dict[int, list[_Mailbox]] = {}
         self._pending: deque[tuple[_Mailbox, Callable[[Sequence[float]], None]]] = deque()
@@ -74,8 +74,15 @@ class DeferredReads:
         return len(self._pending)
 
     def reserve(self, size: int) -> None:
-        """Allocate host memory for a vector of `size` elements ahead of time."""
-        self._free.setdefault(size, []).append(self._new_mailbox(size))
+        """Allocate host memory for a vector of `size` elements ahead of time.
+
+        Raises:
+            RuntimeError: If the device is not known yet.
+        """
+        if self._device is None:
+            msg = "`reserve` needs the device; pass it to DeferredReads, or call `submit` first"
+            raise RuntimeError(msg)
+        self._free.setdefault(size, []).append(_new_mailbox(size, self._device))
 
     def submit(self, values: Tensor, receive: Callable[[Sequence[float]], None]) -> None:
         """Start to copy `values` to the host.
@@ -84,8 +91,10 @@ class DeferredReads:
             values: Vector on the device, shape ``(n,)``, float32.
             receive: Function that `flush` calls with the ``n`` values.
         """
+        if self._device is None:
+            self._device = values.device
         free = self._free.setdefault(values.numel(), [])
-        mailbox = free.pop() if free else self._new_mailbox(values.numel())
+        mailbox = free.pop() if free else _new_mailbox(values.numel(), self._device)
         mailbox.tensor.copy_(values, non_blocking=True)
         if mailbox.arrived is not None:
             mailbox.arrived.record(torch.accelerator.current_stream(self._device))
@@ -110,9 +119,10 @@ class DeferredReads:
             self._free[mailbox.tensor.numel()].append(mailbox)
         self._pending.clear()
 
-    def _new_mailbox(self, size: int) -> _Mailbox:
-        # Device and dtype are given because a program may have set other defaults.
-        on_host = functools.partial(torch.zeros, size, dtype=torch.float32, device="cpu")
-        if self._device.type == "cpu":
-            return _Mailbox(on_host())
-        return _Mailbox(on_host(pin_memory=True), torch.Event(self._device))
+
+def _new_mailbox(size: int, device: torch.device) -> _Mailbox:
+    # Device and dtype are given because a program may have set other defaults.
+    on_host = functools.partial(torch.zeros, size, dtype=torch.float32, device="cpu")
+    if device.type == "cpu":
+        return _Mailbox(on_host())
+    return _Mailbox(on_host(pin_memory=True), torch.Event(device))

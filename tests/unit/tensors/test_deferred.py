@@ -213,3 +213,15 @@ def test_a_default_device_is_no_concern():
                 value.device == CPU for output in outputs for value in output if value is not None
             )
             cell.load_state_dict(cell.state_dict())
+
+
+def test_the_device_of_the_first_vector_is_used_unless_one_is_given():
+    """Without a device, `submit` works, and `reserve` asks for the device."""
+    reads, arrived = DeferredReads(), []
+    with pytest.raises(RuntimeError, match="`reserve` needs the device"):
+        reads.reserve(2)
+    reads.submit(torch.tensor([1.0, 2.0]), arrived.append)
+    reads.reserve(2)
+    reads.flush()
+
+    assert arrived == [[1.0, 2.0]]
