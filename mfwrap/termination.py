@@ -1,4 +1,4 @@
-"""Stop a training when the process is told to end, after the step that it is in."""
+"""Stop a training on SIGTERM after a step that all ranks finish."""
 
 import contextlib
 import itertools
@@ -16,69 +16,34 @@ from mfwrap.collectives import any_rank, num_ranks, this_rank
 __all__ = [
     "LastStep",
     "RankTermination",
-    "Termination",
+    "SigtermFlag",
 ]
 
-
-@final
-class Termination:
-    """Within a ``with`` block, note the first SIGTERM; the second one ends the process at once.
-
-    Signals can be handled in the main thread only; in any other the block changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        """Whether the process has been told to end."""
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        self.is_requested = False
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._receive)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.is_requested = True
-        # The second one must not wait for Python: a long call into torch may be running.
-        signal.signal(number, signal.SIG_DFL)
-
-
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_CHECKS = 0.5
 _trainings = itertools.count()
 
 
 @final
 class RankTermination:
-    """Within a ``with`` block, let a SIGTERM at any rank name one last step for all of them.
+    """Within a ``with`` block, turn a SIGTERM at any rank into one last step for all ranks.
 
-    On one process that is the step during which the signal came. On several, no step costs a
-    message: a thread of each rank asks ``torch.distributed``'s key-value store twice a second
-    whether another rank was told to end, off the way of the training.
+    With one process, the last step is the one during which the signal came. With several, a thread
+    of each rank asks ``torch.distributed``'s key-value store twice a second whether another rank
+    received the signal. So a training step itself sends no message and never waits.
     """
 
     def __init__(self) -> None:
-        self._signal = Termination()
+        self._sigterm = SigtermFlag()
         self._last_step: LastStep | None = None
         self.is_stopping = False
-        """Whether the step that was asked about last is the last one; the same on all ranks."""
+        """Whether the last step that `stops_after` was asked about is the final one; the same on
+        all ranks."""
 
     def __enter__(self) -> Self:
         self.is_stopping = False
         if num_ranks() > 1:
             self._last_step = _last_step_of_all_ranks()
-        self._signal.__enter__()
+        self._sigterm.__enter__()
         return self
 
     def __exit__(
@@ -87,17 +52,18 @@ class RankTermination:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._signal.__exit__(kind, error, traceback)
+        self._sigterm.__exit__(kind, error, traceback)
         if self._last_step is not None:
             self._last_step.close()
             self._last_step = None
 
     def stops_after(self, step: int) -> bool:
-        """Return whether a step that has just been finished is the last one.
+        """Return whether training must stop now that a step is finished.
 
-        To be called after each step, with numbers that count up and are the same on all ranks.
+        Call it after each step, on all ranks. Steps must count up by one, and must have the same
+        numbers on all ranks.
         """
-        is_requested = self._signal.is_requested
+        is_requested = self._sigterm.is_set
         if self._last_step is None:
             self.is_stopping = is_requested
         else:
@@ -105,30 +71,30 @@ class RankTermination:
         return self.is_stopping
 
     def conclude(self, device: torch.device) -> bool:
-        """Return whether any rank was told to end until now; later signals are not handled.
+        """Return whether any rank has received a SIGTERM; later signals are not handled.
 
-        To be called by all ranks when the training has ended: they wait for each other.
+        Call it on all ranks when the training has ended. The ranks wait for each other.
 
         Args:
-            device: One that the ranks can send from.
+            device: Device whose tensors the ranks can exchange.
         """
-        self._signal.__exit__(None, None, None)
+        self._sigterm.__exit__(None, None, None)
         if self._last_step is None:
-            return self._signal.is_requested
-        # Another rank may be waiting to learn which step this one is in.
+            return self._sigterm.is_set
+        # Answer first: another rank may be waiting to learn which step this rank has begun.
         self._last_step.close()
-        return any_rank(flag=self._signal.is_requested, device=device)
+        return any_rank(flag=self._sigterm.is_set, device=device)
 
 
 def _last_step_of_all_ranks() -> "LastStep":
-    # A connection of its own: on a shared one, a rank that waits would hold up everyone else.
-    store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public way)
+    # Clone the store: on a shared connection, a rank that waits would block all other requests.
+    store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
     names = f"mfwrap/termination/{next(_trainings)}/"
     return LastStep(store.clone(), names, this_rank(), num_ranks())
 
 
 class KeyValueStore(Protocol):
-    """What is asked of one of ``torch.distributed``'s stores, each of which has it."""
+    """The methods of ``torch.distributed``'s stores that `LastStep` uses."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
@@ -137,23 +103,25 @@ class KeyValueStore(Protocol):
         """Return whether all keys have values."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys; wait until they have some."""
+        """Wait until all keys have values, and return the values."""
 
 
 @final
 class LastStep:
-    """Which step is the last one on all ranks, once any has asked for an end.
+    """Agreement of all ranks on the last step, once any rank has asked for an end.
 
-    A rank that is told to end asks for it in the store, and each rank answers, from a thread, with
-    the number of the step that it has begun; it then begins no further one before it has read all
-    answers. The largest is the last step: all ranks have begun it or are yet to, and none has gone
-    past it.
+    1. The rank that received the signal sets the key ``asked`` in the store.
+    2. Each rank, in a thread, sees that key and answers with the number of the step it has begun.
+    3. A rank that has answered begins no further step before it has read all answers.
+    4. The largest answer is the last step. No rank has gone past it, because a rank's answer is
+       never smaller than a step it has begun; and ranks that answered less still do the steps up
+       to it.
 
     Args:
-        store: Shared by the ranks.
-        names: What begins the names of its keys that are used for this and nothing else.
-        rank: This one.
-        num_ranks: How many there are.
+        store: Key-value store that the ranks share.
+        names: Prefix of its keys, which nothing else may use.
+        rank: This rank.
+        num_ranks: Number of ranks.
     """
 
     def __init__(self, store: KeyValueStore, names: str, rank: int, num_ranks: int) -> None:
@@ -170,11 +138,11 @@ class LastStep:
         self._thread.start()
 
     def is_reached(self, step: int, *, is_requested: bool) -> bool:
-        """Return whether a finished step is the last one; if not, the next one has begun.
+        """Return whether a finished step is the last one. If not, the next step counts as begun.
 
         Args:
-            step: Its number.
-            is_requested: Whether this rank was told to end.
+            step: Number of the finished step.
+            is_requested: Whether this rank has received a SIGTERM.
         """
         with self._lock:
             if is_requested and not self._has_answered:
@@ -189,10 +157,10 @@ class LastStep:
         return step >= self._number
 
     def close(self) -> None:
-        """Stop listening, and answer whoever asks later."""
+        """Stop listening, and leave an answer for ranks that ask later."""
         self._is_over.set()
         self._thread.join()
-        # A store that is gone has no one waiting at it.
+        # If the store is gone, no rank is waiting at it.
         with self._lock, contextlib.suppress(distributed.DistError):
             self._answer()
 
@@ -203,12 +171,50 @@ class LastStep:
 
     def _listen(self) -> None:
         try:
-            while not self._is_over.wait(_SECONDS_BETWEEN_LOOKS):
+            while not self._is_over.wait(_SECONDS_BETWEEN_CHECKS):
                 if self._store.check([self._asked]):
                     with self._lock:
                         self._answer()
                     return
         except distributed.DistError as error:
             warnings.warn(
-                f"a SIGTERM at another rank would not be noticed any more: {error}", stacklevel=2
+                "lost the connection to the key-value store of torch.distributed, so a SIGTERM at "
+                f"another rank will not be noticed: {error}",
+                stacklevel=2,
             )
+
+
+@final
+class SigtermFlag:
+    """Within a ``with`` block, note the first SIGTERM; the second one ends the process at once.
+
+    Python handles signals in the main thread only. In any other thread the block does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        """Whether the process has received a SIGTERM in the current or last block."""
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self.is_set = False
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.is_set = True
+        # A Python handler would run only after a long call into torch has returned. The default
+        # action ends the process at once.
+        signal.signal(number, signal.SIG_DFL)

@@ -1,14 +1,21 @@
-"""A process that is told to end, and what it makes of it."""
+"""A SIGTERM at any rank gives all ranks one last step."""
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from datetime import timedelta
 
 import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import distributed
 
-from mfwrap.termination import Termination
+from mfwrap import termination
+from mfwrap.termination import LastStep, RankTermination, SigtermFlag
 
 
 def tell_to_end():
@@ -16,34 +23,213 @@ def tell_to_end():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_first_signal_is_noted():
-    """The block goes on, and knows."""
-    with Termination() as termination:
-        assert not termination.is_requested
+CPU = torch.device("cpu")
+NUM_RANKS = 3
+NUM_STEPS = 4
+PATIENCE = 60.0
+"""Seconds after which ranks that wait for each other count as deadlocked."""
+
+
+@pytest.fixture(autouse=True)
+def _checks_often(monkeypatch):
+    monkeypatch.setattr(termination, "_SECONDS_BETWEEN_CHECKS", 0.001)
+
+
+def stores(kind):
+    """Return the handle of each rank to one key-value store."""
+    limit = timedelta(seconds=PATIENCE)
+    if kind == "TCP":
+        first = distributed.TCPStore("localhost", 0, is_master=True, timeout=limit)
+        return [first, *(first.clone() for _ in range(NUM_RANKS - 1))]
+    if kind == "file":
+        path = tempfile.mkdtemp() + "/store"
+        return [distributed.FileStore(path, NUM_RANKS) for _ in range(NUM_RANKS)]
+    store = distributed.HashStore()
+    store.set_timeout(limit)
+    return [store] * NUM_RANKS
+
+
+def train(store, rank, told_in, reduced, result):
+    """Do steps as DistributedDataParallel does: a step ends when all ranks have begun it."""
+    last = LastStep(store, "", rank, NUM_RANKS)
+    is_told = False
+    stopped = None
+    for step in range(1, NUM_STEPS + 1):
+        is_told |= told_in == (step, "before")
+        reduced.wait(PATIENCE)
+        is_told |= told_in == (step, "after")
+        if last.is_reached(step, is_requested=is_told):
+            stopped = step
+            break
+    last.close()
+    result[rank] = (step, stopped)
+
+
+def outcome(told, kind="hash"):
+    """Return for each rank how many steps it did, and after which step it had to stop."""
+    # The process of the first rank, which holds the store, outlives the training.
+    shared, reduced, result = stores(kind), threading.Barrier(NUM_RANKS), {}
+    threads = [
+        threading.Thread(target=train, args=(store, rank, told.get(rank), reduced, result))
+        for rank, store in enumerate(shared)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(result) == list(range(NUM_RANKS)), "deadlock"
+    return list(result.values())
+
+
+MOMENTS = st.tuples(st.integers(1, NUM_STEPS), st.sampled_from(["before", "after"]))
+
+
+@given(told=st.dictionaries(st.integers(0, NUM_RANKS - 1), MOMENTS))
+@settings(max_examples=60)
+@example(told={0: (1, "before")})
+@example(told={2: (NUM_STEPS, "after")})
+@example(told=dict.fromkeys(range(NUM_RANKS), (2, "before")))
+def test_all_ranks_stop_after_the_same_step(told):
+    """All ranks stop after the step in which the first SIGTERM came, or after the next one."""
+    results = outcome(told)
+
+    assert len(set(results)) == 1
+    done, stopped = results[0]
+    first = min((step for step, _ in told.values()), default=NUM_STEPS + 1)
+    assert done in {min(first, NUM_STEPS), min(first + 1, NUM_STEPS)}
+    assert stopped in {None, done}
+    if done < NUM_STEPS:
+        assert stopped == done
+
+
+@pytest.mark.parametrize("kind", ["TCP", "file"])
+@pytest.mark.parametrize("told", [{}, {0: (2, "before")}, {2: (2, "after")}])
+def test_stores(kind, told):
+    """The ranks agree with each kind of store that torch starts ranks with."""
+    results = outcome(told, kind)
+
+    assert len(set(results)) == 1
+    assert results[0][0] in ({2, 3} if told else {NUM_STEPS})
+
+
+def test_a_rank_that_has_ended_answers():
+    """A rank that receives a SIGTERM late does not wait for a rank that has ended."""
+    first, last = (
+        LastStep(store := distributed.HashStore(), "a/", 0, 2),
+        LastStep(store, "a/", 1, 2),
+    )
+    assert not last.is_reached(7, is_requested=False)
+    last.close()
+
+    assert not first.is_reached(7, is_requested=True)
+    assert first.is_reached(8, is_requested=True)
+    first.close()
+
+
+LOST = distributed.DistNetworkError("connection reset")
+
+
+class LostStore:
+    """A store whose process has ended."""
+
+    def check(self, _keys):
+        """Fail."""
+        raise LOST
+
+    def set(self, _key, _value):
+        """Fail."""
+        raise LOST
+
+
+def with_lost_store():
+    """Return a `LastStep` whose thread has lost its store."""
+    last = LastStep(LostStore(), "", 0, 2)
+    last._thread.join(PATIENCE)
+    return last
+
+
+def test_a_store_that_is_lost():
+    """A lost store is a warning, and the training continues."""
+    with pytest.warns(UserWarning, match="SIGTERM at another rank .*: connection reset"):
+        last = with_lost_store()
+
+    assert not last.is_reached(1, is_requested=False)
+    last.close()
+
+
+def test_one_process():
+    """With one process, the step in which a SIGTERM comes is the last one."""
+    with RankTermination() as ending:
+        assert not ending.stops_after(1)
+        assert not ending.is_stopping
         tell_to_end()
-        went_on = termination.is_requested
+        assert ending.stops_after(2)
+        assert ending.is_stopping
+        assert ending.conclude(CPU)
+
+
+def test_a_signal_in_an_earlier_block():
+    """A SIGTERM in an earlier block does not stop a later one."""
+    ending = RankTermination()
+    with ending:
+        tell_to_end()
+        assert ending.stops_after(1)
+    with ending:
+        assert not ending.is_stopping
+        assert not ending.stops_after(1)
+        assert not ending.conclude(CPU)
+
+
+def test_a_signal_after_the_last_step():
+    """A SIGTERM after the last step is still reported at the end."""
+    with RankTermination() as ending:
+        assert not ending.stops_after(1)
+        tell_to_end()
+        assert not ending.is_stopping
+        assert ending.conclude(CPU)
+
+
+@pytest.mark.parametrize("concludes", [True, False])
+def test_the_handler_is_restored(concludes):
+    """The former handler is back when the block has ended or `conclude` was called."""
+    before = signal.getsignal(signal.SIGTERM)
+    with RankTermination() as ending:
+        assert signal.getsignal(signal.SIGTERM) != before
+        if concludes:
+            ending.conclude(CPU)
+            assert signal.getsignal(signal.SIGTERM) == before
+
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_first_signal_is_noted():
+    """The block continues after the first SIGTERM, and the flag is set."""
+    with SigtermFlag() as flag:
+        assert not flag.is_set
+        tell_to_end()
+        went_on = flag.is_set
 
     assert went_on
-    assert termination.is_requested
+    assert flag.is_set
 
 
 def test_each_block_begins_anew():
-    """What an earlier block was told does not end a later one."""
-    termination = Termination()
-    with termination:
+    """The flag is cleared at the start of a block."""
+    flag = SigtermFlag()
+    with flag:
         tell_to_end()
-    with termination:
-        assert not termination.is_requested
+    with flag:
+        assert not flag.is_set
 
 
 @pytest.mark.parametrize(
     "before", [signal.SIG_IGN, signal.SIG_DFL, lambda *_: None], ids=["ignored", "default", "own"]
 )
-def test_what_was_there_before(before):
-    """After the block, signals go where they went before it, also when it raises."""
+def test_the_flag_restores_the_handler(before):
+    """The former handler is back after the block, also if the block raises."""
     at_first = signal.signal(signal.SIGTERM, before)
     try:
-        with pytest.raises(KeyError), Termination():
+        with pytest.raises(KeyError), SigtermFlag():
             raise KeyError
 
         assert signal.getsignal(signal.SIGTERM) == before
@@ -52,13 +238,13 @@ def test_what_was_there_before(before):
 
 
 def test_in_another_thread():
-    """Where signals cannot be handled, the block changes nothing and raises nothing."""
+    """Outside the main thread, the block does nothing and raises nothing."""
     handler = signal.getsignal(signal.SIGTERM)
     found = []
 
     def run() -> None:
-        with Termination() as termination:
-            found.extend([signal.getsignal(signal.SIGTERM), termination.is_requested])
+        with SigtermFlag() as flag:
+            found.extend([signal.getsignal(signal.SIGTERM), flag.is_set])
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -70,12 +256,12 @@ def test_in_another_thread():
 
 TOLD_TWICE = """
 import os, signal, sys
-from mfwrap.termination import Termination
+from mfwrap.termination import SigtermFlag
 
 def tell_to_end():
     os.kill(os.getpid(), signal.SIGTERM)
 
-with Termination() as termination:
+with SigtermFlag() as flag:
     tell_to_end()
     print("first", flush=True)
     if sys.argv[1] == "inside":
@@ -88,7 +274,7 @@ print("after", flush=True)
 
 @pytest.mark.parametrize(("second", "printed"), [("inside", "first\n"), ("", "first\nsecond\n")])
 def test_the_second_signal_ends_the_process(second, printed):
-    """It does at once, with the status of a process that was ended; so does one after the block."""
+    """The second SIGTERM, or one after the block, ends the process with the usual status."""
     command = [sys.executable, "-c", TOLD_TWICE, second]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -98,19 +284,19 @@ def test_the_second_signal_ends_the_process(second, printed):
 
 IN_LONG_CALL = """
 import collections, itertools, os, signal
-from mfwrap.termination import Termination
+from mfwrap.termination import SigtermFlag
 
-with Termination():
+with SigtermFlag():
     os.kill(os.getpid(), signal.SIGTERM)
-    # In C, without end, and without a look at signals: as a kernel that hangs. Its first element
-    # tells that it has begun.
+    # An endless call into C that never checks for signals, like a kernel that hangs. Its first
+    # element prints that it has begun.
     began = map(os.write, [1], [b"waiting\\n"])
     collections.deque(itertools.chain(began, itertools.repeat(None)), maxlen=0)
 """
 
 
 def test_the_second_signal_within_a_long_call():
-    """It does not wait for a call that never returns."""
+    """The second SIGTERM ends the process within a call that never returns."""
     command = [sys.executable, "-c", IN_LONG_CALL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "waiting\n"
