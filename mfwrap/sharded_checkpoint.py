@@ -1,7 +1,7 @@
-"""Checkpoints that any number of ranks can go on from, with shards or without."""
+"""Checkpoints of sharded training that any number of ranks can resume."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.checkpoints.step_files import load_tensors, save_tensors, stored_tensors
+from mfwrap.checkpoints.step_files import (
+    flat_tensors,
+    load_tensors,
+    save_tensors,
+    stored_tensors,
+)
 from mfwrap.collectives import any_rank, this_rank
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
@@ -26,35 +31,35 @@ _OPTIMIZER = "optimizer"
 
 
 class _Schedule(Protocol):
-    """A learning-rate schedule with a state of numbers."""
+    """Learning-rate schedule whose state JSON can represent."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule is."""
+        """Return the position of the schedule."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there."""
+        """Continue from a position."""
 
 
 def save_sharded(
     folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: _Schedule | None = None
 ) -> None:
-    """Write all that training goes on from; every rank calls it, and writes its own shards.
+    """Write a checkpoint of a training. Call it on every rank; each writes its own shards.
 
-    Tensors of network, optimizer, average and the step's state go into safetensors files, numbers
-    of the optimizer and of the schedule into a JSON file, which comes last: a folder without it is
-    no whole checkpoint.
+    Tensors of the network, the optimizer, the average and the step's state go to safetensors files.
+    Numbers of the optimizer and of the schedule go to ``mfwrap_sharded.json``, which is written
+    last: a folder without it is an incomplete checkpoint.
 
     Args:
-        folder: One that all ranks share; made here, or empty.
-        cell: What trains; it is flushed.
-        lr_scheduler: Its schedule, if it has one.
+        folder: Folder that all ranks share; created if it is missing, otherwise it must be empty.
+        cell: Training cell; it is flushed first.
+        lr_scheduler: Learning-rate schedule of the training, if it has one.
 
     Raises:
-        FileExistsError: If the folder holds anything.
-        TypeError: If a setting of the optimizer or the schedule does not go into JSON, or the
-            network's state holds anything else than tensors.
-        ValueError: If the optimizer holds parameters outside of the network, or sharded state in
-            other shapes than theirs.
+        FileExistsError: If the folder is not empty.
+        TypeError: If JSON cannot represent a setting of the optimizer or the schedule, or if the
+            network's state has values other than tensors.
+        ValueError: If the optimizer has parameters that are not in the network, or sharded state
+            whose shape is not that of its parameter.
 
     Source: ``torch.distributed.checkpoint`` with its Hugging Face storage.
     """
@@ -72,44 +77,48 @@ def save_sharded(
     text = json.dumps(record, indent=2) + "\n"
     is_filled = path.exists() and any(path.iterdir())
     if any_rank(flag=is_filled, device=cell.scale_sense.device):
-        msg = f"`folder` must be empty, got {path}, which holds something"
+        msg = f"`folder` must be empty, got {path} with files in it; choose another folder"
         raise FileExistsError(msg)
     save_tensors(path, tensors)
     if this_rank() == 0:
         # torch has synced the shards by now, so the record is never on the disk without them.
         with whole_file(path / _RECORD) as partial:
             partial.write_text(text, encoding="utf-8")
-    # No rank may find the checkpoint unfinished when it goes on to load it.
+    # Wait for the record, so that every rank can load the checkpoint from here on.
     any_rank(flag=False, device=cell.scale_sense.device)
 
 
 def load_sharded(
     folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: _Schedule | None = None
 ) -> None:
-    """Restore what `save_sharded` wrote, bitwise; every rank calls it, and reads its own shards.
+    """Restore, bit for bit, what `save_sharded` wrote. Call it on every rank.
 
-    The number of ranks, and how the network is distributed over them, may be others than when it
-    was saved. Nothing is unpickled, and nothing is changed if names or shapes do not fit.
+    The number of ranks and the sharding of the network may differ from those at saving. Each rank
+    reads only its own shards. Nothing is unpickled. If names or shapes do not fit, an error is
+    raised and nothing has been changed.
 
     Args:
-        folder: The checkpoint.
-        cell: Built as the one that was saved, with the same groups of parameters.
-        lr_scheduler: Its schedule, if it has one.
+        folder: Folder of the checkpoint.
+        cell: Training cell, built like the one that was saved, with the same parameter groups.
+        lr_scheduler: Learning-rate schedule of the training, if it has one.
 
     Raises:
-        FileNotFoundError: If the folder is no whole checkpoint.
-        KeyError: If it has not the cell's names.
-        ValueError: If a shape does not fit, or it is of a format that is not known here.
+        FileNotFoundError: If the folder is not a complete checkpoint.
+        KeyError: If its names differ from the cell's.
+        ValueError: If a shape differs, the format version is unknown, or only one of the checkpoint
+            and the call has a schedule.
     """
     path = Path(folder)
     record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
     if record.get("format_version") != _FORMAT_VERSION:
         got = record.get("format_version")
-        msg = f"`{_RECORD}` must have format_version {_FORMAT_VERSION}, got {got!r}"
+        msg = f"{path / _RECORD}: expected format_version {_FORMAT_VERSION}, got {got!r}"
         raise ValueError(msg)
     _check_groups(record["groups"], _groups_of(cell))
     if (record["lr_scheduler"] is None) != (lr_scheduler is None):
-        msg = "`lr_scheduler` must be given if, and only if, one was saved, got the other"
+        found = "has no state of a schedule" if lr_scheduler else "has the state of a schedule"
+        wanted = "leave `lr_scheduler` out" if lr_scheduler else "pass `lr_scheduler`"
+        msg = f"{path / _RECORD} {found}; {wanted}"
         raise ValueError(msg)
     stored = stored_tensors(path)
     state = cell.state_dict()
@@ -124,15 +133,18 @@ def load_sharded(
 
 
 def _own_tensors(cell: MFTrainOneStepCell, cell_state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of the network, which are the live ones, and of the cell's state."""
+    """Return the network's own tensors, not copies, and those of the cell's state."""
     reshard(cell.network)
     state = unwrapped_network(cell.network).state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            msg = f"`network` must have a state of tensors, got {type(value).__name__} at {name!r}"
+            msg = (
+                f"the network's state_dict must hold tensors only, got {type(value).__name__} at "
+                f"{name!r}"
+            )
             raise TypeError(msg)
     network = {plain_name(name): value for name, value in state.items()}
-    return dict(_flat({"network": network, "cell": cell_state}))
+    return flat_tensors({"network": network, "cell": cell_state})
 
 
 def _optimizer_state(cell: MFTrainOneStepCell) -> dict[str, Any]:
@@ -142,8 +154,8 @@ def _optimizer_state(cell: MFTrainOneStepCell) -> dict[str, Any]:
         for key, value in state.get(parameter, {}).items():
             if is_distributed(value) and value.shape != parameter.shape:
                 msg = (
-                    f"`optimizer` must keep sharded state in the shapes of its parameters, got "
-                    f"{key!r} of {tuple(value.shape)} for {name!r} of {tuple(parameter.shape)}"
+                    f"sharded state of the optimizer must have its parameter's shape, got {key!r} "
+                    f"with {tuple(value.shape)} for {name!r} with {tuple(parameter.shape)}"
                 )
                 raise ValueError(msg)
             entries[f"{_OPTIMIZER}/{name}/{key}"] = value
@@ -151,7 +163,7 @@ def _optimizer_state(cell: MFTrainOneStepCell) -> dict[str, Any]:
 
 
 def _templates(cell: MFTrainOneStepCell, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return tensors for the optimizer state that a checkpoint holds, placed as the parameters."""
+    """Return tensors to load the optimizer's state into, sharded like the parameters."""
     templates: dict[str, Tensor] = {}
     held = _held_by(cell)
     for full_name, found in stored.items():
@@ -163,7 +175,7 @@ def _templates(cell: MFTrainOneStepCell, stored: Mapping[str, Any]) -> dict[str,
         if found.size == parameter.shape and not rest.endswith("/step"):
             templates[full_name] = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
-            # The optimizer moves it to where it keeps such things.
+            # `Optimizer.load_state_dict` moves it to the right device.
             templates[full_name] = torch.zeros(found.size, dtype=dtype)
     return templates
 
@@ -186,18 +198,18 @@ def _load_optimizer(
 
 
 def _held_by(cell: MFTrainOneStepCell) -> dict[str, Tensor]:
-    """Return the optimizer's parameters by name, in its order."""
+    """Return the optimizer's parameters by name, in the optimizer's order."""
     names = {id(p): name for name, p in network_parameters(cell.network).items()}
     held = [p for group in cell.optimizer.param_groups for p in group["params"]]
     outside = sum(id(parameter) not in names for parameter in held)
     if outside:
-        msg = f"`optimizer` must hold parameters of the network only, got {outside} others"
+        msg = f"all parameters of the optimizer must be in the network, got {outside} that are not"
         raise ValueError(msg)
     return {names[id(parameter)]: parameter for parameter in held}
 
 
 def _groups_of(cell: MFTrainOneStepCell) -> list[dict[str, Any]]:
-    """Return the optimizer's settings for JSON, with names in place of parameters."""
+    """Return the optimizer's parameter groups for JSON, with names in place of parameters."""
     names = iter(_held_by(cell))
     return [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -210,7 +222,7 @@ def _groups_of(cell: MFTrainOneStepCell) -> list[dict[str, Any]]:
 
 
 def _setting(saved: Any, present: Any) -> Any:
-    """Return a setting as the optimizer has it; JSON knows neither tuples nor tensors."""
+    """Return a saved setting with the type of the present one; JSON has no tuples or tensors."""
     if isinstance(present, Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) else saved
@@ -220,8 +232,9 @@ def _check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) ->
     names = [[group["params"] for group in groups] for groups in (saved, present)]
     if names[0] != names[1]:
         msg = (
-            "`optimizer` must hold the groups of parameters that were saved, got "
-            f"{[len(group) for group in names[1]]} parameters for {[len(g) for g in names[0]]}"
+            "the optimizer's parameter groups differ from the saved ones: they have "
+            f"{[len(group) for group in names[1]]} parameters, saved were "
+            f"{[len(group) for group in names[0]]}"
         )
         raise KeyError(msg)
 
@@ -229,17 +242,15 @@ def _check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) ->
 def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
     missing, unknown = sorted(tensors.keys() - stored), sorted(stored.keys() - tensors)
     if missing or unknown:
-        msg = f"`folder` must have this cell's names, missing are {missing}, unknown {unknown}"
+        msg = (
+            "the checkpoint's names differ from the cell's: the checkpoint lacks "
+            f"{missing} and has unknown {unknown}"
+        )
         raise KeyError(msg)
     for name, tensor in tensors.items():
         if stored[name].size != tensor.shape:
-            msg = f"`{name}` must have shape {tuple(tensor.shape)}, got {tuple(stored[name].size)}"
+            msg = (
+                f"`{name}` has shape {tuple(stored[name].size)} in the checkpoint, but "
+                f"{tuple(tensor.shape)} in the cell"
+            )
             raise ValueError(msg)
-
-
-def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value

@@ -2,9 +2,9 @@
 
     python -m mfwrap.recipes.lenet --epoch_size 15
 
-Each numbered comment is one of the script that MindSpore's migration guide begins with. The digits
-are 8 by 8 pixels and part of scikit-learn; they are enlarged to LeNet's 32 by 32. There are few of
-them, so that training sees each at a place that varies by up to two pixels.
+The numbered comments are those of the script at the start of MindSpore's migration guide. The
+digits come with scikit-learn and have 8 by 8 pixels; they are enlarged to LeNet's 32 by 32. Because
+there are few digits, training shifts each image by up to two pixels at random.
 """
 
 from dataclasses import dataclass, field
@@ -28,18 +28,20 @@ from mfwrap.callbacks import CheckpointConfig, LossMonitor, ModelCheckpoint, Tim
 class LeNetArguments:
     """Settings of the run."""
 
-    output_dir: Path = field(default=Path("runs/lenet"), metadata={"help": "checkpoints"})
-    epoch_size: int = field(default=15, metadata={"help": "passes over the digits"})
-    batch_size: int = field(default=16, metadata={"help": "digits in a batch"})
-    lr: float = field(default=0.01, metadata={"help": "first learning rate; it falls as a cosine"})
+    output_dir: Path = field(
+        default=Path("runs/lenet"), metadata={"help": "folder of the checkpoints"}
+    )
+    epoch_size: int = field(default=15, metadata={"help": "number of passes over the digits"})
+    batch_size: int = field(default=16, metadata={"help": "digits per batch"})
+    lr: float = field(default=0.01, metadata={"help": "initial learning rate of the cosine"})
     momentum: float = field(default=0.9, metadata={"help": "momentum of the optimizer"})
     amp_level: str = field(default="O0", metadata={"help": "O0, O1, O2, O3 or auto"})
-    save_checkpoint_steps: int = field(default=400, metadata={"help": "steps between two saves"})
-    seed: int = field(default=0, metadata={"help": "seed of weights, order and places"})
+    save_checkpoint_steps: int = field(default=400, metadata={"help": "steps between checkpoints"})
+    seed: int = field(default=0, metadata={"help": "seed of weights, order and shifts"})
 
 
 class LeNet(nn.Module):
-    """LeNet-5 for one channel of 32 by 32 pixels.
+    """LeNet-5 for images of one channel and 32 by 32 pixels.
 
     Args:
         num_classes: Number of classes.
@@ -54,7 +56,7 @@ class LeNet(nn.Module):
         self.fc3 = nn.Linear(84, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return scores of shape ``(N, num_classes)`` of images of shape ``(N, 1, 32, 32)``."""
+        """Return scores, shape ``(N, num_classes)``, for images of shape ``(N, 1, 32, 32)``."""
         features = functional.max_pool2d(functional.relu(self.conv1(images)), 2)
         features = functional.max_pool2d(functional.relu(self.conv2(features)), 2)
         features = functional.relu(self.fc1(features.flatten(1)))
@@ -63,12 +65,12 @@ class LeNet(nn.Module):
 
 
 class ShiftedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images, each moved by some pixels to the sides and up or down, anew at every look.
+    """Images that are shifted by a random number of pixels each time they are read.
 
     Args:
-        images: Of shape ``(N, C, H, W)``; what moves in is of their smallest value.
-        labels: Of shape ``(N,)``.
-        pixels: How far, at most.
+        images: Images of shape ``(N, C, H, W)``. Their smallest value fills the free margin.
+        labels: Labels of shape ``(N,)``.
+        pixels: Largest shift in each direction, in pixels.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, pixels: int = 2) -> None:
@@ -93,7 +95,7 @@ class ShiftedImages(Dataset[tuple[Tensor, Tensor]]):
 def create_dataset(
     batch_size: int, seed: int
 ) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
-    """Return batches of images and labels to train with, and a fifth of all digits to evaluate."""
+    """Return the loaders of training images and, with a fifth of all digits, of held-out images."""
     digits = load_digits()
     pixels = torch.from_numpy(digits.images.astype(np.float32) / 16)[:, None]
     images = functional.interpolate(pixels, size=(32, 32), mode="bilinear")
@@ -114,9 +116,9 @@ def create_dataset(
 
 
 def main() -> None:
-    """Train and evaluate."""
-    # The parser's own name for the type of a dataclass is one that no dataclass has.
-    parser = HfArgumentParser(LeNetArguments)  # type: ignore[arg-type]
+    """Train, save checkpoints, and print the accuracy on held-out digits."""
+    # HfArgumentParser types its argument as a class of its own that no dataclass is.
+    parser = HfArgumentParser(LeNetArguments)  # type: ignore[arg-type]  # (see above)
     (config,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(config.seed)
     # 1. define dataset object

@@ -1,4 +1,4 @@
-"""How to tell a checkpoint that is whole, and of which network it is."""
+"""Check that a checkpoint is intact, and that its weights belong to a network."""
 
 import json
 import re
@@ -26,7 +26,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_manifest(folder: Path) -> None:
-    """List the files of a checkpoint with their sizes, so that a truncated one can be told."""
+    """List the files of a checkpoint with their sizes, so that a damaged file can be recognized."""
     sizes = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -38,29 +38,37 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:
-    """Check that a checkpoint is whole, and of the network if one is given.
+    """Check that a checkpoint is intact, and that its weights belong to a network.
+
+    Args:
+        folder: Folder of the checkpoint.
+        network: Network to compare with; ``None`` to check the files only.
 
     Raises:
-        ValueError: If it is not, with the newest whole one before it.
+        ValueError: If a check fails. The message names the newest intact checkpoint before it.
     """
     fault = _fault(folder) or (None if network is None else foreign_weights(folder, network))
     if fault is None:
         return
     other = newest_whole_checkpoint(folder.parent, before=folder, network=network)
-    offer = "there is no whole one before it" if other is None else f"the one before it is {other}"
-    msg = f"`resume_from_checkpoint` must be a whole checkpoint, got {folder}: {fault}; {offer}"
+    offer = (
+        "there is no intact checkpoint before it"
+        if other is None
+        else f"newest intact checkpoint before it: {other}"
+    )
+    msg = f"cannot resume from {folder}: {fault}; {offer}"
     raise ValueError(msg)
 
 
 def newest_whole_checkpoint(
     run_folder: Path, before: Path | None = None, network: nn.Module | None = None
 ) -> Path | None:
-    """Return the checkpoint of the highest step that is whole.
+    """Return the intact checkpoint of the highest step; ``None`` if there is none.
 
     Args:
-        run_folder: Where ``checkpoint-*`` lie.
-        before: Only those of fewer steps than this one.
-        network: Only those of it; ``None`` for those of any.
+        run_folder: Folder with the folders ``checkpoint-<step>``.
+        before: Checkpoint; only those of lower steps are considered.
+        network: Network; only checkpoints whose weights belong to it are considered.
     """
     limit = _step_of(before) if before is not None else None
     steps = {step: path for path in _folders(run_folder) if (step := _step_of(path)) is not None}
@@ -84,27 +92,27 @@ def _step_of(folder: Path) -> int | None:
 
 
 def _fault(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint; ``None`` if nothing is."""
+    """Return what is wrong with the files of a checkpoint; ``None`` if it is intact."""
     if not folder.is_dir():
         return "there is no such folder"
     if not (folder / _TRAINER_STATE).is_file():
-        return f"it has no {_TRAINER_STATE}"
+        return f"{_TRAINER_STATE} is missing"
     if (folder / _MANIFEST).exists():
-        return _unlike_manifest(folder)
+        return _difference_from_manifest(folder)
     if (folder / _STEP).exists():
         return f"{_MANIFEST} is missing"
-    # Written by a stock Trainer, which keeps no list: each file has to speak for itself.
+    # A stock Trainer writes no manifest, so look for damage in each file.
     faults = (_damage(path) for path in sorted(folder.rglob("*")) if path.is_file())
     return next((fault for fault in faults if fault), None)
 
 
-def _unlike_manifest(folder: Path) -> str | None:
+def _difference_from_manifest(folder: Path) -> str | None:
     if fault := _damage(folder / _MANIFEST):
         return fault
     manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or manifest.get("format_version") != _FORMAT_VERSION:
-        return f"{_MANIFEST} is no list of files of format_version {_FORMAT_VERSION}"
+        return f"{_MANIFEST} is not a list of files of format_version {_FORMAT_VERSION}"
     for name, size in files.items():
         path = folder / name
         if not path.is_file():
@@ -119,18 +127,18 @@ def _damage(path: Path) -> str | None:
         try:
             json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            return f"{path.name} is no JSON"
+            return f"{path.name} is not valid JSON"
     elif path.suffix == ".safetensors":
         if _safetensors_header(path) is None:
             return f"{path.name} is truncated"
     elif path.suffix in {".pt", ".pth"} and not zipfile.is_zipfile(path):
-        # The list of a zip file stands at its end.
+        # The table of contents of a zip file is at its end.
         return f"{path.name} is truncated"
     return None
 
 
 def _safetensors_header(path: Path) -> dict[str, dict[str, object]] | None:
-    """Return what a safetensors file says of its tensors; ``None`` if it is not whole."""
+    """Return the entries of a safetensors file's header; ``None`` if the file is incomplete."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -150,10 +158,10 @@ def _safetensors_header(path: Path) -> dict[str, dict[str, object]] | None:
 
 
 def foreign_weights(folder: Path, network: nn.Module) -> str | None:
-    """Say why a checkpoint's weights are of another network; ``None`` if they are not.
+    """Return why a checkpoint's weights do not belong to a network; ``None`` if they do.
 
-    A stock Trainer loads what fits and goes on. Only an unsharded ``model.safetensors`` is looked
-    at, and only its header.
+    A stock Trainer would load the weights that fit and ignore the others. Reads only the header of
+    ``model.safetensors``; sharded weights and adapters are not checked.
     """
     if not (folder / _WEIGHTS).is_file():
         return None
@@ -161,11 +169,14 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
     expected = network.state_dict(keep_vars=True)
     for name, entry in header.items():
         if name not in expected:
-            return f"{_WEIGHTS} has {name}, which the network has not"
+            return f"{_WEIGHTS} has {name}, which is not in the network"
         shape = tuple(expected[name].shape)
         if entry["shape"] != list(shape):
-            return f"{_WEIGHTS} has {name} of shape {entry['shape']}, the network of {list(shape)}"
-    # Tied weights are stored under one of their names.
+            return (
+                f"{_WEIGHTS} has {name} with shape {entry['shape']}, but the network has it with "
+                f"shape {list(shape)}"
+            )
+    # Tied weights are stored under only one of their names.
     present = {expected[name].data_ptr() for name in header}
     ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in _stored(expected, ignored).items():

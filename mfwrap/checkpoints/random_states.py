@@ -1,4 +1,4 @@
-"""The states of all random generators, as JSON can hold them."""
+"""Save and restore the states of all random number generators, as JSON."""
 
 import base64
 import random
@@ -12,7 +12,7 @@ __all__ = ["HostStates", "random_states", "restore_random_states"]
 
 
 class HostStates(NamedTuple):
-    """The states of the generators on the host; reading them takes some microseconds."""
+    """States of the generators on the host. Reading them takes a few microseconds."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -21,17 +21,17 @@ class HostStates(NamedTuple):
     @classmethod
     def now(cls) -> "HostStates":
         """Read the states of Python's, NumPy's and torch's global generators."""
-        numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002  (the one that collators use)
+        numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002  (the global generator, which collators use)
         return cls(random.getstate(), numpy, torch.random.get_rng_state())
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
+        np.random.set_state(self.numpy)  # noqa: NPY002  (the global generator)
         torch.random.set_rng_state(self.cpu)
 
     def encoded(self) -> dict[str, Any]:
-        """Return the states as JSON can hold them."""
+        """Return the states as plain values that JSON can represent."""
         version, words, gauss = self.python
         kind, keys, position, has_gauss, cached = self.numpy
         return {
@@ -42,7 +42,7 @@ class HostStates(NamedTuple):
 
     @classmethod
     def decoded(cls, states: dict[str, Any]) -> "HostStates":
-        """Return what `encoded` was called of."""
+        """Return the states that `encoded` returned as plain values."""
         version, words, gauss = states["python"]
         kind, keys, position, has_gauss, cached = states["numpy"]
         words_of_numpy = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
@@ -54,7 +54,11 @@ class HostStates(NamedTuple):
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's global generators."""
+    """Return the states of Python's, NumPy's and torch's global generators, CUDA's included.
+
+    Returns:
+        Plain values that JSON can represent.
+    """
     states = HostStates.now().encoded()
     if torch.cuda.is_available():
         cuda = torch.cuda.random.get_rng_state_all()
@@ -63,7 +67,10 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the generators to what `random_states` returned."""
+    """Set the generators to states that `random_states` returned.
+
+    States of CUDA devices that this machine does not have are ignored.
+    """
     HostStates.decoded(states).restore()
     if torch.cuda.is_available() and "cuda" in states:
         for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):

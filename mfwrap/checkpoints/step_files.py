@@ -1,4 +1,4 @@
-"""A step's state as files: tensors in safetensors, and a record that a person can read."""
+"""Store a step's state in files: tensors as safetensors, and a JSON record for people."""
 
 import contextlib
 import json
@@ -23,6 +23,7 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.tensors.shards import is_distributed
 
 __all__ = [
+    "flat_tensors",
     "has_step_files",
     "load_tensors",
     "read_step_files",
@@ -31,7 +32,6 @@ __all__ = [
     "stored_tensors",
     "write_step_files",
 ]
-
 
 _TENSORS = "mfwrap_step.safetensors"
 _SHARDS = "mfwrap_step_shards"
@@ -42,24 +42,21 @@ _FORMAT_VERSION = 1
 def write_step_files(
     folder: Path, state: Mapping[str, Any], record: Mapping[str, Any], *, is_writer: bool = True
 ) -> None:
-    """Write a state beside what else a checkpoint holds; every rank calls it.
+    """Write a step's state into the folder of a checkpoint. Call it on every rank.
 
     Args:
-        folder: An existing one; where tensors are distributed, one that all ranks share.
-        state: Tensors in nested mappings; names below the second level may hold anything. Of
-            distributed ones each rank writes its own shards.
-        record: Numbers and names for whoever reads the JSON file.
-        is_writer: Whether this rank writes what all have.
+        folder: Existing folder; if any tensor is distributed, all ranks must share it.
+        state: Tensors in nested mappings. Names in the first two levels must not contain ``/``.
+            Each rank writes its own shards of distributed tensors.
+        record: Further entries of the JSON file, for people who read it.
+        is_writer: Whether this rank writes the JSON file and the tensors that are not distributed.
     """
-    tensors = {name: tensor.detach() for name, tensor in _flat(state)}
+    tensors = flat_tensors(state)
     distributed = {name: tensor for name, tensor in tensors.items() if is_distributed(tensor)}
     if is_writer:
-        # Other ranks write once they have heard from the first one.
+        # Safe before the others write: saving starts with a message from the first rank.
         shutil.rmtree(folder / _SHARDS, ignore_errors=True)
     if distributed:
-        # torch's checkpoints take a second to import.
-        from mfwrap.checkpoints.step_files import save_tensors  # noqa: PLC0415
-
         save_tensors(folder / _SHARDS, distributed)
     if not is_writer:
         return
@@ -72,42 +69,42 @@ def write_step_files(
 
 
 def has_step_files(folder: Path) -> bool:
-    """Return whether `folder` holds what `write_step_files` writes."""
+    """Return whether a folder has any file that `write_step_files` writes."""
     return (folder / _RECORD).exists() or (folder / _TENSORS).exists()
 
 
 def read_step_parts(folder: Path) -> list[str]:
-    """Return the names of the parts of the state that `write_step_files` wrote, and no tensor.
+    """Return the names of the parts of a stored state, such as ``ema``, without reading tensors.
 
     Raises:
         FileNotFoundError: If the record is missing.
-        ValueError: If it is damaged, or of a format that is not known here.
+        ValueError: If the record is damaged or has an unknown format version.
     """
     record = _read(folder / _RECORD, lambda path: json.loads(path.read_text(encoding="utf-8")))
     version = record.get("format_version") if isinstance(record, dict) else None
     if version != _FORMAT_VERSION:
-        msg = f"`{_RECORD}` must have format_version {_FORMAT_VERSION}, got {version!r}"
+        msg = f"{folder / _RECORD}: expected format_version {_FORMAT_VERSION}, got {version!r}"
         raise ValueError(msg)
     parts = record.get("parts")
     if not isinstance(parts, list):
-        msg = f"`{_RECORD}` must name the parts of the state, got {parts!r}"
-        raise ValueError(msg)  # noqa: TRY004  (a file's content is a value)
+        msg = f"{folder / _RECORD}: expected a list `parts`, got {parts!r}"
+        raise ValueError(msg)  # noqa: TRY004  (the content of a file, not the type of an argument)
     return parts
 
 
 def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state that `write_step_files` wrote. Nothing is unpickled.
+    """Return the state that `write_step_files` wrote. Call it on every rank.
 
-    Every rank calls it. Tensors are on the CPU, and whole, but for those that were distributed when
-    they were written and are so in `like`.
+    Tensors are returned whole and on the CPU. Those that were distributed when they were written,
+    and are distributed in `like`, are returned distributed as in `like`. Nothing is unpickled.
 
     Args:
-        folder: Where they lie.
-        like: A state of the same form, not changed; without one all tensors are whole.
+        folder: Folder of the checkpoint.
+        like: State of the same form, which is not changed; ``None`` to return all tensors whole.
 
     Raises:
-        FileNotFoundError: If one of the two files is missing.
-        ValueError: If a file is damaged, or of a format that is not known here.
+        FileNotFoundError: If the record or the file of tensors is missing.
+        ValueError: If a file is damaged or has an unknown format version.
     """
     parts = read_step_parts(folder)
     state: dict[str, Any] = {"loss_scale": {"update_cell": {}}, "updates": {}}
@@ -115,9 +112,7 @@ def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
     tensors = _read(folder / _TENSORS, load_file)
     if (folder / _SHARDS).is_dir():
-        from mfwrap.checkpoints.step_files import read_shards  # noqa: PLC0415  (slow to import)
-
-        tensors |= read_shards(folder / _SHARDS, dict(_flat(like or {})))
+        tensors |= _read_shards(folder / _SHARDS, flat_tensors(like or {}))
     for path, tensor in tensors.items():
         *outer, name = path.split("/", 2)
         part = state
@@ -131,26 +126,29 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
         return read(path)
     except (SafetensorError, ValueError) as error:
-        msg = f"`{path.name}` must be whole, got a file that cannot be read: {error}"
+        msg = f"{path} is damaged: {error}"
         raise ValueError(msg) from error
 
 
-def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def flat_tensors(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors of nested mappings by path, such as ``ema/averages/weight``, detached."""
+    found: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
+            found |= flat_tensors(value, f"{prefix}{name}/")
         else:
-            yield f"{prefix}{name}", value
+            found[f"{prefix}{name}"] = value.detach()
+    return found
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, each rank what it holds of them; every rank calls it.
+    """Write tensors; each rank writes its own shards. Call it on every rank.
 
     Args:
-        folder: One that all ranks share; made here if it is missing.
-        tensors: By name, the same names on every rank.
+        folder: Folder that all ranks share; created if it is missing.
+        tensors: Tensors by name, with the same names on every rank.
     """
-    with _maybe_alone():
+    with _without_process_group_warning():
         save(
             dict(tensors),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -158,28 +156,25 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Any]:
-    """Return what a folder holds: torch's ``TensorStorageMetadata`` by name. No tensor is read."""
+    """Return torch's ``TensorStorageMetadata`` of each tensor in a folder, without reading any."""
     reader = HuggingFaceStorageReader(str(folder))
     return dict(reader.read_metadata().state_dict_metadata)
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors with what `save_tensors` wrote under their names; every rank calls it.
+    """Fill tensors with the values that `save_tensors` wrote. Call it on every rank.
 
-    How they are distributed over ranks may be another than when they were written. Nothing is
-    unpickled.
+    The tensors may be distributed differently from when they were written. Nothing is unpickled.
     """
-    with _maybe_alone():
+    with _without_process_group_warning():
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
-def read_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all that a folder holds; every rank calls it.
+def _read_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return all tensors that `save_tensors` wrote to a folder.
 
-    Args:
-        folder: Where `save_tensors` wrote.
-        like: By name, how tensors are to be distributed; what has no name here, or another shape,
-            is returned whole, on the CPU.
+    A tensor is distributed as the one of the same name and shape in `like`. If there is none, it is
+    returned whole, on the CPU.
     """
     found: dict[str, Tensor] = {}
     for name, stored in stored_tensors(folder).items():
@@ -195,8 +190,8 @@ def read_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _maybe_alone() -> Iterator[None]:
-    """Let torch do without a process group; it warns that it does."""
+def _without_process_group_warning() -> Iterator[None]:
+    """Silence torch's warning that a single process has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -55,23 +55,23 @@ def run_recipe(
     """Train, evaluate raw and averaged weights, and save both.
 
     Args:
-        recipe: What to run.
-        resume: Folder of a checkpoint to go on from, or ``True`` for the newest of the run.
-        overwrite: Whether checkpoints and models of a former run in the folder are removed; its
-            records are in any case, but for a run that is resumed.
-        say: Hears, in the main process, which ones were removed.
+        recipe: Recipe to run.
+        resume: Checkpoint folder to resume from, or ``True`` for the newest one in the run folder.
+        overwrite: Whether to delete the checkpoints and models of an earlier run in the folder. Its
+            records are deleted in any case, unless the run is resumed.
+        say: Called in the main process with a line that lists what `overwrite` has deleted.
 
     Raises:
-        RecipeError: If the data do not have what the task needs, or the folder holds checkpoints
-            that are neither to be resumed nor overwritten.
-        ValueError: If there is no whole checkpoint to resume from.
+        RecipeError: If the data lack something that the task needs, or if the folder has
+            checkpoints and neither `resume` nor `overwrite` is given.
+        ValueError: If there is no intact checkpoint to resume from.
     """
     folder = Path(recipe.arguments.output_dir or "")
     if not (resume or overwrite):
         check_former_run(recipe.document, folder)
     trainer, recorder = build_trainer(recipe)
     if not resume:
-        # Not before: what cannot begin takes no place.
+        # Only now: a run that fails to start must not have deleted an earlier one.
         removed = begin_anew(folder, recipe.arguments, overwrite=overwrite)
         if overwrite and removed:
             say(f"removed from {folder}: {', '.join(removed)}")
@@ -198,44 +198,46 @@ _MODELS = ("model", "model_ema")
 
 
 def check_former_run(document: RecipeDocument, folder: Path) -> None:
-    """Refuse a folder with checkpoints: a later resume would take the newest, of whichever run.
+    """Refuse to start in a folder that has checkpoints.
+
+    A later resume would take the newest checkpoint, no matter which run wrote it.
 
     Args:
-        document: Of the recipe, for the error.
-        folder: Of the run that is to begin.
+        document: The recipe, which supplies the line for the error.
+        folder: Folder of the run that is about to start.
 
     Raises:
-        RecipeError: If it holds any.
+        RecipeError: If the folder has a checkpoint.
     """
     found = sorted(_checkpoints(folder), key=lambda path: int(path.name.rpartition("-")[2]))
     if found:
         says = (
-            f"must be a folder without checkpoints of another run, got {folder} with "
-            f"{found[-1].name}; go on from it with --resume, or choose another folder with "
-            "--set training.output_dir=..., or remove what that run has left with --overwrite"
+            f"must be a folder without checkpoints, got {folder} with {found[-1].name}; resume "
+            "that run with --resume, delete it with --overwrite, or choose another folder with "
+            "--set training.output_dir=..."
         )
         raise document.error(("training", "output_dir"), says)
 
 
 def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -> list[str]:
-    """Remove the records of a former run, that none of them is read as this one's.
+    """Delete the records of an earlier run, so that they do not mix with those of this run.
 
-    Every process calls it before it writes anything; the first one removes. Files with other names
-    stay.
+    Call it in every process before any of them writes. The main process of each node deletes. Files
+    that a run does not write are kept.
 
     Args:
-        folder: Of the run.
-        arguments: Of the training.
-        overwrite: Whether checkpoints and models go, too.
+        folder: Run folder.
+        arguments: Arguments of the training.
+        overwrite: Whether to delete checkpoints and models as well.
 
     Returns:
-        The names of what this process has removed.
+        Names of the files and folders that the main process has deleted; empty in the others.
     """
     removed: list[str] = []
     with arguments.main_process_first(local=False):
         if arguments.process_index == 0:
             removed = _remove(folder, overwrite=overwrite)
-    # A node may have a disk of its own; where it has not, nothing is left to do.
+    # Needed on nodes with a disk of their own. On a shared disk nothing is left by now.
     with arguments.main_process_first(), contextlib.suppress(FileNotFoundError):
         if arguments.local_process_index == 0 and arguments.process_index != 0:
             _remove(folder, overwrite=overwrite)
@@ -252,14 +254,14 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         checkpoints = [path for path in _checkpoints(folder) if path.parent == folder]
         models = [path for name in _MODELS if (path := folder / name).is_dir()]
         remove_checkpoints([*checkpoints, *models], folder)
-        # In it, a process that was killed may have left another.
+        # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
         shutil.rmtree(staging_folder(folder), ignore_errors=True)
         removed += [path.name for path in (*checkpoints, *models)]
     return sorted(removed)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, that which was being replaced included."""
+    """Return the checkpoints of a folder, including one that a killed process was replacing."""
     replaced = [one for one in staging_folder(folder).glob("replaced/*") if one.is_dir()]
     return [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
 

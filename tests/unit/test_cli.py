@@ -85,7 +85,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
     code, out, err = call(capsys, *short)
 
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "got runs/small with checkpoint-3; go on from it with --resume" in err
+    assert "got runs/small with checkpoint-3; resume that run with --resume" in err
     code, _, err = call(capsys, *short, "--overwrite")
     assert (code, err.count("\n")) == (0, 1)
     assert (

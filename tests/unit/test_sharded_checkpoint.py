@@ -1,4 +1,4 @@
-"""A checkpoint of shards is one of the training: any number of ranks goes on from it."""
+"""Any number of ranks can resume from a sharded checkpoint."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def optimizer(request) -> str:
 
 @pytest.fixture(scope="module", params=["layers", "ddp"])
 def checkpoint(request, optimizer, two_ranks, tmp_path_factory):
-    """Return what two ranks have saved, with shards and without, and where."""
+    """Return the folder and the state that two ranks have saved, sharded and not."""
     folder = str(tmp_path_factory.mktemp("checkpoint") / "four steps")
     saved, other = two_ranks.run(save, folder, request.param, optimizer)
     assert_same(other["saved"], saved["saved"])
@@ -36,23 +36,21 @@ def checkpoint(request, optimizer, two_ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", FOREIGN)
-def test_two_ranks_go_on_from_two_however_either_are_sharded(
-    two_ranks, checkpoint, optimizer, layout
-):
-    """Bitwise what was saved; and then bitwise as if never interrupted, if nothing was changed."""
+def test_two_ranks_resume_with_any_layout(two_ranks, checkpoint, optimizer, layout):
+    """The loaded state is bitwise the saved one; with the same layout, so is the continued run."""
     for rank in two_ranks.run(load, checkpoint["folder"], layout, optimizer):
         assert_same(rank["loaded"], checkpoint["saved"])
         if layout == checkpoint["layout"]:
             assert_same(rank["end"], checkpoint["end"])
 
 
-def test_one_process_goes_on_from_two(checkpoint, optimizer):
-    """Without a process group, whole tensors from the shards of two ranks."""
+def test_one_process_resumes_from_two(checkpoint, optimizer):
+    """One process without a process group loads whole tensors from the shards of two ranks."""
     assert_same(load(0, checkpoint["folder"], "plain", optimizer)["loaded"], checkpoint["saved"])
 
 
 def test_something_was_learned_before_saving(checkpoint):
-    """Otherwise equality would say nothing."""
+    """The saved state differs from the initial one, so that the comparisons mean something."""
     saved = checkpoint["saved"]
 
     assert (saved["applied_updates"], saved["skipped_updates"]) == (3, 1)
@@ -63,22 +61,25 @@ def test_something_was_learned_before_saving(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 4])
-def test_more_ranks_go_on_from_two(checkpoint, optimizer, tmp_path, number):
-    """Shards of another size, from shards and from DistributedDataParallel."""
+def test_more_ranks_resume_from_two(checkpoint, optimizer, tmp_path, number):
+    """Three and four ranks load the checkpoint of two, sharded or not."""
     with RankPool(number, tmp_path) as ranks:
         for rank in ranks.run(load, checkpoint["folder"], "layers", optimizer):
             assert_same(rank["loaded"], checkpoint["saved"])
 
 
-def test_what_does_not_fit_changes_nothing(two_ranks, tmp_path):
-    """Each error says what it is that does not fit."""
+def test_a_checkpoint_that_does_not_fit_changes_nothing(two_ranks, tmp_path):
+    """The error names the difference, and the training state is unchanged."""
     folder = str(tmp_path / "checkpoint")
     two_ranks.run(save, folder, "layers", "fused AdamW")
+    names_differ = (
+        "KeyError: \"the checkpoint's names differ from the cell's: the checkpoint lacks "
+    )
     expected = {
-        "other loss scale": "KeyError: \"`folder` must have this cell's names, missing are [], unk",
-        "more buffers": "KeyError: \"`folder` must have this cell's names, missing are ['network",
-        "fewer parameters": "KeyError: '`optimizer` must hold the groups of parameters that were",
-        "no schedule": "ValueError: `lr_scheduler` must be given if, and only if, one was saved",
+        "other loss scale": f"{names_differ}[] and has unknown ['cell",
+        "more buffers": f"{names_differ}['network",
+        "fewer parameters": "KeyError: \"the optimizer's parameter groups differ from the saved",
+        "no schedule": f"ValueError: {folder}/mfwrap_sharded.json has the state of a schedule",
         "no checkpoint": "FileNotFoundError",
         "not empty": "FileExistsError: `folder` must be empty, got",
     }
@@ -89,14 +90,14 @@ def test_what_does_not_fit_changes_nothing(two_ranks, tmp_path):
             assert message.startswith(expected[case])
 
 
-def test_a_checkpoint_without_its_record_is_none(two_ranks, tmp_path):
-    """The record comes last, so that what was killed half-way is not taken for whole."""
+def test_a_checkpoint_without_its_record_is_incomplete(two_ranks, tmp_path):
+    """A missing record, or one of another version, is refused."""
     folder = tmp_path / "checkpoint"
     two_ranks.run(save, str(folder), "layers", "fused SGD")
     record = folder / "mfwrap_sharded.json"
     content = json.loads(record.read_text(encoding="utf-8"))
     record.write_text(json.dumps(content | {"format_version": 0}), encoding="utf-8")
-    with pytest.raises(ValueError, match="must have format_version 1, got 0"):
+    with pytest.raises(ValueError, match=r"mfwrap_sharded\.json: expected format_version 1, got 0"):
         load(0, str(folder), "plain", "fused SGD")
 
     record.unlink()
@@ -105,12 +106,12 @@ def test_a_checkpoint_without_its_record_is_none(two_ranks, tmp_path):
 
 
 def test_nothing_in_a_checkpoint_is_pickled(checkpoint):
-    """Only safetensors and JSON."""
+    """The files of a checkpoint are safetensors and JSON only."""
     kinds = {path.suffix for path in Path(checkpoint["folder"]).iterdir()}
 
     assert kinds == {".safetensors", ".json"}
 
 
 def test_torchs_own_checkpoints_take_a_cell(two_ranks, tmp_path):
-    """It has a state of tensors, distributed ones among them."""
+    """torch.distributed.checkpoint saves and loads the state of a cell."""
     assert two_ranks.run(save_by_torch_alone, str(tmp_path / "checkpoint")) == [True, True]

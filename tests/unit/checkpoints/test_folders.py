@@ -1,4 +1,4 @@
-"""Checkpoint folders that are moved and removed as wholes, wherever it breaks off."""
+"""Files and folders are whole or absent, wherever the process is killed."""
 
 import contextlib
 import errno
@@ -26,8 +26,8 @@ CHANGES = ("rename", "replace", "rmdir", "unlink", "mkdir", "fsync")
 """All functions of ``os`` that change names on the disk or sync it."""
 
 
-class Interrupted(Exception):  # noqa: N818  (no error of the program's own)
-    """What a test lets happen in place of a change."""
+class Interrupted(Exception):  # noqa: N818  (stands for a kill, not for an error)
+    """Raised where a test kills the process."""
 
 
 def checkpoint(folder, content="new"):
@@ -45,7 +45,7 @@ def fill(folder, content="new"):
 
 
 def contents(folder):
-    """Return what is in the files of a folder, by name."""
+    """Return the text of each file of a folder by name."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
@@ -62,10 +62,10 @@ WHOLE = {
 
 
 def interrupt(patch, number):
-    """Let one change of the disk, counted from 0, and all after it, raise instead.
+    """Make one change of the disk, counted from 0, and all later ones raise.
 
     Returns:
-        A list that then has an element.
+        List that is empty until a change has raised.
     """
     interrupted, left = [], [number]
 
@@ -85,7 +85,7 @@ def interrupt(patch, number):
 
 
 def test_moved_into_place(tmp_path):
-    """The staging folder is gone, and never looked like a checkpoint to the Trainer."""
+    """The Trainer never takes the staging folder for a checkpoint, and it is gone at the end."""
     written = checkpoint(staging_folder(tmp_path) / NAME)
     assert get_last_checkpoint(str(tmp_path)) is None
 
@@ -95,8 +95,8 @@ def test_moved_into_place(tmp_path):
     assert contents(tmp_path / NAME) == WHOLE["new"]
 
 
-def test_moved_into_the_place_of_another(tmp_path):
-    """What was there is replaced as a whole, also after an attempt that broke off."""
+def test_an_older_folder_is_replaced(tmp_path):
+    """No file of the older folder stays, also after an earlier attempt was killed."""
     final = checkpoint(tmp_path / NAME, "old")
     (final / "stale.txt").write_text("old")
     checkpoint(staging_folder(tmp_path) / "replaced" / NAME, "older")
@@ -109,8 +109,8 @@ def test_moved_into_the_place_of_another(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_a_move_that_breaks_off(tmp_path, monkeypatch, number):
-    """One of the two is whole under the name, wherever it does; or is so once it is completed."""
+def test_a_move_that_is_killed(tmp_path, monkeypatch, number):
+    """The older or the new folder is whole under the name, at the latest after `complete_move`."""
     final = checkpoint(tmp_path / NAME, "old")
     written = checkpoint(staging_folder(tmp_path) / NAME)
     with monkeypatch.context() as patch:
@@ -126,8 +126,8 @@ def test_a_move_that_breaks_off(tmp_path, monkeypatch, number):
         assert names(tmp_path) == [NAME]
 
 
-def test_how_often_a_move_can_break_off(tmp_path, monkeypatch):
-    """As often as the test above lets it, and no more; between its renames the name is gone."""
+def test_how_often_a_move_can_be_killed(tmp_path, monkeypatch):
+    """The test above covers every change; between the two renames the name is gone."""
     states = []
     for number in range(20):
         folder = tmp_path / str(number)
@@ -147,7 +147,7 @@ def test_how_often_a_move_can_break_off(tmp_path, monkeypatch):
 
 
 def test_nothing_to_complete(tmp_path):
-    """What a process was in the middle of writing stays where it is; so does all else."""
+    """A half-written checkpoint and half-deleted ones stay in the staging folder."""
     complete_move(tmp_path)
     checkpoint(staging_folder(tmp_path) / NAME)
     checkpoint(staging_folder(tmp_path) / "removed" / "checkpoint-1")
@@ -158,7 +158,7 @@ def test_nothing_to_complete(tmp_path):
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_again(tmp_path):
-    """A process that ended while it cleaned up has left no work."""
+    """A new folder that is in place is not replaced by the older one."""
     checkpoint(tmp_path / NAME)
     checkpoint(staging_folder(tmp_path) / "replaced" / NAME, "old")
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced_again(tmp_path):
 
 
 def test_adopted_files(tmp_path):
-    """Of a node with a disk of its own, the folder becomes the checkpoint."""
+    """On a node with a disk of its own, the folder becomes the checkpoint."""
     written = checkpoint(staging_folder(tmp_path) / NAME)
 
     adopt_files(written, tmp_path / NAME)
@@ -178,7 +178,7 @@ def test_adopted_files(tmp_path):
 
 
 def test_adopted_files_beside_others(tmp_path):
-    """What is there under the same names is replaced, and nothing else."""
+    """Files of the same name are replaced, and others stay."""
     final = checkpoint(tmp_path / NAME, "old")
     (final / "part" / "other.txt").write_text("old")
     written = checkpoint(staging_folder(tmp_path) / NAME)
@@ -191,7 +191,7 @@ def test_adopted_files_beside_others(tmp_path):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_nothing_to_adopt(tmp_path, is_there):
-    """On a shared disk the checkpoint has been moved, and its next one may be in the making."""
+    """On a shared disk the checkpoint has been moved already; the next one is not touched."""
     if is_there:
         checkpoint(tmp_path / NAME)
     checkpoint(staging_folder(tmp_path) / "checkpoint-3")
@@ -204,7 +204,7 @@ def test_nothing_to_adopt(tmp_path, is_there):
 
 @given(data=st.data())
 def test_removed(tmp_path_factory, data):
-    """Those that are named are gone, the others whole; so it is wherever it breaks off."""
+    """Checkpoints are gone or whole, wherever the deletion is killed; others are not touched."""
     run = tmp_path_factory.mktemp("run")
     folders = [checkpoint(run / f"checkpoint-{step}") for step in range(4)]
     given_up = data.draw(st.lists(st.sampled_from(folders), unique=True))
@@ -226,8 +226,8 @@ def test_removed(tmp_path_factory, data):
     shutil.rmtree(run)
 
 
-def test_removed_beside_what_is_written(tmp_path):
-    """The staging folder stays if it is in use."""
+def test_removed_while_another_is_written(tmp_path):
+    """The staging folder stays if a checkpoint is being written in it."""
     removed = checkpoint(tmp_path / NAME)
     written = checkpoint(staging_folder(tmp_path) / "checkpoint-3")
 

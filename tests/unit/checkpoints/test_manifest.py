@@ -1,4 +1,4 @@
-"""Whole checkpoint folders, damaged ones, and those of another network."""
+"""Damaged checkpoints and those of another network are recognized."""
 
 import json
 
@@ -33,9 +33,9 @@ def checkpoint(folder, *, listed=True, weights=None):
 
 
 def test_manifest(tmp_path):
-    """It lists each file with its size, those in folders too, and not itself."""
+    """The manifest lists each file with its size, also in subfolders, but not itself."""
     folder = checkpoint(tmp_path / "checkpoint-1")
-    # A second one, of a folder that has one already.
+    # Write it again: the manifest that is already there must not be listed.
     write_manifest(folder)
     manifest = json.loads((folder / MANIFEST).read_text())
 
@@ -48,7 +48,7 @@ def test_manifest(tmp_path):
 
 @pytest.mark.parametrize("listed", [True, False], ids=["ours", "stock"])
 def test_whole(tmp_path, listed):
-    """A whole checkpoint passes, with a list of files or without; so does one with more files."""
+    """An intact checkpoint passes with or without a manifest, and may have additional files."""
     folder = checkpoint(tmp_path / "checkpoint-1", listed=listed)
     (folder / "later.bin").write_bytes(b"by a callback")
 
@@ -58,22 +58,22 @@ def test_whole(tmp_path, listed):
 
 @given(data=st.data())
 def test_any_truncation(tmp_path_factory, data):
-    """Whichever file is cut wherever, the checkpoint is refused with the file's name."""
+    """A checkpoint with any file truncated anywhere is refused, and the file is named."""
     folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     path = data.draw(st.sampled_from(paths))
     content = path.read_bytes()
-    # A list of files that lacks only the end of its last line is as good.
+    # A manifest that lacks only its final newline is still valid.
     most = len(content) - (2 if path.name == MANIFEST else 1)
     path.write_bytes(content[: data.draw(st.integers(0, most))])
 
-    with pytest.raises(ValueError, match=f"checkpoint-3: .*{path.name}.*; there is no whole one"):
+    with pytest.raises(ValueError, match=f"checkpoint-3: .*{path.name}.*; there is no intact"):
         check_checkpoint(folder)
 
 
 @given(data=st.data())
 def test_any_truncation_of_a_stock_checkpoint(tmp_path_factory, data):
-    """There each file is looked at itself."""
+    """Without a manifest, each file is checked for truncation itself."""
     folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3", listed=False)
     name = data.draw(st.sampled_from(["trainer_state.json", "model.safetensors", "optimizer.pt"]))
     content = (folder / name).read_bytes()
@@ -86,7 +86,7 @@ def test_any_truncation_of_a_stock_checkpoint(tmp_path_factory, data):
 @pytest.mark.parametrize("listed", [True, False], ids=["ours", "stock"])
 @pytest.mark.parametrize("length", [0, 3, 8, 50])
 def test_safetensors_that_are_cut_in_their_header(tmp_path, listed, length):
-    """So few bytes are too few for any of it."""
+    """A safetensors file that ends inside its header is refused."""
     folder = checkpoint(tmp_path / "checkpoint-1", listed=listed)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
@@ -96,7 +96,7 @@ def test_safetensors_that_are_cut_in_their_header(tmp_path, listed, length):
 
 
 def test_safetensors_that_are_too_long(tmp_path):
-    """Something behind the tensors is no whole file either."""
+    """A safetensors file with bytes after its tensors is refused."""
     folder = checkpoint(tmp_path / "checkpoint-1", listed=False)
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"\0")
@@ -106,8 +106,8 @@ def test_safetensors_that_are_too_long(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[]", '{"files": {}}', "3", '{"format_version": 2}'])
-def test_a_list_of_files_that_is_none(tmp_path, content):
-    """JSON of another kind is refused in words."""
+def test_a_manifest_of_another_form(tmp_path, content):
+    """A manifest whose JSON has another form is refused, and the manifest is named."""
     folder = checkpoint(tmp_path / "checkpoint-1")
     (folder / MANIFEST).write_text(content)
 
@@ -117,7 +117,7 @@ def test_a_list_of_files_that_is_none(tmp_path, content):
 
 @pytest.mark.parametrize("kind", ["none", "file"])
 def test_no_folder(tmp_path, kind):
-    """What is not there, or is a file, is no checkpoint."""
+    """A missing folder and a file are refused."""
     if kind == "file":
         (tmp_path / "checkpoint-1").write_text("a file")
 
@@ -126,15 +126,15 @@ def test_no_folder(tmp_path, kind):
 
 
 def test_an_empty_folder(tmp_path):
-    """Nor is one without a trainer's state."""
+    """A folder without the Trainer's state is refused."""
     (tmp_path / "checkpoint-1").mkdir()
 
-    with pytest.raises(ValueError, match=r"checkpoint-1: it has no trainer_state\.json"):
+    with pytest.raises(ValueError, match=r"checkpoint-1: trainer_state\.json is missing"):
         check_checkpoint(tmp_path / "checkpoint-1")
 
 
-def test_the_newest_whole_one(tmp_path):
-    """It is found by its step, past damaged ones and other folders, before the one in question."""
+def test_the_newest_intact_checkpoint(tmp_path):
+    """The intact checkpoint of the highest step is found, damaged ones and others are skipped."""
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12", "checkpoint-x"):
         checkpoint(tmp_path / name)
     for name in ("checkpoint-11", "checkpoint-12"):
@@ -147,12 +147,12 @@ def test_the_newest_whole_one(tmp_path):
     assert newest_whole_checkpoint(tmp_path, before=before) == tmp_path / "checkpoint-9"
     assert newest_whole_checkpoint(tmp_path, before=tmp_path / "checkpoint-9") is None
     assert newest_whole_checkpoint(tmp_path / "nowhere") is None
-    with pytest.raises(ValueError, match=rf"the one before it is {tmp_path / 'checkpoint-10'}$"):
+    with pytest.raises(ValueError, match=rf"checkpoint before it: {tmp_path / 'checkpoint-10'}$"):
         check_checkpoint(tmp_path / "checkpoint-12")
 
 
 def test_a_checkpoint_under_another_name(tmp_path):
-    """It need not be called by its step; whatever lies beside it may then be offered."""
+    """If the name has no step, the newest intact checkpoint beside it is offered."""
     checkpoint(tmp_path / "checkpoint-4")
     folder = checkpoint(tmp_path / "kept")
     check_checkpoint(folder)
@@ -178,13 +178,13 @@ class Tied(nn.Module):
 
 
 def weights_of(network, *left_out):
-    """Return what a Trainer saves of a network: tied weights once."""
+    """Return the weights that a Trainer saves of a network: tied weights once."""
     left_out = {"left_out", "empty", "second.weight", *left_out}
     return {name: value for name, value in network.state_dict().items() if name not in left_out}
 
 
 def test_weights_of_this_network(tmp_path):
-    """Tied weights need one of their names; what is left out on purpose needs none."""
+    """Tied weights need only one name, and weights that are ignored on save need none."""
     folder = checkpoint(tmp_path / "checkpoint-1", weights=weights_of(Tied()))
 
     assert foreign_weights(folder, Tied()) is None
@@ -196,16 +196,16 @@ def test_weights_of_this_network(tmp_path):
     [
         (weights_of(Tied(), "mean"), "has no mean"),
         (weights_of(Tied(), "first.weight"), "has no first.weight"),
-        (weights_of(Tied()) | {"third": torch.ones(1)}, "has third, which the network has not"),
+        (weights_of(Tied()) | {"third": torch.ones(1)}, "has third, which is not in the network"),
         (
             weights_of(Tied()) | {"mean": torch.zeros(1, 3)},
-            "has mean of shape [1, 3], the network of [3]",
+            "has mean with shape [1, 3], but the network has it with shape [3]",
         ),
     ],
     ids=["buffer", "tied weight", "unknown", "shape"],
 )
 def test_weights_of_another_network(tmp_path, weights, reason):
-    """The first thing that does not fit is named."""
+    """The first weight that does not fit is named."""
     folder = checkpoint(tmp_path / "checkpoint-1", weights=weights)
 
     assert foreign_weights(folder, Tied()) == f"model.safetensors {reason}"
@@ -214,7 +214,7 @@ def test_weights_of_another_network(tmp_path, weights, reason):
 
 
 def test_weights_in_other_files(tmp_path):
-    """Of sharded weights and adapters nothing is said."""
+    """Sharded weights and adapters are not checked."""
     folder = checkpoint(tmp_path / "checkpoint-1")
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
 

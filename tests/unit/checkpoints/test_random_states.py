@@ -1,4 +1,4 @@
-"""The states of all random generators, through JSON and back."""
+"""The states of all random generators survive a round trip through JSON."""
 
 import json
 import random
@@ -13,8 +13,8 @@ from mfwrap.checkpoints.random_states import random_states, restore_random_state
 
 
 def drawn():
-    """Return numbers of every generator, ordinary and normal ones, the latter in pairs."""
-    legacy = np.random  # the one that collators use
+    """Return uniform and normal numbers of every generator."""
+    legacy = np.random  # the global generator, which collators use
     return [
         random.random(),  # noqa: S311  (numbers, no secrets)
         random.gauss(0, 1),
@@ -28,7 +28,7 @@ def drawn():
 
 
 def advance(num_draws):
-    """Bring all generators somewhere, each in the middle of what it holds ready."""
+    """Draw from all generators; normal numbers come in pairs, so one may be left in store."""
     for _ in range(num_draws):
         random.gauss(0, 1)
         np.random.randn()  # noqa: NPY002  (its state is what is saved)
@@ -37,7 +37,7 @@ def advance(num_draws):
 
 @given(seed=st.integers(0, 2**32 - 1), num_draws=st.integers(0, 700), others=st.integers(0, 700))
 def test_round_trip(seed, num_draws, others):
-    """What is drawn after restoring is what was drawn after saving, whatever came between."""
+    """After restoring, the same numbers are drawn as after saving."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  (its state is what is saved)
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def test_round_trip(seed, num_draws, others):
 
 
 def test_reading_changes_nothing():
-    """Numbers that are drawn are the same whether states were asked for or not."""
+    """Reading the states does not change the numbers that are drawn next."""
     states = random_states()
     expected = drawn()
     restore_random_states(states)
@@ -65,7 +65,7 @@ def test_reading_changes_nothing():
 
 
 def test_states_of_devices_that_are_not_there():
-    """States of CUDA devices are passed over on a machine without one."""
+    """States of CUDA devices are ignored on a machine without one."""
     states = random_states()
     states.setdefault("cuda", ["AAAA"] if not torch.cuda.is_available() else states["cuda"])
     expected = drawn()
@@ -77,7 +77,7 @@ def test_states_of_devices_that_are_not_there():
 
 @pytest.mark.cuda
 def test_round_trip_on_cuda():
-    """Every device has a state of its own."""
+    """The state of every CUDA device is restored."""
     for device in range(torch.cuda.device_count()):
         torch.randn(device + 1, device=f"cuda:{device}")
     saved = json.loads(json.dumps(random_states()))

@@ -1,4 +1,4 @@
-"""A step's state as files: what was written is read, and what is foreign is refused by name."""
+"""A step's state is read back as it was written, and damaged files are refused by name."""
 
 import json
 
@@ -46,7 +46,7 @@ NAMED_TENSORS = st.dictionaries(NAMES, tensors(), max_size=4)
 
 
 def state_of(averages=None, counters=None, **update_cell):
-    """Return a state of a step with one optimizer; with an average if one is given."""
+    """Return the state of a step with one optimizer, and with an average if one is given."""
     state = {
         "loss_scale": {"value": torch.tensor(8.0), "update_cell": update_cell},
         "updates": {"0": {"applied_updates": torch.tensor(3)} if counters is None else counters},
@@ -73,7 +73,7 @@ def assert_equal(expected, actual):
     update_cell=st.dictionaries(st.text("ab", min_size=1), tensors()),
 )
 def test_what_is_written_is_read(tmp_path, averages, update_cell):
-    """Names with dots, slashes and letters of any script; tensors of any dtype and shape."""
+    """Any names and tensors come back, also names with dots, slashes and any script."""
     state = state_of(averages, **update_cell)
 
     write_step_files(tmp_path, state, {})
@@ -84,7 +84,7 @@ def test_what_is_written_is_read(tmp_path, averages, update_cell):
 @given(named=NAMED_TENSORS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_buffers_and_averages_of_one_name_stay_apart(tmp_path, named):
-    """The part that a name lies in is part of its path."""
+    """An averaged buffer and an averaged weight may have the same name."""
     state = state_of(named)
     state["ema"]["buffers"] = {name: tensor + tensor for name, tensor in named.items()}
 
@@ -94,7 +94,7 @@ def test_buffers_and_averages_of_one_name_stay_apart(tmp_path, named):
 
 
 def test_many_optimizers_stay_apart(tmp_path):
-    """Each has its number."""
+    """The counters of each optimizer come back under its number."""
     state = state_of()
     state["updates"] = {str(i): {"applied_updates": torch.tensor(i)} for i in range(12)}
 
@@ -104,7 +104,7 @@ def test_many_optimizers_stay_apart(tmp_path):
 
 
 def test_parameters_and_what_requires_grad_are_written_as_values(tmp_path):
-    """Nothing of autograd is in a file."""
+    """Parameters are written as plain tensors without `requires_grad`."""
     weight = torch.nn.Parameter(torch.ones(2))
 
     write_step_files(tmp_path, state_of({"weight": weight}), {})
@@ -115,7 +115,7 @@ def test_parameters_and_what_requires_grad_are_written_as_values(tmp_path):
 
 
 def test_the_record_says_its_format_and_what_was_given(tmp_path):
-    """It is JSON that a person reads, and ends with a line break."""
+    """The record is JSON with the format version, the parts and the given entries."""
     write_step_files(tmp_path, state_of({}), {"loss_scale": 8.0})
 
     text = (tmp_path / RECORD).read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ def test_the_record_says_its_format_and_what_was_given(tmp_path):
 
 @pytest.mark.parametrize("present", [[], [TENSORS], [RECORD], [TENSORS, RECORD]], ids=str)
 def test_either_file_says_that_a_step_was_saved(tmp_path, present):
-    """So half a checkpoint is not taken for one without the step."""
+    """A folder with only one of the two files still counts as having a step."""
     for name in present:
         (tmp_path / name).touch()
 
@@ -138,7 +138,7 @@ def test_either_file_says_that_a_step_was_saved(tmp_path, present):
 
 @pytest.mark.parametrize("missing", [TENSORS, RECORD])
 def test_a_missing_file_is_named(tmp_path, missing):
-    """Half a checkpoint is none."""
+    """The error for an incomplete checkpoint names the missing file."""
     write_step_files(tmp_path, state_of(), {})
     (tmp_path / missing).unlink()
 
@@ -184,7 +184,7 @@ def test_foreign_tensors_are_refused_by_name(tmp_path, content):
 
 
 def test_tensors_of_another_library_come_as_they_are(tmp_path):
-    """Whoever restores a state sees unknown names, and says so."""
+    """Unknown names are returned, so that the code that restores a state can refuse them."""
     write_step_files(tmp_path, state_of(), {})
     save_file({"weight": torch.ones(2)}, tmp_path / TENSORS)
 

@@ -1,4 +1,4 @@
-"""MindSpore's first script, with `Model`, reads digits."""
+"""MindSpore's first script learns to read digits with `Model`."""
 
 import re
 import sys
@@ -10,13 +10,13 @@ from mfwrap.recipes import lenet
 
 
 def run(monkeypatch, folder, *arguments: str) -> None:
-    """Run the recipe as its command does."""
+    """Run the recipe as its command line does."""
     monkeypatch.setattr(sys, "argv", ["lenet", f"--output_dir={folder}", *arguments])
     lenet.main()
 
 
 def test_the_recipe_prints_and_saves(monkeypatch, tmp_path, capsys):
-    """A line of loss and one of time for each epoch, accuracy, and a checkpoint that loads."""
+    """Each epoch prints loss and time; at the end come the accuracy and a checkpoint that loads."""
     run(monkeypatch, tmp_path, "--epoch_size=2", "--save_checkpoint_steps=1000")
 
     lines = capsys.readouterr().out.splitlines()
@@ -30,7 +30,7 @@ def test_the_recipe_prints_and_saves(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_recipe_reads_digits(monkeypatch, tmp_path, capsys):
-    """Above 97 % of those that it has not seen."""
+    """More than 97 % of the held-out digits are read correctly."""
     run(monkeypatch, tmp_path)
 
     accuracy = re.search(r"accuracy on held-out digits: ([\d.]+)", capsys.readouterr().out)

@@ -46,7 +46,7 @@ def refusal(folder, **keywords):
     """Return what is said of ``checkpoint-4``; the trainer is as before."""
     trainer = new_trainer(folder, seed=1, **keywords)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a whole") as caught:
+    with pytest.raises(ValueError, match="cannot resume from") as caught:
         trainer.train(resume_from_checkpoint=True)
     assert_same_state(before, trainer.model.state_dict())
     return str(caught.value)
@@ -69,8 +69,8 @@ def test_a_truncated_file(written, tmp_path, name, share):
 
     said = refusal(tmp_path)
 
-    assert f"got {tmp_path / 'checkpoint-4'}: {name} " in said
-    assert said.endswith(f"; the one before it is {tmp_path / 'checkpoint-2'}")
+    assert f"cannot resume from {tmp_path / 'checkpoint-4'}: {name} " in said
+    assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
 
 
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
@@ -80,9 +80,9 @@ def test_a_missing_file(written, tmp_path, name):
 
     said = refusal(tmp_path)
 
-    assert f"got {tmp_path / 'checkpoint-4'}: " in said
+    assert f"cannot resume from {tmp_path / 'checkpoint-4'}: " in said
     assert name in said
-    assert said.endswith(f"; the one before it is {tmp_path / 'checkpoint-2'}")
+    assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
 
 
 @pytest.mark.parametrize("name", sorted({*STOCK} - {"training_args.bin"}))
@@ -94,8 +94,8 @@ def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
 
     said = refusal(tmp_path, settings=PLAIN)
 
-    assert f"got {tmp_path / 'checkpoint-4'}: {name} " in said
-    assert said.endswith(f"; the one before it is {tmp_path / 'checkpoint-2'}")
+    assert f"cannot resume from {tmp_path / 'checkpoint-4'}: {name} " in said
+    assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
 
 
 def test_no_whole_one_before(written, tmp_path):
@@ -106,7 +106,9 @@ def test_no_whole_one_before(written, tmp_path):
         (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
     trainer = new_trainer(tmp_path)
 
-    with pytest.raises(ValueError, match=r"optimizer.pt is missing; there is no whole one before"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.pt is missing; there is no intact checkpoint before"
+    ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
@@ -148,12 +150,12 @@ class Renamed(torch.nn.Module):
 
 BIAS = "transformer.h.{}.attn.c_attn.bias"
 FOREIGN = {
-    "names": (Renamed, f"has {BIAS.format(0)}, which the network has not"),
+    "names": (Renamed, f"has {BIAS.format(0)}, which is not in the network"),
     "shapes": (
         lambda: gpt2(n_embd=8),
-        f"has {BIAS.format(0)} of shape [48], the network of [24]",
+        f"has {BIAS.format(0)} with shape [48], but the network has it with shape [24]",
     ),
-    "fewer": (lambda: gpt2(n_layer=1), f"has {BIAS.format(1)}, which the network has not"),
+    "fewer": (lambda: gpt2(n_layer=1), f"has {BIAS.format(1)}, which is not in the network"),
     "more": (lambda: gpt2(n_layer=3), "has no transformer.h.2.ln_1.weight"),
     "untied": (lambda: gpt2(tie_word_embeddings=False), "has no lm_head.weight"),
 }
@@ -165,7 +167,7 @@ def test_another_networks_checkpoint(written, tmp_path, difference):
     make, reason = FOREIGN[difference]
     trainer = new_trainer(tmp_path, PLAIN, model=make())
 
-    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a whole") as caught:
+    with pytest.raises(ValueError, match="cannot resume from") as caught:
         trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
 
     assert f"checkpoint-4: model.safetensors {reason}; " in str(caught.value)
@@ -175,7 +177,7 @@ def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
     """The one before it has to be of this network, too."""
     trainer = new_trainer(tmp_path, PLAIN, model=gpt2(n_layer=1))
 
-    with pytest.raises(ValueError, match=r"; there is no whole one before it$"):
+    with pytest.raises(ValueError, match=r"; there is no intact checkpoint before it$"):
         trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
 
 
