@@ -32,3 +32,22 @@ class GradientNetwork(nn.Module):
             "two_outputs": (loss, logits),
             "three_outputs": (loss, logits, 2 * logits),
         }[self.outputs]
+
+
+X = torch.tensor([[1.0, 2.0, 3.0]])
+Y = torch.tensor(19.0)
+
+
+def network() -> GradientNetwork:
+    """Return the notebook's network."""
+    return GradientNetwork([[2, 3, 4]])
+
+
+def layers(*, bias: bool = True) -> nn.Sequential:
+    """Return a small network in float64."""
+    return nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def inputs(*shape: int) -> Tensor:
+    """Return random inputs in float64."""
+    return torch.randn(*shape, dtype=torch.float64)

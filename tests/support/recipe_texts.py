@@ -2,7 +2,10 @@
 
 import copy
 
+import pytest
 import yaml
+
+from mfwrap.recipe import Recipe, RecipeError, parse_recipe
 
 SMALL_LLAMA = {
     "model_type": "llama",
@@ -41,3 +44,16 @@ def recipe_text(**sections) -> str:
         else:
             recipe[name] = section
     return yaml.safe_dump(recipe, sort_keys=False)
+
+
+def parsed(**sections) -> Recipe:
+    """Return the checked recipe with these sections."""
+    return parse_recipe(recipe_text(**sections), "r.yaml")
+
+
+def message(*overrides: str, text: str | None = None) -> str:
+    """Return the error message of a recipe."""
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(recipe_text() if text is None else text, "r.yaml", overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)

@@ -3,8 +3,6 @@
 import copy
 import io
 import itertools
-import weakref
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -12,12 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfwrap.average.ema import ExponentialMovingAverage
+from support.averages import (
+    APPLIED,
+    AVERAGED,
+    COPIED,
+    Network,
+    assert_same,
+    averages,
+    train,
+    weights_of,
+)
 from support.host_reads import HostReads
 
-APPLIED = torch.ones((), dtype=torch.bool)
 SKIPPED = torch.zeros((), dtype=torch.bool)
 FLAGS = {True: APPLIED, False: SKIPPED}
 DTYPES = (torch.float32, torch.float64)
@@ -25,54 +31,9 @@ patterns = st.lists(st.booleans(), min_size=1, max_size=12)
 decays = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999, 0.9999])
 
 
-def weights_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return random weights."""
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
-
-
-def train(weights: Iterable[Tensor]) -> None:
-    """Change weights as an optimizer does, in place."""
-    with torch.no_grad():
-        for weight in weights:
-            weight.add_(torch.randn_like(weight))
-
-
-def averages(ema: ExponentialMovingAverage) -> dict[str, Tensor]:
-    """Return copies of the averages."""
-    return {name: average.clone() for name, average in ema.named_averages()}
-
-
 def flat(state: dict) -> dict[str, Tensor]:
     """Return copies of a state's tensors."""
     return {f"{part}.{k}": v.clone() for part, tensors in state.items() for k, v in tensors.items()}
-
-
-def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
-    """Assert equal names, shapes, dtypes and values, bitwise."""
-    assert list(expected) == list(actual)
-    for name, tensor in expected.items():
-        assert tensor.dtype == actual[name].dtype, name
-        assert torch.equal(tensor, actual[name]), name
-
-
-class Network(nn.Module):
-    """A tied weight, a frozen one, buffers of two kinds and one that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("mask", torch.ones(3), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.frozen(self.norm(self.embedding(tokens))))
-
-
-AVERAGED = ["embedding.weight", "norm.weight", "norm.bias"]
-COPIED = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
 
 def training(network: Network, num_steps: int, ema: ExponentialMovingAverage, seed: int) -> None:
@@ -136,17 +97,6 @@ def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
         torch.testing.assert_close(average.double(), reference, rtol=precision, atol=precision)
 
 
-@pytest.mark.parametrize("decay", [0.999, 0.9999, 1 - 1e-7])
-def test_decay_close_to_one_is_not_rounded(decay):
-    """The step of an average is 1 - decay in float64, rounded once."""
-    weight = torch.zeros(())
-    ema = ExponentialMovingAverage([weight], decay)
-    weight.fill_(1.0)
-    ema.update(APPLIED)
-
-    assert averages(ema)["0"] == torch.full((), 1 - decay)
-
-
 def test_skipped_updates_change_nothing():
     """A skipped update leaves averages, copied buffers and the count of updates as they were."""
     network = Network()
@@ -204,112 +154,6 @@ def test_update_every_counts_calls():
 
     # The sixth call would average, but its update was skipped.
     assert changed == [False, False, True, False, False, False, False, False, True]
-
-
-def test_trainable_weights_of_a_module_once():
-    """Of a module, trainable weights are averaged once, saved buffers copied, the rest left."""
-    ema = ExponentialMovingAverage(Network())
-    state = ema.state_dict()
-
-    assert [name for name, _ in ema.named_averages()] == AVERAGED
-    assert list(state["averages"]) == AVERAGED
-    assert list(state["buffers"]) == COPIED
-
-
-def test_tied_weights_of_an_iterable_once():
-    """A tensor that an iterable, here a generator, yields twice is averaged once."""
-    first, second = weights_of((2,), (3,))
-    expected = [first.clone(), second.clone()]
-    ema = ExponentialMovingAverage((weight for weight in (first, second, first)), 0.5)
-    train([first, second])
-    ema.update()
-    get_ema_multi_avg_fn(0.5)(expected, [first, second], None)
-
-    assert_same({"0": expected[0], "1": expected[1]}, averages(ema))
-
-
-def test_average_of_bfloat16_weights_is_float32():
-    """A float32 average follows bfloat16 weights; one in bfloat16 would not move at all."""
-    weights = [torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float16)]
-    ema = ExponentialMovingAverage(weights, 0.999)
-    stalled = ExponentialMovingAverage(weights, 0.999, dtype=torch.bfloat16)
-    for weight in weights:
-        weight.fill_(1.5)
-    for _ in range(1000):
-        ema.update()
-        stalled.update()
-    expected = torch.full((4,), 1.5 - 0.5 * 0.999**1000)
-
-    for average in averages(ema).values():
-        torch.testing.assert_close(average, expected, rtol=1e-4, atol=0)
-    for average in averages(stalled).values():
-        assert torch.equal(average, torch.ones(4, dtype=torch.bfloat16))
-
-
-def test_weights_are_converted_one_at_a_time():
-    """No more than one converted weight is alive at a time."""
-    ema = ExponentialMovingAverage([torch.ones(9).bfloat16() for _ in range(4)])
-    created: list[weakref.ref] = []
-    num_alive = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.numel() == 9 and result is not args[0]:
-                num_alive.append(1 + sum(reference() is not None for reference in created))
-                created.append(weakref.ref(result))
-            return result
-
-    with Watch():
-        ema.update(APPLIED)
-
-    assert num_alive == [1, 1, 1, 1]
-
-
-def test_asked_dtype():
-    """`dtype` is the averages' dtype; copied buffers keep theirs."""
-    network = Network().bfloat16()
-    ema = ExponentialMovingAverage(network, 0.5, dtype=torch.float64, device="cpu")
-    expected = network.norm.weight.detach().double()
-    train([network.norm.weight])
-    ema.update()
-    expected = 0.5 * expected + 0.5 * network.norm.weight.detach().double()
-
-    assert torch.equal(averages(ema)["norm.weight"], expected)
-    assert {average.dtype for average in averages(ema).values()} == {torch.float64}
-    assert ema.state_dict()["buffers"]["norm.running_mean"].dtype == torch.bfloat16
-
-
-def test_weights_of_several_dtypes():
-    """Weights of different dtypes are averaged side by side, each in its own order."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
-    weights = [torch.randn(3).to(dtype) for dtype in dtypes]
-    expected = [weight.double().clone() for weight in weights]
-    ema = ExponentialMovingAverage(weights, 0.75)
-    train(weights)
-    ema.update(APPLIED)
-
-    for old, weight, average in zip(expected, weights, averages(ema).values(), strict=True):
-        reference = 0.75 * old + 0.25 * weight.double()
-        torch.testing.assert_close(average.double(), reference, rtol=1e-6, atol=1e-6)
-
-
-def test_buffers_are_copied_when_averaging():
-    """Buffers are those of the last averaging call, also where the module replaced them."""
-    network = Network()
-    ema = ExponentialMovingAverage(network, 0.9, update_every=2)
-    network.norm.running_mean = torch.full((4,), 3.0)
-    network.norm.num_batches_tracked.fill_(5)
-    ema.update()
-
-    assert torch.equal(ema.state_dict()["buffers"]["norm.running_mean"], torch.zeros(4))
-    for applied in (None, APPLIED):
-        network.norm.running_mean += 1
-        ema.update(applied)
-        ema.update(applied)
-    buffers = ema.state_dict()["buffers"]
-    assert torch.equal(buffers["norm.running_mean"], torch.full((4,), 5.0))
-    assert buffers["norm.num_batches_tracked"] == 5
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
@@ -671,15 +515,3 @@ def test_cuda_weights_with_averages_on_the_cpu():
                 if name in AVERAGED
             },
         )
-
-
-def test_names_are_those_without_torch_compile():
-    """An average of compiled layers loads where they are not compiled."""
-    plain, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
-    compiled[0] = torch.compile(compiled[0], backend="eager")
-    ours, theirs = ExponentialMovingAverage(plain), ExponentialMovingAverage(compiled)
-
-    assert [name for name, _ in theirs.named_averages()] == ["0.weight", "0.bias"]
-    ours.load_state_dict(theirs.state_dict())
-    theirs.copy_to(compiled)
-    assert torch.equal(dict(ours.named_averages())["0.bias"], compiled[0].bias)

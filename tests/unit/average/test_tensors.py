@@ -1,0 +1,150 @@
+"""Averages have the right dtype, device and names, and weights of other dtypes are converted."""
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mfwrap.average.ema import ExponentialMovingAverage
+from support.averages import (
+    APPLIED,
+    AVERAGED,
+    COPIED,
+    Network,
+    assert_same,
+    averages,
+    train,
+    weights_of,
+)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9999, 1 - 1e-7])
+def test_decay_close_to_one_is_not_rounded(decay):
+    """The step of an average is 1 - decay in float64, rounded once."""
+    weight = torch.zeros(())
+    ema = ExponentialMovingAverage([weight], decay)
+    weight.fill_(1.0)
+    ema.update(APPLIED)
+
+    assert averages(ema)["0"] == torch.full((), 1 - decay)
+
+
+def test_trainable_weights_of_a_module_once():
+    """Of a module, trainable weights are averaged once, saved buffers copied, the rest left."""
+    ema = ExponentialMovingAverage(Network())
+    state = ema.state_dict()
+
+    assert [name for name, _ in ema.named_averages()] == AVERAGED
+    assert list(state["averages"]) == AVERAGED
+    assert list(state["buffers"]) == COPIED
+
+
+def test_tied_weights_of_an_iterable_once():
+    """A tensor that an iterable, here a generator, yields twice is averaged once."""
+    first, second = weights_of((2,), (3,))
+    expected = [first.clone(), second.clone()]
+    ema = ExponentialMovingAverage((weight for weight in (first, second, first)), 0.5)
+    train([first, second])
+    ema.update()
+    get_ema_multi_avg_fn(0.5)(expected, [first, second], None)
+
+    assert_same({"0": expected[0], "1": expected[1]}, averages(ema))
+
+
+def test_average_of_bfloat16_weights_is_float32():
+    """A float32 average follows bfloat16 weights; one in bfloat16 would not move at all."""
+    weights = [torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float16)]
+    ema = ExponentialMovingAverage(weights, 0.999)
+    stalled = ExponentialMovingAverage(weights, 0.999, dtype=torch.bfloat16)
+    for weight in weights:
+        weight.fill_(1.5)
+    for _ in range(1000):
+        ema.update()
+        stalled.update()
+    expected = torch.full((4,), 1.5 - 0.5 * 0.999**1000)
+
+    for average in averages(ema).values():
+        torch.testing.assert_close(average, expected, rtol=1e-4, atol=0)
+    for average in averages(stalled).values():
+        assert torch.equal(average, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_weights_are_converted_one_at_a_time():
+    """No more than one converted weight is alive at a time."""
+    ema = ExponentialMovingAverage([torch.ones(9).bfloat16() for _ in range(4)])
+    created: list[weakref.ref] = []
+    num_alive = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.numel() == 9 and result is not args[0]:
+                num_alive.append(1 + sum(reference() is not None for reference in created))
+                created.append(weakref.ref(result))
+            return result
+
+    with Watch():
+        ema.update(APPLIED)
+
+    assert num_alive == [1, 1, 1, 1]
+
+
+def test_asked_dtype():
+    """`dtype` is the averages' dtype; copied buffers keep theirs."""
+    network = Network().bfloat16()
+    ema = ExponentialMovingAverage(network, 0.5, dtype=torch.float64, device="cpu")
+    expected = network.norm.weight.detach().double()
+    train([network.norm.weight])
+    ema.update()
+    expected = 0.5 * expected + 0.5 * network.norm.weight.detach().double()
+
+    assert torch.equal(averages(ema)["norm.weight"], expected)
+    assert {average.dtype for average in averages(ema).values()} == {torch.float64}
+    assert ema.state_dict()["buffers"]["norm.running_mean"].dtype == torch.bfloat16
+
+
+def test_weights_of_several_dtypes():
+    """Weights of different dtypes are averaged side by side, each in its own order."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    weights = [torch.randn(3).to(dtype) for dtype in dtypes]
+    expected = [weight.double().clone() for weight in weights]
+    ema = ExponentialMovingAverage(weights, 0.75)
+    train(weights)
+    ema.update(APPLIED)
+
+    for old, weight, average in zip(expected, weights, averages(ema).values(), strict=True):
+        reference = 0.75 * old + 0.25 * weight.double()
+        torch.testing.assert_close(average.double(), reference, rtol=1e-6, atol=1e-6)
+
+
+def test_buffers_are_copied_when_averaging():
+    """Buffers are those of the last averaging call, also where the module replaced them."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9, update_every=2)
+    network.norm.running_mean = torch.full((4,), 3.0)
+    network.norm.num_batches_tracked.fill_(5)
+    ema.update()
+
+    assert torch.equal(ema.state_dict()["buffers"]["norm.running_mean"], torch.zeros(4))
+    for applied in (None, APPLIED):
+        network.norm.running_mean += 1
+        ema.update(applied)
+        ema.update(applied)
+    buffers = ema.state_dict()["buffers"]
+    assert torch.equal(buffers["norm.running_mean"], torch.full((4,), 5.0))
+    assert buffers["norm.num_batches_tracked"] == 5
+
+
+def test_names_are_those_without_torch_compile():
+    """An average of compiled layers loads where they are not compiled."""
+    plain, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    compiled[0] = torch.compile(compiled[0], backend="eager")
+    ours, theirs = ExponentialMovingAverage(plain), ExponentialMovingAverage(compiled)
+
+    assert [name for name, _ in theirs.named_averages()] == ["0.weight", "0.bias"]
+    ours.load_state_dict(theirs.state_dict())
+    theirs.copy_to(compiled)
+    assert torch.equal(dict(ours.named_averages())["0.bias"], compiled[0].bias)

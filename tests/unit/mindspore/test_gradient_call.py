@@ -1,0 +1,151 @@
+"""Gradients keep a graph only if they may be differentiated again."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mfwrap import grad, value_and_grad
+from support.gradient_networks import X, Y, inputs, layers, network
+
+
+def test_second_and_third_derivatives():
+    """A gradient function of a gradient function, as often as one likes."""
+    x = torch.tensor(0.3, dtype=torch.float64)
+
+    second, third = grad(grad(torch.sin)), grad(grad(grad(torch.sin)))
+
+    torch.testing.assert_close(second(x), -x.sin())
+    torch.testing.assert_close(third(x), -x.cos())
+    assert not third(x).requires_grad
+
+
+def test_a_gradient_inside_a_loss_reaches_the_weights():
+    """The weights' gradients of a loss that is made of an inner gradient, as autograd has them."""
+    model, x = layers(), inputs(5, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        return grad(model)(x).square().sum()
+
+    value, gradients = value_and_grad(loss, None, model.parameters())(x)
+
+    leaf = x.clone().requires_grad_()
+    (inner,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+    expected = torch.autograd.grad(
+        inner.square().sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
+    torch.testing.assert_close(value, inner.square().sum().detach())
+    torch.testing.assert_close(gradients, expected)
+    assert not any(gradient.requires_grad for gradient in gradients)
+
+
+def test_a_gradient_inside_plain_backward_reaches_the_weights():
+    """A penalty on the gradient of the inputs trains the network in a loop of torch's own."""
+    model, x = layers(bias=False), inputs(5, 3)
+
+    grad(model)(x).square().sum().backward()
+
+    leaf = x.clone().requires_grad_()
+    (inner,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+    expected = torch.autograd.grad(inner.square().sum(), model[0].weight)[0]
+    torch.testing.assert_close(model[0].weight.grad, expected)
+
+
+def test_gradients_of_an_argument_that_requires_them():
+    """An argument that was computed from something is reached through the gradient."""
+    base = torch.tensor(2.0, requires_grad=True)
+
+    gradient = grad(lambda x: x**3)(base * 1)
+
+    torch.testing.assert_close(gradient.detach(), torch.tensor(12.0))
+    torch.testing.assert_close(torch.autograd.grad(gradient, base)[0], torch.tensor(12.0))
+
+
+def test_an_inner_step_is_differentiated_through():
+    """One step of descent inside a loss has the second-order gradients of its start."""
+    weight = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    rate = 0.1
+
+    def after_a_step(x: Tensor) -> Tensor:
+        (slope,) = grad(lambda: weight**4, None, [weight])()
+        return (weight - rate * slope - x) ** 2
+
+    gradient = grad(after_a_step, None, weight)(torch.zeros((), dtype=torch.float64))
+
+    w = weight.detach()
+    expected = 2 * (w - rate * 4 * w**3) * (1 - rate * 12 * w**2)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("make", [grad, value_and_grad])
+def test_a_training_step_keeps_no_graph(make):
+    """With weights alone nothing is recorded, so activations are free when it returns."""
+    model = layers()
+
+    results = make(lambda x: (model(x).sum(), model(x)), None, model.parameters(), has_aux=True)(
+        inputs(2, 3)
+    )
+
+    for tensor in torch.utils._pytree.tree_leaves(results):
+        assert not tensor.requires_grad
+
+
+def test_under_no_grad_gradients_are_computed_and_not_recorded():
+    """``no_grad`` around the call says that nobody differentiates again."""
+    model, x = layers(), inputs(2, 3)
+    with torch.no_grad():
+        gradient = grad(model)(x)
+
+    assert not gradient.requires_grad
+    torch.testing.assert_close(gradient, grad(model)(x).detach())
+
+
+def test_aux_outputs_are_cut_off():
+    """What lies beside the first output carries no gradient, inside another function, too."""
+    x = torch.tensor(2.0)
+
+    def outer(x: Tensor) -> Tensor:
+        _, (aux,) = grad(lambda x: (x**2, x**3), has_aux=True)(x)
+        return aux + x
+
+    assert grad(outer)(x) == 1.0
+
+
+def test_the_value_inside_another_function_is_differentiable():
+    """``value_and_grad`` inside a function differentiates both the value and the gradient."""
+
+    def outer(x: Tensor) -> Tensor:
+        value, gradient = value_and_grad(lambda x: x**3)(x)
+        return value + gradient
+
+    assert grad(outer)(torch.tensor(2.0)) == 12.0 + 12.0
+
+
+def test_what_does_not_depend_has_zeros():
+    """Inputs, weights and integer outputs that are unconnected give zeros, not an error."""
+    unused = nn.Parameter(torch.ones(2))
+
+    def fn(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, torch.arange(3)
+
+    gradients = grad(fn, (0, 1), [unused])(X, Y)
+
+    (of_x, of_y), (of_unused,) = gradients
+    assert torch.equal(of_x, torch.full_like(X, 2))
+    assert torch.equal(of_y, torch.zeros(()))
+    assert torch.equal(of_unused, torch.zeros(2))
+    assert torch.equal(grad(lambda _: torch.ones(()))(X), torch.zeros_like(X))
+
+
+def test_nothing_is_left_behind():
+    """Arguments and parameters are as before, whatever the function does with them."""
+    model, x = network(), X.clone()
+
+    grad(model, 0, model.parameters())(x, Y)
+
+    assert x.grad is None
+    assert not x.requires_grad
+    assert model.fc.weight.grad is None
+    with pytest.raises(ZeroDivisionError):
+        grad(lambda _: 1 // 0)(x)
+    (gradient,) = grad(model, None, model.parameters())(x, Y)
+    assert not gradient.requires_grad

@@ -1,0 +1,74 @@
+"""The sections of the step set its configuration, loss scale and average."""
+
+import pytest
+
+from mfwrap import (
+    AdaptiveLossScaleUpdateCell,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+)
+from support.recipe_texts import parsed
+
+SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
+
+
+def test_runner_wrapper_becomes_the_step():
+    """MindFormers' keys set the step, the loss scale and the Trainer."""
+    wrapper = {
+        "type": "MFTrainOneStepCell",
+        "scale_sense": SCALE | {"scale_window": 50},
+        "use_clip_grad": True,
+        "max_grad_norm": 0.5,
+        "local_norm": True,
+        "use_skip_data_by_global_norm": True,
+        "global_norm_spike_threshold": 3,
+        "max_consecutive_skips": None,
+    }
+    recipe = parsed(runner_wrapper=wrapper)
+    scale = recipe.step.make_scale()
+
+    assert recipe.arguments.max_grad_norm == 0.5
+    assert recipe.step.config.local_norm
+    assert recipe.step.config.use_skip_data_by_global_norm
+    assert recipe.step.config.global_norm_spike_threshold == 3
+    assert recipe.step.config.max_consecutive_skips is None
+    assert isinstance(scale, DynamicLossScaleUpdateCell)
+    assert (scale.get_loss_scale(), scale.scale_window) == (4096, 50)
+    assert recipe.step.make_scale() is not scale
+
+
+@pytest.mark.parametrize(
+    ("scale_sense", "kind"),
+    [
+        ({"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8}, FixedLossScaleUpdateCell),
+        (
+            {
+                "type": "AdaptiveLossScaleUpdateCell",
+                "loss_scale_value": 8,
+                "scale_factor": 2,
+                "scale_window": 20,
+                "max_scale_window": 100,
+                "min_scale_window": 20,
+            },
+            AdaptiveLossScaleUpdateCell,
+        ),
+        (2.0, float),
+        (1, float),
+    ],
+)
+def test_loss_scales(scale_sense, kind):
+    """Every kind of loss scale can be configured."""
+    made = parsed(runner_wrapper={"scale_sense": scale_sense}).step.make_scale()
+
+    assert isinstance(made, kind)
+
+
+def test_the_threshold_of_spikes_comes_from_the_monitor():
+    """As in MindFormers, ``monitor_config`` sets it, even if the monitor is off."""
+    recipe = parsed(
+        runner_wrapper={"use_clip_grad": True},
+        monitor_config={"monitor_on": False, "global_norm_spike_threshold": 7.5},
+    )
+
+    assert recipe.step.config.global_norm_spike_threshold == 7.5
+    assert recipe.make_callbacks == ()

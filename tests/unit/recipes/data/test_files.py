@@ -1,0 +1,83 @@
+"""Files and saved data sets become rows, and a bad line is named."""
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from mfwrap.recipe import RecipeError
+from mfwrap.recipe.run import build_trainer
+from support.recipe_data import recipe_of
+
+# What TRL and datasets warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_text_files(tmp_path, monkeypatch):
+    """A row is a line, or with ``rows_are: files`` a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "b.txt").write_text("four\n")
+    section = {"type": "text", "path": "a.txt", "eval_path": "b.txt"}
+    lines = recipe_of("causal_lm", section).data.rows()
+    files = recipe_of("causal_lm", section | {"rows_are": "files"}).data.rows()
+
+    assert lines.train["text"][:] == ["one", "two", "three"]
+    assert lines.evaluation["text"][:] == ["four"]
+    assert files.train["text"][:] == ["one\ntwo\nthree\n"]
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("path", b'{"text": "b"'),
+        ("path", b"5"),
+        ("eval_path", b'{"text": "b"}}'),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
+    """A line that is no JSON object is named: key, file, number. The library says nothing."""
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("path", "eval_path")}
+    rows = [b'{"text": "a"}', b"", b'{"text": "c"}']
+    for name, file in files.items():
+        lines = [*rows[:2], bad, rows[2]] if name == key else rows
+        Path(file).write_bytes(b"\n".join(lines) + b"\n")
+    recipe = recipe_of("causal_lm", {"type": "json_lines", **files})
+
+    says = rf"data\.{key}: must hold one JSON object per line, got line 3 of '.*/{key}\.jsonl'"
+    with pytest.raises(RecipeError, match=says):
+        build_trainer(recipe)
+    assert "JSON" not in capfd.readouterr().err
+
+
+def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
+    """What else the library refuses is a recipe's error, with what it says of the reason."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    Path("other.jsonl").write_text('{"text": "a", "more": 1}\n')
+    section = {"type": "json_lines", "path": ["rows.jsonl", "other.jsonl"]}
+
+    with pytest.raises(
+        RecipeError, match=r"data\.path: must hold rows with the same columns.*more"
+    ):
+        build_trainer(recipe_of("causal_lm", section))
+
+
+def test_datasets_of_a_folder(tmp_path):
+    """What ``save_to_disk`` has written is read, by split, with columns of the task's names."""
+    parts = {
+        name: Dataset.from_dict({"body": [f"{name} {n}" for n in range(4)]})
+        for name in ("train", "validation")
+    }
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    section = {
+        "type": "datasets",
+        "path": str(tmp_path / "saved"),
+        "eval_split": "validation",
+        "columns": {"text": "body"},
+        "max_train_samples": 2,
+    }
+    rows = recipe_of("causal_lm", section).data.rows()
+
+    assert rows.train["text"][:] == ["train 0", "train 1"]
+    assert rows.evaluation["text"][:] == [f"validation {n}" for n in range(4)]

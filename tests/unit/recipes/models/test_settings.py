@@ -1,0 +1,80 @@
+"""Models fit the data: sequences fit the positions, and checkpoints come from packages."""
+
+import pytest
+import torch
+
+from mfwrap.recipe import RecipeError
+from support.recipe_data import recipe_of, trainer_of
+from support.recipe_texts import SMALL_LLAMA
+
+# What TRL and datasets warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+SMALL_TYPES = {
+    "bert": {"max_position_embeddings": 32},
+    "roberta": {"max_position_embeddings": 34, "pad_token_id": 1},
+    "distilbert": {"max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_TYPES)
+def test_sequences_fit_the_positions(json_lines, kind):
+    """Longer ones than a model has positions are refused; by default they are cut to these."""
+    section = json_lines([{"text": "a" * 100, "label": n % 2} for n in range(4)])
+    config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    arguments = {"model": {"config": {"model_type": kind} | config | SMALL_TYPES[kind]}}
+    says = (
+        r"data\.sequence_length: must be <= 32, .*max_position_embeddings 3\d\), got 33 \(r:\d+\)"
+    )
+    with pytest.raises(RecipeError, match=says):
+        recipe_of("sequence_classification", section | {"sequence_length": 33}, **arguments)
+
+    recipe_of("sequence_classification", section | {"sequence_length": 32}, **arguments)
+    trainer = trainer_of("sequence_classification", section, **arguments)
+    assert {len(row["input_ids"]) for row in trainer.train_dataset} == {32}
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert torch.isfinite(trainer.model(**batch).loss)
+
+
+def test_rotary_positions_go_on(json_lines):
+    """A Llama has no table of positions: its sequences may be longer than it says."""
+    section = json_lines([{"text": "a" * 100}] * 4) | {"sequence_length": 90}
+    trainer = trainer_of("causal_lm", section)
+
+    assert max(map(len, trainer.train_dataset["input_ids"])) == 90
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert torch.isfinite(trainer.model(**batch).loss)
+
+
+def test_the_positions_of_a_checkpoint(json_lines, tmp_path):
+    """They are known when it is loaded, and the error is the recipe's all the same."""
+    section = json_lines([{"text": "abc"}] * 4)
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    trainer = trainer_of("causal_lm", section, model={"config": config, "tokenizer": "bytes"})
+    trainer.save_model(str(tmp_path / "m"))
+    model = {"path": str(tmp_path / "m")}
+
+    says = r"data\.sequence_length: must be <= 24, .* \(r:\d+\)"
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("causal_lm", section | {"sequence_length": 25}, model=model)
+
+
+def test_a_checkpoint_that_a_package_carries(tmp_path, monkeypatch):
+    """``package:name/folder`` is found without importing the package."""
+    folder = tmp_path / "carries_a_checkpoint" / "model"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    trainer_of("causal_lm", {"type": "python_topics"}).save_model(str(folder))
+    monkeypatch.syspath_prepend(tmp_path)
+    model = {"path": "package:carries_a_checkpoint/model"}
+    trainer = trainer_of("causal_lm", {"type": "python_topics"}, model=model)
+
+    assert trainer.model.config.hidden_size == SMALL_LLAMA["hidden_size"]
+    assert len(trainer.processing_class) == 261
+
+
+@pytest.mark.parametrize("name", ["package:no_such_package/m", "package:json/none", "package:../x"])
+def test_a_package_without_it(name):
+    """An error names the key."""
+    model = {"path": name}
+    with pytest.raises(RecipeError, match=r"model\.path: must be a folder of an installed"):
+        recipe_of("causal_lm", {"type": "python_topics"}, model=model)

@@ -1,0 +1,110 @@
+"""Language tasks cut, pack and mask texts, and train weights or adapters."""
+
+import pytest
+import torch
+
+from support.recipe_data import trainer_of
+
+# What TRL and datasets warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+ENDS = "<|end|>"
+
+
+def targets(trainer) -> list[str]:
+    """Return the texts of what is to be predicted, row by row of the first batch."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    decode = trainer.processing_class.decode
+    labels = batch["labels"].tolist()
+    return [decode([token for token in row if token != -100]) for row in labels]
+
+
+def test_prompts_are_masked(json_lines):
+    """Of a prompt and a completion the completion alone is to be predicted."""
+    rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
+    trainer = trainer_of("supervised_tuning", json_lines(rows), max_length=32)
+
+    assert set(targets(trainer)) <= {f" {n + n}{ENDS}" for n in range(8)}
+
+
+def test_without_a_mask_prompts_are_predicted_too(json_lines):
+    """``completion_only_loss: false`` is heeded."""
+    rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
+    section = json_lines(rows)
+    trainer = trainer_of("supervised_tuning", section, max_length=32, completion_only_loss=False)
+
+    assert all(" and " in text for text in targets(trainer))
+
+
+def test_the_assistants_words_alone(json_lines):
+    """Conversations go through the chat template, which marks what the assistant says."""
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": f"{n}+{n}?"},
+                {"role": "assistant", "content": f"It is {n + n}."},
+            ]
+        }
+        for n in range(8)
+    ]
+    section = json_lines(rows)
+    trainer = trainer_of("supervised_tuning", section, max_length=64, assistant_only_loss=True)
+    inputs = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
+
+    assert inputs.startswith("<|system|>Add.<|reply|><|user|>")
+    assert set(targets(trainer)) <= {f"It is {n + n}.{ENDS}" for n in range(8)}
+
+
+def test_trl_packs(json_lines):
+    """``training.packing`` puts texts behind each other."""
+    rows = [{"text": f"text number {n}"} for n in range(40)]
+    section = json_lines(rows)
+    strategy = {"packing": True, "packing_strategy": "wrapped", "max_length": 48}
+    packed = trainer_of("supervised_tuning", section, **strategy)
+    plain = trainer_of("supervised_tuning", section, max_length=48)
+    lengths = [len(row["input_ids"]) for row in packed.train_dataset]
+
+    assert set(lengths[:-1]) == {48}
+    assert sum(lengths) == sum(len(row["input_ids"]) for row in plain.train_dataset)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_causal_lm_packs(json_lines, packing):
+    """``data.packing`` cuts the concatenation of all texts; without it, each text."""
+    texts = ["a" * 20, "b" * 50, "c" * 7, "d" * 33]
+    section = json_lines([{"text": text} for text in texts]) | {
+        "eval_fraction": 0,
+        "sequence_length": 16,
+        "packing": packing,
+    }
+    rows = trainer_of("causal_lm", section).train_dataset["input_ids"]
+    lengths = [len(row) for row in rows]
+
+    if packing:
+        # Each text ends with a mark; what is left over is dropped.
+        assert lengths == [16] * (sum(len(text) + 1 for text in texts) // 16)
+    else:
+        assert lengths == [16, 5, 16, 16, 16, 3, 8, 16, 16, 2]
+
+
+def test_an_adapter_alone_is_trained(json_lines):
+    """With ``peft`` the weights of the model are frozen."""
+    rows = [{"prompt": "a", "completion": "b"}] * 8
+    trainer = trainer_of(
+        "supervised_tuning", json_lines(rows), "peft={type: lora, r: 2, target_modules: [q_proj]}"
+    )
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_preferences_begin_from_the_reference(json_lines):
+    """The reference of preference tuning has the model's weights, and keeps them."""
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
+    trainer = trainer_of("preference_tuning", json_lines(rows), max_length=16, beta=0.1)
+    pairs = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
+
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert all(theirs is not ours for ours, theirs in pairs)
+    assert not trainer.ref_model.training

@@ -1,0 +1,80 @@
+"""Prediction tasks encode labels and images, and compute their metrics."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from sklearn.metrics import mean_squared_error, r2_score
+from transformers import EvalPrediction
+
+from mfwrap.recipes.data.built_in import DigitsSource, PythonTokensSource
+from mfwrap.recipes.data.source import Rows
+from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.prediction import (
+    accuracy,
+    build_image_classification,
+    build_sequence_classification,
+    build_token_classification,
+    regression_errors,
+)
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}
+
+
+def test_labels_of_texts_are_numbered():
+    """Labels are numbered in alphabetical order, and the model gets their names."""
+    rows = Rows(Dataset.from_dict({"text": ["a", "b", "c"], "label": ["x", "z", "y"]}), None)
+    keywords = build_sequence_classification(
+        ModelSettings(config=BERT), PythonTokensSource(sequence_length=8), rows
+    )
+
+    assert keywords["train_dataset"]["labels"][:] == [0, 2, 1]
+    assert keywords["model"].config.id2label == {0: "x", 1: "y", 2: "z"}
+    assert keywords["eval_dataset"] is None
+
+
+def test_only_the_first_token_of_a_word_has_a_label():
+    """Other tokens of a word have the label -100, which is no target."""
+    rows = Rows(Dataset.from_dict({"tokens": [["ab", "c"]], "labels": [["x", "y"]]}), None)
+    keywords = build_token_classification(
+        ModelSettings(config=BERT), PythonTokensSource(sequence_length=8), rows
+    )
+
+    assert keywords["train_dataset"]["labels"][0] == [0, -100, 1]
+
+
+def test_images_are_scaled_to_the_range_of_the_model():
+    """Values in [0, 1] and bytes become values in [-1, 1] with the channel first."""
+    images = [[[0.0, 1.0], [0.5, 0.0]], [[1.0, 0.0], [0.0, 0.0]]]
+    rows = Rows(Dataset.from_dict({"image": images, "label": [3, 5]}), None)
+    vit = BERT | {"model_type": "vit", "patch_size": 1}
+    del vit["max_position_embeddings"]
+    keywords = build_image_classification(ModelSettings(config=vit), DigitsSource(), rows)
+    batch = keywords["data_collator"](list(keywords["train_dataset"]))
+
+    assert torch.equal(batch["pixel_values"][0], torch.tensor([[[-1.0, 1.0], [0.0, -1.0]]]))
+    assert torch.equal(batch["labels"], torch.tensor([0, 1]))
+
+
+def test_accuracy_ignores_what_is_no_target():
+    """Labels of -100 do not count."""
+    logits = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
+    labels = np.array([[1, -100], [1, 1]])
+
+    assert accuracy(EvalPrediction(logits, labels)) == {"accuracy": 2 / 3}
+
+
+def test_regression_errors_are_those_of_scikit_learn():
+    """The metrics are the mean squared error and the coefficient of determination."""
+    targets, predictions = np.array([1.0, 2.0, 4.0]), np.array([1.5, 2.0, 3.0])
+
+    assert regression_errors(EvalPrediction(predictions, targets)) == pytest.approx(
+        {"mse": mean_squared_error(targets, predictions), "r2": r2_score(targets, predictions)}
+    )

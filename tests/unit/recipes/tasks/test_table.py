@@ -1,0 +1,54 @@
+"""The table of tasks names what exists in PEFT, MindFormers and the shipped recipes."""
+
+import pytest
+import yaml
+from peft import TaskType
+
+from mfwrap.recipe.library import shipped_recipes
+from mfwrap.recipes.tasks.table import SOURCES, TASKS
+from mfwrap.trainer import MFTrainerMixin
+
+SHIPPED = [yaml.safe_load(recipe.text) for recipe in shipped_recipes().values()]
+
+
+def test_peft_knows_the_tasks():
+    """Each name of a task in PEFT is one of PEFT's task types."""
+    names = {task.peft_task_type for task in TASKS.values()} - {None}
+
+    assert names == {"CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"}
+    assert names <= {kind.value for kind in TaskType}
+
+
+def test_a_trainer_of_mindformers_has_one_task():
+    """No trainer of MindFormers stands for two tasks."""
+    trainers = [trainer for task in TASKS.values() for trainer in task.mindformers_trainers]
+
+    assert len(trainers) == len(set(trainers))
+
+
+@pytest.mark.parametrize("name", [n for n, task in TASKS.items() if task.mindformers_trainers])
+def test_an_imported_file_starts_like_a_shipped_recipe(name):
+    """Example data and model of a task are those of a shipped recipe."""
+    task = TASKS[name]
+    shipped = [
+        (recipe["data"]["type"], recipe["model"]["config"]["model_type"])
+        for recipe in SHIPPED
+        if recipe["task"] == name and "config" in recipe["model"]
+    ]
+
+    assert (task.example_data, task.example_model) in shipped
+    assert task.example_model in task.model_types()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_has_a_trainer_and_data(name):
+    """Each task has a Trainer with MindFormers' step, its arguments, and a built-in source."""
+    task = TASKS[name]
+
+    assert issubclass(task.trainer(), MFTrainerMixin)
+    assert hasattr(task.arguments(), "output_dir")
+    assert any(
+        columns.keys() <= (source.known_columns or set())
+        for source in SOURCES.values()
+        for columns in task.needs
+    )
