@@ -51,9 +51,9 @@ class ReplicaCheck(TrainerCallback):
     in the step. A new difference is written to ``anomalies.jsonl`` in the run folder (kind
     ``"replicas_differ"``) and to the log.
 
-    The record names the rank whose weights changed between two updates, when nothing may change
-    them. Otherwise it names the ranks that differ from the majority, or both of two ranks; with
-    `step_interval` 1 that means that the update itself differed.
+    If the weights of a rank have changed between two updates, the record names that rank.
+    Otherwise it names the ranks that differ from the majority, or both of two ranks. With
+    `step_interval` 1, the second case means that the update itself had different results.
 
     All ranks must have the callback. With one process, or with sharded weights, there is nothing
     to compare.

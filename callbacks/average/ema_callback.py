@@ -32,7 +32,7 @@ class EMACallback(TrainerCallback):
 
     In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. Otherwise, and in a
     stock ``Trainer``, it keeps its own average. That average follows applied updates only, starts
-    anew with each training that is not resumed, and is saved with each checkpoint. An `MFTrainer`
+    over with each training that is not resumed, and is saved with each checkpoint. An `MFTrainer`
     lists its files in the manifest of the checkpoint; a stock Trainer gets extra files.
 
     - Evaluations during training use the averaged weights, with ``args.eval_on_start`` also the

@@ -80,8 +80,8 @@ class Anomaly:
     """The groups of gradients most at fault, the worst one first."""
 
     num_groups: int = 0
-    """Number of groups that are non-finite. In a spike: whose norm rose above the spike factor.
-    For replicas: number of tensors that differ."""
+    """Number of non-finite groups. In a spike: number of groups that rose by the spike factor. If
+    replicas differ: number of tensors that differ."""
 
     weights: tuple[WeightNorm, ...] = ()
     """Weights that are non-finite or have risen, the worst one first."""

@@ -68,7 +68,7 @@ def is_explained_by_scale(
     """Tell whether gradients are non-finite only because the loss scale is too high.
 
     That is the case if losses and weights are in order, and a gradient of plausible size times the
-    scale exceeds the range of its type.
+    scale reaches the limit of its type.
 
     Args:
         evidence: Evidence of all ranks.

@@ -1,4 +1,4 @@
-"""Applied updates are told from skipped ones without a host read."""
+"""Applied updates are distinguished from skipped ones without a host read."""
 
 import pytest
 import torch

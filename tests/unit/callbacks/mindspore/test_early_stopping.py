@@ -35,7 +35,7 @@ def epochs_of(values, name="eval_loss", **settings) -> int:
     ],
 )
 def test_epochs(values, settings, epochs):
-    """Training ends after `patience` epochs without an improvement; NaN is none, 0 is a value."""
+    """Training ends after `patience` epochs without an improvement; NaN never improves."""
     assert epochs_of(values, **settings) == epochs
 
 
