@@ -1,4 +1,4 @@
-"""DeepSpeed's own step, reported as MindFormers' tuple."""
+"""DeepSpeed's own training step, with MindFormers' tuple as its result."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -17,22 +17,24 @@ __all__ = ["DeepSpeedCell"]
 
 @final
 class DeepSpeedCell:
-    """One whole update of a DeepSpeed engine: its own step, with MindFormers' tuple.
+    """Do a whole update of a DeepSpeed engine, and return MindFormers' tuple.
 
-    The engine scales, reduces, clips, skips and updates; loss, overflow, loss scale, learning rate
-    and global norm are read from it. It decides on the host, so each update waits for the device.
-    Its step has no place for an average of the weights, local norms, skipped spikes or another
-    loss scale; monitors that need only a ``step_output`` take what it returns.
+    The engine scales, reduces, clips, skips and updates. The cell reads loss, overflow, loss scale,
+    learning rate and global norm from it. DeepSpeed decides on the host, so each update
+    synchronizes with the device. The engine's step cannot have an average of the weights, local
+    norms, skipped spikes or another loss scale. Its result fits monitors that need only a
+    ``step_output``.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned, in bfloat16, float16 or under ZeRO: only
-            there does it look whether gradients are finite.
-        config: What the engine does, to be checked against it; nothing of it is set. The global
-            norm is reported if `use_clip_grad` is set.
+        engine: Engine that ``deepspeed.initialize`` returned, in bfloat16, float16 or under ZeRO:
+            in float32 without ZeRO DeepSpeed does not check whether gradients are finite.
+        config: Settings that the engine must have; they are checked, not set. The global norm is
+            reported if `use_clip_grad` is set.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the engine cannot do what `config` asks for, or does something else.
+        ValueError: If a setting of `config` differs from the engine's, or the engine cannot have
+            it.
     """
 
     def __init__(self, engine: Any, config: StepConfig | None = None) -> None:
@@ -56,11 +58,11 @@ class DeepSpeedCell:
             batch: Keyword arguments of the network.
 
         Returns:
-            MindFormers' 5-tuple, by name.
+            MindFormers' 5-tuple, as a named tuple.
 
         Raises:
             TypeError: If the network returns no loss.
-            ValueError: If a tensor does not split, or the loss is not one element.
+            ValueError: If a tensor cannot be split evenly, or the loss is not one element.
         """
         return self._step(split_calls(inputs, batch, self.engine.gradient_accumulation_steps()))
 
@@ -72,17 +74,20 @@ class DeepSpeedCell:
 
         Raises:
             TypeError: If `micro_batches` is not a sequence, or the network returns no loss.
-            ValueError: If their number is another, or the loss is not one element.
+            ValueError: If there are more or fewer micro-batches, or the loss is not one element.
         """
         calls = calls_of(micro_batches)
         expected = self.engine.gradient_accumulation_steps()
         if len(calls) != expected:
-            msg = f"`micro_batches` must be the engine's {expected}, got {len(calls)}"
+            msg = (
+                f"`micro_batches` must hold the engine's gradient_accumulation_steps of {expected} "
+                f"micro-batches, got {len(calls)}"
+            )
             raise ValueError(msg)
         return self._step(calls)
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput:
-        # Before the engine's step, which lets the schedule advance.
+        # Before the engine's step, which advances the schedule.
         rate = float(self.engine.get_lr()[0])
         losses = []
         for call in calls:
@@ -112,13 +117,13 @@ def _tensor(value: Any, like: Tensor) -> Tensor:
 def _check(engine: Any, config: StepConfig) -> None:
     if not hasattr(engine.optimizer, "overflow"):
         msg = (
-            "`engine` must train in bfloat16, in float16 or under ZeRO, got one that applies "
-            "updates whether gradients are finite or not"
+            "`engine` must train in bfloat16, in float16 or under ZeRO, got an engine that does "
+            "not check whether gradients are finite"
         )
         raise ValueError(msg)
     for name in ("local_norm", "use_skip_data_by_global_norm", "calculate_per_token_loss"):
         if getattr(config, name):
-            msg = f"`{name}` must be False with DeepSpeed, whose own step does not do it, got True"
+            msg = f"`{name}` must be False with DeepSpeed, whose step cannot have it, got True"
             raise ValueError(msg)
     steps = engine.gradient_accumulation_steps()
     if config.gradient_accumulation_steps not in (1, steps):

@@ -1,4 +1,4 @@
-"""What a training step returns: tensors on the training device, detached, never awaited."""
+"""Results of a training step: detached tensors on the training device."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,14 +12,15 @@ __all__ = ["LocalNormStepOutput", "LossScaleStepOutput", "StepOutput", "StepRepo
 class StepOutput(NamedTuple):
     """Result of one update, MindFormers' 5-tuple.
 
-    Making it does not wait for the device; reading a value on the host does.
+    Reading a value on the host synchronizes with the device.
 
     Source: MindFormers, ``MFTrainOneStepCell``.
 
     Attributes:
         loss: Shape ``()``, float32. Unscaled loss of this update on this rank: the mean over its
             micro-batches, or its numerators over its denominators.
-        overflow: Shape ``()``, bool. The gradients of this update were not finite, on any rank.
+        overflow: Shape ``()``, bool. Whether the gradients of this update were not finite on any
+            rank.
         loss_scale: Shape ``()``, float32. Loss scale that the next step uses; a copy.
         learning_rate: Shape ``()``, float32. Rate of the first parameter group in this update.
         global_norm: Shape ``()``, float32. L2 norm of all unscaled, reduced gradients before
@@ -77,13 +78,14 @@ class LossScaleStepOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """Everything that is known of one update; callbacks get it as ``step_report``."""
+    """Report of one update; callbacks get it as ``step_report``."""
 
     output: StepOutput | LocalNormStepOutput
-    """What the cell returned."""
+    """Result that the cell returned."""
 
     skipped: Tensor
-    """Shape ``()``, bool. Weights, optimizer, schedule and average were left as they were."""
+    """Shape ``()``, bool. Whether weights, optimizer, schedule and average were left as they
+    were."""
 
     applied_updates: Tensor
     """Shape ``()``, int64. Updates applied so far, this one included."""
@@ -102,14 +104,15 @@ class StepReport:
 
 
 def named_output(outputs: Any) -> Any:
-    """Return a step's plain tuple with names, as MindFormers' monitors read it; else what it is.
+    """Return a training cell's plain tuple as a named tuple; return anything else unchanged.
 
-    That is a tuple of 3, 4, 5 or 7 values, a loss, a flag and a number first: loss, overflow, loss
-    scale, learning rate, global norm. Does not wait for the device. What follows in a tuple of 7
-    is left out: where it is written for MindFormers, its local norms are sums of squares.
+    A plain tuple has 3, 4, 5 or 7 values in MindFormers' order: loss, overflow, loss scale,
+    learning rate, global norm. The first three must be a tensor, a flag and a number. The last two
+    of 7 values are left out: in a cell that was written for MindFormers, local norms are sums of
+    squares. Does not synchronize with the device.
 
     Args:
-        outputs: What a training cell has returned.
+        outputs: Result of a training cell.
 
     Source: MindFormers, ``MFLossMonitor``, which takes any second value for the flag.
 
@@ -123,7 +126,7 @@ def named_output(outputs: Any) -> Any:
     loss, *others = outputs[:5]
     if not isinstance(loss, Tensor):
         return outputs
-    # A rate for each group, for example, is no number, and left out.
+    # A value that is not one number, such as a rate for each group, becomes None.
     scalars: list[Any] = [_scalar(value, loss.device) for value in others]
     overflow, loss_scale, *rest = scalars
     if overflow is None or overflow.dtype != torch.bool or loss_scale is None:
@@ -134,11 +137,11 @@ def named_output(outputs: Any) -> Any:
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor | None:
-    """Return a number, or a tensor of one, with shape ``()``; ``None`` for anything else."""
+    """Return a number, or a tensor of one element, with shape ``()``; ``None`` for all else."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 else None
     if isinstance(value, (bool, int, float)):
         kind = torch.bool if isinstance(value, bool) else torch.float32
-        # Filled on the device: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host would synchronize with it.
         return torch.full((), value, dtype=kind, device=device)
     return None

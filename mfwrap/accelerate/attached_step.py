@@ -1,4 +1,13 @@
-"""The step that an accelerate loop is attached to."""
+"""`attach`, and the step that it puts behind an accelerate loop.
+
+`AttachedStep` knows accelerate: it follows what the accelerator prepares, builds the updates from
+it, and takes part in ``save_state`` and ``load_state``. The updates themselves are those of
+`mfwrap.accelerate.loop_step.LoopStep`, which does not know accelerate.
+
+Updates cannot be built in `attach`, because nothing is prepared yet. They are built after
+``prepare`` (`AttachedStep.build`), and at the latest at the first backward, when nothing more can
+come: a loop may prepare its optimizer before its model, or call ``prepare`` several times.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +53,7 @@ __all__ = [
 
 @final
 class AttachedStep:
-    """The step behind an accelerate loop; `attach` makes it.
+    """The training step behind an accelerate loop; `attach` returns it.
 
     Source: MindFormers, ``MFTrainOneStepCell``.
     """
@@ -60,7 +69,8 @@ class AttachedStep:
         self.config = config
         """Settings of the step."""
         self.ema = ema if isinstance(ema, ExponentialMovingAverage) else None
-        """The average; ``None`` without one, and before ``prepare`` has let it be made."""
+        """Average of the weights; ``None`` without an average, and before ``prepare`` if a callable
+        makes it."""
         self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
         self._accelerator = accelerator
         self._kind = type(accelerator)
@@ -78,9 +88,11 @@ class AttachedStep:
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
         self.answers_late = False
-        """Whether ``optimizer_step_was_skipped`` says False instead of waiting."""
+        """Whether ``optimizer_step_was_skipped`` is always False. The Trainer asks after every
+        step, and the answer would synchronize with the device each time."""
         self.is_loading = False
-        """Whether states of optimizers are being loaded; steps are the optimizers' own then."""
+        """Whether optimizer states are being loaded. Meanwhile ``optimizer.step()`` is the
+        optimizer's own."""
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._on_save),
             accelerator.register_load_state_pre_hook(self._on_load),
@@ -95,7 +107,7 @@ class AttachedStep:
 
     @property
     def last_report(self) -> StepReport | None:
-        """Everything that is known of the last update; ``None`` before the first."""
+        """Report of the last update; ``None`` before the first."""
         return self.step.last_report
 
     @property
@@ -105,12 +117,12 @@ class AttachedStep:
 
     @property
     def last_reports(self) -> tuple[StepReport | None, ...]:
-        """The last report of each optimizer, in the order in which they were prepared."""
+        """Last report of each optimizer, in the order in which they were prepared."""
         return tuple(window.last_report for window in self.step.windows.values())
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
-        """Names of the groups of local norms, of the first optimizer."""
+        """Names of the first optimizer's groups of local norms."""
         windows = list(self.step.windows.values())
         return windows[0].update.parameters.groups().names if windows else ()
 
@@ -120,10 +132,10 @@ class AttachedStep:
         return self.step.loss_scale.value.clone()
 
     def flush(self) -> None:
-        """Wait for what is pending of the last update: advance schedules, count skips.
+        """Read the results of the last update: advance schedules, count skips.
 
-        Call it at the end of training if ``accelerator.end_training`` is not, and before reading a
-        schedule. ``save_state`` does it by itself.
+        Synchronizes with the device. Call it at the end of training, unless you call
+        ``accelerator.end_training``, and before you read a schedule. ``save_state`` calls it.
 
         Raises:
             RuntimeError: If too many updates in a row were skipped.
@@ -131,12 +143,12 @@ class AttachedStep:
         self.step.flush()
 
     def detach(self) -> None:
-        """Make the accelerator, and what it has prepared, what they would be without the step.
+        """Turn the accelerator, and what it has prepared, back into what accelerate makes.
 
-        Schedules are brought up to date first. Gradients that wait for a step are clipped and,
-        unless the accelerator has a gradient scaler of its own, unscaled. That scaler comes back
-        as it was. A communication hook cannot be taken out of a model: the one before which local
-        norms were taken stays, and they are no longer taken.
+        Schedules advance first. Gradients that wait for a step are clipped and, unless the
+        accelerator has a gradient scaler of its own, unscaled. The gradient scaler comes back as it
+        was. torch cannot remove a communication hook: ours stays in the model, without taking
+        norms.
         """
         accelerator = self._accelerator
         if accelerator.__dict__.get("attachment") is not self:
@@ -161,19 +173,22 @@ class AttachedStep:
             del accelerator.attachment
 
     def see_model(self, prepared: nn.Module) -> None:
-        """Learn of a model in what accelerate has put around it."""
+        """Note the DistributedDataParallel parts of a prepared model."""
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
 
     def build(self, *, final: bool = False) -> None:
-        """Add the optimizers that have been prepared, with the names of their parameters.
+        """Add the prepared optimizers to the step, with the names of their parameters.
+
+        Cheap when there is nothing to add, so it runs before every call that needs the updates.
 
         Args:
-            final: Also those whose parameters are in no model that has been prepared.
+            final: Add optimizers even if their parameters are in no prepared model: no model will
+                follow.
 
         Raises:
-            ValueError: If there is no such model to make an average of, or the average is of
-                something else.
+            ValueError: If there is not exactly one model to average, or the average is of
+                parameters that no optimizer holds.
         """
         models = self._accelerator._models
         if self._make_ema is not None and self.ema is None:
@@ -215,7 +230,7 @@ class AttachedStep:
         )
 
     def clear(self) -> None:
-        """Forget what has been prepared."""
+        """Forget everything that has been prepared."""
         try:
             self.flush()
         finally:
@@ -225,7 +240,10 @@ class AttachedStep:
                 self.ema = None
 
     def saving(self, save: Callable[[], Any]) -> Any:
-        """Save without a gradient scaler where accelerate has none of its own."""
+        """Call accelerate's ``save_state``, without our scaler if accelerate has none of its own.
+
+        accelerate would write a file for the scaler that it could not load without mfwrap.
+        """
         if self.ema is not None:
             self.ema.refuse_inside_swap("save_state")
         self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
@@ -235,7 +253,10 @@ class AttachedStep:
             self._accelerator.scaler = self._scaler
 
     def loading(self, load: Callable[[], Any]) -> Any:
-        """Load without accelerate's gradient scaler, of which the step's files know more."""
+        """Call accelerate's ``load_state`` without a scaler, then load the step's own files.
+
+        They hold more than the scaler's file: the loss scale with its counters.
+        """
         self._accelerator.scaler = None
         self.is_loading = True
         try:
@@ -257,7 +278,8 @@ class AttachedStep:
         """Write loss scale, counts and average into a checkpoint, after a flush.
 
         Args:
-            folder: An existing one; the main process writes.
+            folder: Existing folder of the checkpoint. The main process writes; with sharded
+                weights each rank writes its shards.
             each_node: Let the main process of each node write.
         """
         accelerator = self._accelerator
@@ -272,14 +294,14 @@ class AttachedStep:
     def _on_load(self, models: object, input_dir: str) -> None:
         del models
         self._loaded_folder = Path(input_dir)
-        # Before accelerate has changed anything, so that an error leaves all as it is.
+        # Before accelerate loads anything, so that an error leaves the run as it was.
         self.build(final=True)
         check_saved_step(self._loaded_folder, self.step, self.ema)
 
     def load_files(self, folder: Path) -> None:
-        """Restore what `save_files` wrote; nothing is changed if anything does not fit.
+        """Restore what `save_files` wrote; nothing is changed if any part does not fit.
 
-        Call it when the weights have been loaded: an average that the files lack starts from them.
+        Load the weights first: if the files have no average, it starts from the weights.
 
         Raises:
             FileNotFoundError: If one of the files is missing.
@@ -301,38 +323,47 @@ def attach(
 ) -> AttachedStep:
     """Put MindFormers' training step behind an accelerate loop.
 
-    Called before ``accelerator.prepare``. The loop stays as it is: ``accumulate``, ``backward``,
+    Call it before ``accelerator.prepare``. The loop stays as it is: ``accumulate``, ``backward``,
     ``clip_grad_norm_``, ``clip_grad_value_``, ``unscale_gradients``, ``optimizer.step``,
     ``zero_grad``, ``scheduler.step``, ``optimizer_step_was_skipped``, ``save_state`` and
-    ``load_state`` keep their meaning. In every precision, an update whose gradients are not finite
-    is skipped. ``clip_grad_norm_`` returns the norm of the unscaled gradients before clipping,
-    from the same read that tells overflow and local norms, and the optimizer's own pass clips.
-    Prepared schedules count applied updates only; they advance just before the next update, so
-    ``get_last_lr`` answers with the rate that was last used.
+    ``load_state`` keep their meaning. What changes:
 
-    With torch's fused optimizers nothing of it waits for the device. ``optimizer_step_was_skipped``
-    and a schedule's ``state_dict`` do.
+    - An update whose gradients are not finite is skipped, in any precision: float16, bfloat16 or
+      float32.
+    - ``clip_grad_norm_`` returns the norm of the unscaled gradients before clipping. The read of
+      the gradients that computes it also finds overflow and local norms, and the optimizer clips
+      in its own pass.
+    - Prepared schedules count applied updates only. They advance just before the next update, so
+      ``get_last_lr`` returns the rate that was last used.
+
+    With torch's fused optimizers there is no host-device synchronization in the step.
+    ``optimizer_step_was_skipped`` and a schedule's ``state_dict`` synchronize.
 
     With several optimizers, the loss scale changes when none of them has unused gradients. An
     average whose weights several optimizers hold follows when each has done its update.
 
     Args:
-        accelerator: One that has prepared nothing yet; alone or under DistributedDataParallel.
+        accelerator: Accelerator that has prepared nothing yet; one process,
+            DistributedDataParallel or FSDP2.
         config: Settings of the step. `use_clip_grad` clips where the loop itself does not, and
-            reports the norm; accumulation and the normalisation of losses are the loop's own.
-        ema: Follows the weights after each applied update: an average of the prepared model, or a
-            callable that makes one of it and is called at the end of ``prepare``.
-        scale_sense: The loss scale: a number, a tensor or an update cell. By default the scale of
-            the accelerator's gradient scaler (float16 on CUDA), and 1 if it has none.
-        communication_hook: ``(state, hook)``, which is registered with what ``prepare`` puts in
-            DistributedDataParallel and reduces the gradients once their local norms are taken;
-            ``None`` for the one of the accelerator's ``DistributedDataParallelKwargs``, or else the
-            usual all-reduce.
+            reports the norm. Accumulation and the normalization of losses stay the loop's own.
+        ema: Average that follows the weights after each applied update: an average of the model
+            that is prepared, or a callable that makes one from the prepared model. The callable is
+            called at the end of ``prepare``.
+        scale_sense: Loss scale: a number, a tensor or an update cell. ``None`` takes the scale of
+            the accelerator's gradient scaler (float16 on CUDA), or 1 if it has none.
+        communication_hook: ``(state, hook)``. ``prepare`` registers it with
+            DistributedDataParallel; it reduces the gradients after their local norms are taken.
+            ``None`` takes the hook of the accelerator's ``DistributedDataParallelKwargs``, or else
+            torch's all-reduce.
+
+    Returns:
+        The attached step, with the reports of the updates.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a setting has no meaning in a loop, or the accelerator is of a kind that is
-            not supported.
+        ValueError: If a setting does not apply to a loop, or the accelerator uses DeepSpeed,
+            Megatron-LM, XLA or version 1 of FSDP.
         RuntimeError: If the accelerator is attached already, or has prepared something.
 
     Example:

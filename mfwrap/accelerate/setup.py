@@ -1,4 +1,4 @@
-"""What `attach` checks, and what it finds in what has been prepared."""
+"""Checks of `attach`'s arguments, and names of the parameters that were prepared."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -29,7 +29,7 @@ __all__ = [
 
 
 EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
-"""An average, or what makes one of a prepared model."""
+"""An average, or a callable that makes one from a prepared model."""
 
 _REFUSED = {
     DistributedType.DEEPSPEED: "DeepSpeed, which updates within its own backward",
@@ -41,16 +41,16 @@ _REFUSED = {
 def made_average(
     make: Callable[[nn.Module], ExponentialMovingAverage], models: Sequence[nn.Module]
 ) -> ExponentialMovingAverage:
-    """Return the average that a callable makes of the prepared model.
+    """Return the average that a callable makes from the prepared model.
 
     Raises:
-        TypeError: If it makes something else.
+        TypeError: If the callable returns anything else.
         ValueError: If there is not exactly one model.
     """
     if len(models) != 1:
         msg = (
-            "`ema` must be an average, not a callable, unless exactly one model is trained, got "
-            f"{len(models)} models"
+            "`ema` must be an ExponentialMovingAverage, not a callable, unless exactly one model "
+            f"is trained, got {len(models)} models"
         )
         raise ValueError(msg)
     ema = make(models[0])
@@ -61,7 +61,7 @@ def made_average(
 
 
 def trained_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-    """Return the models of which an optimizer holds a parameter."""
+    """Return the models that have a parameter in an optimizer."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     return [model for model in models if any(id(p) in held for p in model.parameters())]
 
@@ -69,13 +69,13 @@ def trained_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 def named_parameters_of(
     optimizer: Optimizer, models: Sequence[nn.Module]
 ) -> tuple[dict[str, nn.Parameter], bool]:
-    """Return an optimizer's parameters by the names that they have in the prepared models.
+    """Return an optimizer's parameters by their names in the prepared models.
 
-    With parameters of several models, the names begin with the model's number; those that are in
-    none are called ``outside``.
+    Names begin with ``model_<number>.`` if the parameters are of several models. A parameter that
+    is in no model is named ``outside.<number>``.
 
     Returns:
-        The parameters by name, and whether all of them are in models.
+        Parameters by name, and whether all of them are in models.
     """
     outside = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     found: dict[str, dict[str, nn.Parameter]] = {}
@@ -95,7 +95,7 @@ def named_parameters_of(
 def check_arguments(
     accelerator: object, config: object, ema: object, communication_hook: object
 ) -> None:
-    """Raise what `attach` says it raises."""
+    """Raise the errors that the docstring of `attach` lists."""
     if not isinstance(accelerator, Accelerator):
         msg = f"`accelerator` must be an accelerate.Accelerator, got {described(accelerator)}"
         raise TypeError(msg)
@@ -104,15 +104,15 @@ def check_arguments(
         raise TypeError(msg)
     if ema is not None and not isinstance(ema, ExponentialMovingAverage) and not callable(ema):
         msg = (
-            "`ema` must be an ExponentialMovingAverage, a callable that makes one of the prepared "
-            f"model, or None, got {described(ema)}"
+            "`ema` must be an ExponentialMovingAverage, a callable that makes one from the "
+            f"prepared model, or None, got {described(ema)}"
         )
         raise TypeError(msg)
     if "attachment" in accelerator.__dict__:
-        msg = "`accelerator` must not be attached twice; call `detach` of the first step before"
+        msg = "`accelerator` is attached already; call `detach` of the first step before"
         raise RuntimeError(msg)
     if accelerator._optimizers or accelerator._models or accelerator._schedulers:
-        msg = "`attach` must be called before `accelerator.prepare`, got one that has prepared"
+        msg = "`attach` must be called before `accelerator.prepare`, got called after it"
         raise RuntimeError(msg)
     _check_settings(accelerator, config)
     handler = accelerator.ddp_handler
@@ -126,8 +126,8 @@ def check_arguments(
 def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
     if config.calculate_per_token_loss:
         msg = (
-            "`calculate_per_token_loss` must be False in a loop that calls backward with losses "
-            "of its own, got True"
+            "`calculate_per_token_loss` must be False in a loop, which computes its losses itself, "
+            "got True"
         )
         raise ValueError(msg)
     steps = accelerator.gradient_accumulation_steps
@@ -149,10 +149,10 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
 
 
 def scale_of(accelerator: Accelerator) -> ScaleSense:
-    """Return the loss scale that an accelerator has by itself; 1 if it has none.
+    """Return the loss scale of the accelerator's own gradient scaler; 1 if it has none.
 
     Raises:
-        ValueError: If it trains in float16 and has none.
+        ValueError: If the accelerator trains in float16 without a gradient scaler.
     """
     scaler = accelerator.scaler
     if scaler is not None:
@@ -160,8 +160,8 @@ def scale_of(accelerator: Accelerator) -> ScaleSense:
         return DynamicLossScaleUpdateCell.from_grad_scaler(scaler) if is_used else 1.0
     if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
         msg = (
-            "`scale_sense` must be given with an accelerator in fp16 whose gradient scaler has "
-            "been taken out, got none"
+            "`scale_sense` must be given for an accelerator that trains in fp16 without a gradient "
+            "scaler (another step may have removed it)"
         )
         raise ValueError(msg)
     return 1.0
@@ -173,13 +173,13 @@ def refuse_second_hook(
     """Raise ``ValueError`` if a communication hook is given in two ways.
 
     Args:
-        of_handler: What accelerate's handler has, in words or as it is; ``None`` for none.
-        communication_hook: What `attach` was given.
+        of_handler: Hook of accelerate's handler, or its name; ``None`` for none.
+        communication_hook: Hook that `attach` was given; ``None`` for none.
     """
     if of_handler is not None and communication_hook is not None:
         msg = (
-            "`communication_hook` must be None with an accelerator whose "
-            f"DistributedDataParallelKwargs have a `comm_hook`, got both, the latter {of_handler}"
+            "`communication_hook` must be None if the accelerator's DistributedDataParallelKwargs "
+            f"have a `comm_hook`, got both; its `comm_hook` is {of_handler}"
         )
         raise ValueError(msg)
 
@@ -187,11 +187,11 @@ def refuse_second_hook(
 def attached_handler_class(
     kind: type, communication_hook: CommunicationHook | None = None
 ) -> type[Any]:
-    """Return the subclass of accelerate's handler whose hook comes after the local norms.
+    """Return the subclass of accelerate's handler that takes local norms before its hook.
 
     Args:
-        kind: The class of the handler, ``DistributedDataParallelKwargs``.
-        communication_hook: For a handler that has none.
+        kind: Class of the handler, ``DistributedDataParallelKwargs``.
+        communication_hook: Hook for a handler that has none.
     """
 
     def register_comm_hook(handler: Any, model: DistributedDataParallel) -> None:
@@ -205,7 +205,7 @@ def attached_handler_class(
 
 @final
 class _Recorder:
-    """Takes a communication hook in a model's place: which one it is only accelerate knows."""
+    """Stand in for a model, to learn which communication hook accelerate would register."""
 
     hook: CommunicationHook | None = None
 

@@ -1,4 +1,4 @@
-"""What a step in a loop keeps, beside accelerate's own files of a checkpoint."""
+"""The step's own files in a checkpoint of accelerate: loss scale, counts and average."""
 
 import warnings
 from pathlib import Path
@@ -16,12 +16,12 @@ __all__ = ["check_saved_step", "load_step", "save_step"]
 
 
 def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
-    """Write loss scale, counts and average, after a flush; every process calls it.
+    """Write loss scale, counts and average, after a flush; every process must call it.
 
     Args:
-        folder: Of the checkpoint.
-        step: What is saved.
-        is_writer: Whether this process writes what all of them have.
+        folder: Folder of the checkpoint.
+        step: Step to save.
+        is_writer: Whether this process writes the values that all processes share.
     """
     # First, because it flushes.
     state = step.state_dict()
@@ -35,12 +35,14 @@ def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
 
 
 def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Raise what `load_step` would, before anything has changed; nothing without files of a step.
+    """Raise the errors that `load_step` would raise, before anything changes.
+
+    A checkpoint without files of a step passes.
 
     Args:
-        folder: Of the checkpoint.
-        step: What is to be restored.
-        ema: Its average; ``None`` for none.
+        folder: Folder of the checkpoint.
+        step: Step to restore.
+        ema: Average of the step; ``None`` for none.
     """
     if has_step_files(folder):
         state = read_step_files(folder, step.state_dict())
@@ -48,12 +50,13 @@ def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage
 
 
 def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Restore what `save_step` wrote, or begin from a checkpoint that was written without a step.
+    """Restore what `save_step` wrote, or start from a checkpoint that was written without a step.
 
     Args:
-        folder: Of the checkpoint, whose weights have been loaded.
-        step: What is restored; nothing of it is changed if anything does not fit.
-        ema: Its average; ``None`` for none. One that the files lack starts from the weights.
+        folder: Folder of the checkpoint. Load its weights first.
+        step: Step to restore; it does not change if any part does not fit.
+        ema: Average of the step; ``None`` for none. If the files have no average, it starts from
+            the weights.
 
     Raises:
         FileNotFoundError: If one of the files is missing.
@@ -82,9 +85,9 @@ def _fitting(
     *,
     warns: bool = False,
 ) -> dict[str, Any]:
-    """Return a state with what this run keeps and the checkpoint does not."""
+    """Complete a saved state with the parts that this run has and the checkpoint lacks."""
     if ema is None and "ema" in state:
-        msg = f"`ema` must be given to go on from {folder}, which has an average, got none"
+        msg = f"`ema` must be given to go on from {folder}, which has an average, got None"
         raise ValueError(msg)
     fitting = dict(state)
     if ema is not None:
@@ -94,14 +97,15 @@ def _fitting(
         fitting["loss_scale"] = present
         if warns:
             warnings.warn(
-                f"the loss scale in {folder} is of another kind: it starts anew",
+                f"the loss scale in {folder} was changed by another kind of update cell: the loss "
+                "scale starts from its initial value",
                 stacklevel=callers_stacklevel(),
             )
     return fitting
 
 
 def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
-    """Return a state to begin with from a checkpoint that was written without the step."""
+    """Return the initial state for a checkpoint that was written without the step."""
     warnings.warn(
         f"no state of the step in {folder}, written without it: counts start from zero",
         stacklevel=callers_stacklevel(),
@@ -114,11 +118,11 @@ def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
     scaler = folder / "scaler.pt"
     if scaler.exists():
         saved = torch.load(scaler, weights_only=True)
-        # A scaler that is switched off saves nothing.
+        # A disabled GradScaler saves an empty dict.
         state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
         counters = state["loss_scale"]["update_cell"]
         if isinstance(step.loss_scale.update_cell, DynamicLossScaleUpdateCell):
-            # torch counts steps since the scale changed from 0, MindSpore from 1.
+            # torch counts the steps since the scale changed from 0, MindSpore from 1.
             counters["cur_iter"].fill_(saved.get("_growth_tracker", 0) + 1)
             counters["last_overflow_iter"].zero_()
     return state

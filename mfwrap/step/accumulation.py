@@ -1,4 +1,4 @@
-"""The half of a training step up to backward: micro-batches to gradients."""
+"""The half of a training step up to backward: from micro-batches to gradients."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ __all__ = ["Accumulated", "GradientAccumulation"]
 
 
 class Accumulated(NamedTuple):
-    """What the micro-batches of one update leave beside their gradients."""
+    """Result of the micro-batches of one update; the gradients are in ``parameter.grad``."""
 
     loss: Tensor
-    """Shape ``()``, float32, detached: unscaled loss of this rank."""
+    """Unscaled loss of this rank, detached, shape ``()``, float32."""
 
     normalizer: Normalizer | None
-    """What the gradients are still to be divided by; ``None`` if nothing."""
+    """Divisor that the gradients still lack beside the loss scale; ``None`` for 1."""
 
 
 @final
@@ -34,10 +34,11 @@ class GradientAccumulation:
     """Run forward and backward of every micro-batch; reduce gradients on the last one only.
 
     Args:
-        network: The network that is called, in DistributedDataParallel, sharded, or neither.
+        network: Network to call, with or without DistributedDataParallel or ``fully_shard``.
         per_token: Divide the sum of numerators by the sum of denominators instead of averaging
             the losses of the micro-batches.
-        accelerator: Its autocast, ``no_sync`` and gradient state are used; ``None`` for none.
+        accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used; ``None``
+            for none.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class GradientAccumulation:
         self._accelerator = accelerator
         self._distributed_parts = distributed_parts(network)
         self.sharded_parts = ShardedParts(network)
-        """Where ``fully_shard`` reduces gradients."""
+        """Parts of the network that ``fully_shard`` has sharded."""
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
         )
@@ -56,8 +57,8 @@ class GradientAccumulation:
         """Add the scaled gradients of all micro-batches to the parameters' ``grad``.
 
         Args:
-            calls: At least one.
-            loss_scale: Shape ``()``, float32.
+            calls: One call of the network for each micro-batch, at least one.
+            loss_scale: Loss scale, shape ``()``, float32.
 
         Raises:
             TypeError: If the network returns no loss.
@@ -76,12 +77,12 @@ class GradientAccumulation:
             raise
         finally:
             if self._accelerator is not None:
-                # accelerate's scheduler stands still while gradients are not reduced.
+                # accelerate's scheduler does not advance while this is False.
                 self._accelerator.sync_gradients = True
         return self._accumulated(parts)
 
     def _backward(self, part: LossParts, loss_scale: Tensor, num_micro_batches: int) -> None:
-        # Float32 before the product: a float16 loss times the scale would overflow at once.
+        # Multiply in float32: a float16 loss times the scale would overflow.
         numerator = part.numerator.float()
         share = 1 if part.denominator is not None else num_micro_batches
         with torch.autocast(numerator.device.type, enabled=False):
@@ -97,7 +98,12 @@ class GradientAccumulation:
         return Accumulated(total / local, self._normalizer(local))
 
     def _normalizer(self, local: Tensor) -> Normalizer:
-        """Return the divisor of gradients that ranks have averaged."""
+        """Return the divisor of gradients that were averaged over ranks.
+
+        The sum of numerators over all ranks must be divided by the sum of denominators over all
+        ranks. The reduction has divided by the number of ranks, so the rest of the divisor is the
+        sum of denominators divided by that number.
+        """
         if not self._distributed_parts:
             is_partial = bool(self.sharded_parts.units)
             reduced = local / self.sharded_parts.divisor if is_partial else local
@@ -113,7 +119,7 @@ class GradientAccumulation:
             if self._accelerator is not None:
                 self._accelerator.sync_gradients = last
             self.sharded_parts.reduce_gradients(now=last)
-            # Also when this raises: what others do with the network is reduced as usual.
+            # Also if a micro-batch raises: later backward passes of other callers must reduce.
             stack.callback(self.sharded_parts.reduce_gradients, now=True)
             if not last:
                 for part in self._distributed_parts:

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 class _NotGiven(float):
-    """The default loss scale, told apart from the same number given by the caller."""
+    """Type of the default loss scale, to tell it from the same number given by the caller."""
 
 
 DEFAULT_SCALE = _NotGiven(1.0)
-"""What `MFTrainOneStepCell` has for its `scale_sense` if none is given."""
+"""Default of `MFTrainOneStepCell`'s `scale_sense`."""
 
 
 def check_accumulation(accelerator: "Accelerator", steps: int) -> None:
-    """Raise ``ValueError`` if an accelerator accumulates over another number of micro-batches."""
+    """Raise ``ValueError`` if the accelerator accumulates another number of micro-batches."""
     if accelerator.gradient_accumulation_steps != steps:
         msg = (
             "`gradient_accumulation_steps` must be the accelerator's "
@@ -58,10 +58,11 @@ def check_accumulation(accelerator: "Accelerator", steps: int) -> None:
 
 
 def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") -> ScaleSense:
-    """Return the accelerator's loss scale if none was given, as an update cell.
+    """Return `scale_sense`, or the accelerator's loss scale if the caller gave none.
 
     Raises:
-        ValueError: If it trains in float16 and has none.
+        ValueError: If none was given and the accelerator trains in float16 without a gradient
+            scaler.
     """
     if isinstance(scale_sense, _NotGiven) and accelerator is not None:
         scaler = accelerator.scaler
@@ -69,30 +70,31 @@ def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") 
             return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
         if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
             msg = (
-                "`scale_sense` must be given with an accelerator in fp16 whose gradient scaler "
-                "another cell has taken, got none"
+                "`scale_sense` must be given for an accelerator that trains in fp16 without a "
+                "gradient scaler (another cell may have removed it)"
             )
             raise ValueError(msg)
     return scale_sense
 
 
 def remove_grad_scaler(accelerator: "Accelerator") -> None:
-    """Take out accelerate's gradient scaler, which would scale a second time."""
+    """Remove accelerate's gradient scaler, which would scale a second time."""
     accelerator.scaler = None
-    # accelerate keeps no public list of what it has prepared.
+    # accelerate has no public list of the optimizers that it has prepared.
     for optimizer in accelerator._optimizers:
         optimizer.scaler = None
 
 
 def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
-    """Let an accelerator call a cell's method before it saves, as long as the cell lives.
+    """Let an accelerator call a cell's method before it saves.
 
-    accelerate writes schedules before it asks the cell for its state. It keeps what it calls to its
-    own end, and a cell must not live that long: its network would outlive its group of processes.
+    accelerate writes schedules before it asks the cell for its state, so the schedule must advance
+    first. The accelerator keeps its hooks forever, so it gets a weak reference: otherwise the cell
+    and its network would live until after the process group is destroyed.
 
     Args:
-        accelerator: Saves.
-        flush: A bound method.
+        accelerator: Accelerator that saves.
+        flush: Bound method of the cell.
     """
     method = weakref.WeakMethod(flush)
 
@@ -105,14 +107,16 @@ def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> 
 
 
 class MFTrainOneStepCell(LossScaleHooks):
-    """One whole update of a network: MindFormers' training step.
+    """Do a whole update of a network in one call: MindFormers' training step.
 
-    A call does forward and backward of every micro-batch with the loss scaled, one read of the
-    gradients for norms and overflow, the change of the loss scale, and, unless the update is
-    skipped, the optimizer on unscaled and clipped gradients, the schedule and the average of the
-    weights. With torch's fused optimizers nothing of it waits for the device; with any other
-    optimizer one flag is read. An update is skipped in every precision when a gradient is not
-    finite.
+    A call runs forward and backward of each micro-batch with the loss scaled, and reads the
+    gradients once for norms and overflow. It then updates the weights from unscaled and clipped
+    gradients, and after them the schedule and the average of the weights; or it skips all three.
+    An update is skipped when a gradient is not finite, in any precision: float16, bfloat16 or
+    float32. The loss scale follows in both cases.
+
+    With torch's fused optimizers there is no host-device synchronization in the step. With any
+    other optimizer the step reads one flag on the host.
 
     The cell owns neither network nor data, moves no data and does not change train or eval mode.
 
@@ -123,33 +127,33 @@ class MFTrainOneStepCell(LossScaleHooks):
             a tuple that begins with the loss, or, with `calculate_per_token_loss`,
             ``(numerator, denominator)``.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        use_clip_grad: As `StepConfig`, like all settings that are not described here.
-        max_grad_norm: As `StepConfig`.
-        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell;
-            ``None``, of a manager with ``drop_overflow_update=False``, is a loss scale of 1, and
-            updates that are not finite are skipped all the same.
-        local_norm: As `StepConfig`.
-        accelerator: Its autocast, ``no_sync`` and gradient state are used. Its gradient scaler,
-            if it has one, is taken out, and its scale taken over if `scale_sense` is not given.
-        gradient_accumulation_steps: As `StepConfig`.
-        lr_scheduler: Stepped once per applied update, before the next one. `flush` steps it for
-            the last update.
-        ema: Follows the weights after each applied update.
-        calculate_per_token_loss: As `StepConfig`. A Hugging Face model whose forward takes
-            ``num_items_in_batch`` has its targets counted.
-        use_skip_data_by_global_norm: As `StepConfig`.
-        global_norm_spike_threshold: As `StepConfig`.
-        local_norm_groups: As `StepConfig`.
-        max_consecutive_skips: As `StepConfig`.
-        communication_hook: ``(state, hook)``, which is registered with the network's
-            DistributedDataParallel and reduces the gradients once their local norms are taken;
-            ``None`` for its own all-reduce.
+        use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
+        max_grad_norm: See `StepConfig`.
+        scale_sense: Loss scale: a number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale
+            update cell. ``None``, which a manager with ``drop_overflow_update=False`` gives, is a
+            loss scale of 1; updates that are not finite are skipped also then.
+        local_norm: See `StepConfig`.
+        accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used. Its
+            gradient scaler is removed; the cell takes over its scale if `scale_sense` is not given.
+        gradient_accumulation_steps: See `StepConfig`.
+        lr_scheduler: Schedule that is stepped once for each applied update, just before the next
+            one. `flush` steps it for the last update.
+        ema: Average that follows the weights after each applied update.
+        calculate_per_token_loss: See `StepConfig`. The targets of a Hugging Face model are counted
+            if its forward takes ``num_items_in_batch``.
+        use_skip_data_by_global_norm: See `StepConfig`.
+        global_norm_spike_threshold: See `StepConfig`.
+        local_norm_groups: See `StepConfig`.
+        max_consecutive_skips: See `StepConfig`.
+        communication_hook: ``(state, hook)``. It is registered with the network's
+            DistributedDataParallel and reduces the gradients after their local norms are taken.
+            ``None`` keeps torch's all-reduce.
 
     Raises:
-        RuntimeError: If local norms are asked for, or a communication hook is given, and the
-            network has another communication hook.
+        RuntimeError: If `local_norm` or `communication_hook` is given and the network has another
+            communication hook already.
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or two do not go together.
+        ValueError: If an argument is out of range, or two arguments contradict each other.
 
     Example:
         >>> import torch
@@ -211,7 +215,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         self.ema = ema
         inner = checked_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
-        """What is stepped, which has a state of its own; ``None`` for none."""
+        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)
         if ema is not None:
             _check_average(ema, parameters)
@@ -227,7 +231,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         if calculate_per_token_loss:
             self._accumulate.sharded_parts.check_per_token(parameters.reduction)
         self._update.agreement = agreement_of(parts, parameters.tensors)
-        # Last of what may raise, because a communication hook cannot be taken out again.
+        # After everything that may raise, because a communication hook cannot be removed again.
         self._update.local_squares = sharded_local_squares_of(
             self._accumulate.sharded_parts,
             parameters.tensors,
@@ -240,7 +244,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             remove_grad_scaler(accelerator)
             flush_before_save(accelerator, self.flush)
         self.last_report: StepReport | None = None
-        """Everything that is known of the last update; ``None`` before the first."""
+        """Report of the last update; ``None`` before the first."""
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
@@ -250,22 +254,22 @@ class MFTrainOneStepCell(LossScaleHooks):
     def __call__(self, *inputs: Any, **batch: Any) -> StepOutput | LocalNormStepOutput:
         """Do one update from one batch.
 
-        With ``gradient_accumulation_steps=k`` tensors with at least one dimension are split along
-        the first into ``k`` micro-batches; anything else goes to every one.
+        With ``gradient_accumulation_steps=k``, tensors with at least one dimension are split along
+        the first dimension into ``k`` micro-batches. Everything else goes to each micro-batch.
 
         Args:
             inputs: Positional arguments of the network.
             batch: Keyword arguments of the network.
 
         Returns:
-            MindFormers' 5-tuple, or with `local_norm` the 7-tuple, by name. Making it does not
-            wait for the device.
+            MindFormers' 5-tuple, or with `local_norm` the 7-tuple, as a named tuple of tensors on
+            the device. Returning it does not synchronize with the device.
 
         Raises:
             RuntimeError: If too many updates in a row were skipped, no parameter has a gradient,
                 or the optimizer's parameters have changed.
             TypeError: If the network returns no loss, or a gradient is sparse.
-            ValueError: If a tensor does not split, or the loss is not one element.
+            ValueError: If a tensor cannot be split evenly, or the loss is not one element.
         """
         return self._step(split_calls(inputs, batch, self.config.gradient_accumulation_steps))
 
@@ -273,17 +277,18 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Do one update from micro-batches as a data loader yields them.
 
         Args:
-            micro_batches: At least one, of any sizes. A mapping becomes keywords of the network,
-                a tuple its positional arguments, anything else its one argument. (A list, which
-                torch's default collation makes of tuples, is one argument: pass ``tuple(batch)``.)
+            micro_batches: At least one micro-batch, of any size. A mapping becomes keywords of the
+                network, a tuple its positional arguments, anything else its one argument. (A list
+                is one argument, also the list that torch's default collation makes of tuples: pass
+                ``tuple(batch)``.)
 
         Returns:
-            As a call of the cell.
+            The same as a call of the cell.
 
         Raises:
-            RuntimeError: As a call of the cell.
-            TypeError: If `micro_batches` is not a sequence, and as a call of the cell.
-            ValueError: If `micro_batches` is empty, and as a call of the cell.
+            RuntimeError: In the same cases as a call of the cell.
+            TypeError: If `micro_batches` is not a sequence, or in the same cases as a call.
+            ValueError: If `micro_batches` is empty, or in the same cases as a call.
         """
         return self._step(calls_of(micro_batches))
 
@@ -293,14 +298,15 @@ class MFTrainOneStepCell(LossScaleHooks):
             accumulated = self._accumulate(calls, self._loss_scale.value)
             self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
-            # Also when forward or backward raised: half a step must not leak into the next.
+            # Also if forward or backward raises: gradients of half a step must not be left over.
             self._update.release_gradients()
         return self.last_report.output
 
     def flush(self) -> None:
-        """Wait for what is pending of the last update: step the schedule, count skips.
+        """Read the results of the last update: step the schedule, count skips.
 
-        Call it at the end of training, and before a schedule is saved or read.
+        Synchronizes with the device. Call it at the end of training, and before you save or read a
+        schedule.
 
         Raises:
             RuntimeError: If too many updates in a row were skipped.
@@ -311,8 +317,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Return the cell's own state, after a flush: loss scale, counters, average.
 
         Returns:
-            A nested dict of tensors and numbers, for ``torch.save`` and
-            ``torch.load(weights_only=True)``. Network, optimizer and schedule have their own.
+            A nested dict of tensors and numbers, which ``torch.save`` writes and
+            ``torch.load(weights_only=True)`` reads. It does not hold the state of network,
+            optimizer and schedule.
         """
         # First, because it flushes.
         counts = self._update.counts.state_dict()
@@ -322,9 +329,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+        """Restore what `state_dict` returned; nothing is changed if any part does not fit.
 
-        What is pending of the last update is dropped.
+        Results of the last update that have not been read yet are dropped.
 
         Raises:
             KeyError: If a key is missing or unknown.
@@ -344,7 +351,9 @@ class MFTrainOneStepCell(LossScaleHooks):
 def _check_average(ema: ExponentialMovingAverage, parameters: TrainedParameters) -> None:
     ema.check_placement()
     if not ema.follows(parameters.tensors):
-        msg = "`ema` must average parameters that are trained here, got an average of others"
+        msg = (
+            "`ema` must average parameters that the cell trains, got an average of other parameters"
+        )
         raise ValueError(msg)
 
 

@@ -1,4 +1,4 @@
-"""Groups of gradients, and clipping."""
+"""Clipping: the rule of the training step, and MindSpore's two functions."""
 
 from typing import TypeVar
 
@@ -20,10 +20,10 @@ _Tensors = TypeVar("_Tensors", Tensor, list[Tensor], tuple[Tensor, ...])
 
 
 def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:
-    """Return ``min(1, max_norm / (global_norm + 1e-6))``, as torch's ``clip_grad_norm_`` has it.
+    """Return ``min(1, max_norm / (global_norm + 1e-6))``, the rule of torch's ``clip_grad_norm_``.
 
     Args:
-        global_norm: Shape ``()``.
+        global_norm: Norm of all gradients, shape ``()``.
         max_norm: Largest norm, > 0; ``inf`` never clips.
     """
     return (max_norm / (global_norm + 1e-6)).clamp(max=1.0)
@@ -46,7 +46,7 @@ def clip_by_global_norm(
     Returns:
         New tensors with the dtypes of `x`, in a container of the same kind. If the norm is
         infinite, finite elements become 0 and infinite ones nan; if it is nan, finite elements
-        stay. Does not wait for the device.
+        stay. Does not synchronize with the device.
 
     Raises:
         TypeError: If `x` is not a list or tuple of tensors, or `clip_norm` is not a number.
@@ -72,7 +72,7 @@ def clip_by_global_norm(
         msg = f"`use_norm` must be None, got {use_norm!r}"
         raise ValueError(msg)
     norm = square_of_all(x, x[0].device).sqrt()
-    # `where`, because `maximum` would turn a nan norm into a nan factor.
+    # Not `maximum`, which would turn a nan norm into a nan factor.
     factor = clip_norm / torch.where(norm > clip_norm, norm, float(clip_norm))
     clipped = [(tensor * on_device(factor, tensor.device)).to(tensor.dtype) for tensor in x]
     return clipped if isinstance(x, list) else tuple(clipped)
@@ -89,9 +89,9 @@ def clip_by_value(
 
     Args:
         x: A tensor, or a list or tuple of tensors; not changed.
-        clip_value_min: Lower bound, ``None`` for none.
-        clip_value_max: Upper bound, ``None`` for none. If it is below `clip_value_min`, every
-            element becomes it.
+        clip_value_min: Lower bound; ``None`` for none.
+        clip_value_max: Upper bound; ``None`` for none. If it is below `clip_value_min`, every
+            element becomes `clip_value_max`.
 
     Returns:
         New tensors with the shapes and dtypes of `x`, in a container of the same kind.
@@ -121,7 +121,7 @@ def clip_by_value(
 
 
 def _clamped(x: Tensor, lowest: Tensor | float | None, highest: Tensor | float | None) -> Tensor:
-    # Two calls, because torch.clamp takes no mixture of a tensor and a number.
+    # Two calls, because torch.clamp does not take a tensor together with a number.
     above = x if lowest is None else torch.clamp(x, min=lowest)
     return (above if highest is None else torch.clamp(above, max=highest)).to(x.dtype)
 

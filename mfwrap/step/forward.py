@@ -1,4 +1,4 @@
-"""How the loss is read from what a network returns."""
+"""Call the network on micro-batches, and read the loss from its output."""
 
 import inspect
 from collections import deque
@@ -24,22 +24,22 @@ _IGNORED_LABEL = -100
 
 
 class NetworkCall(NamedTuple):
-    """Arguments of one call of the network."""
+    """Arguments of one call of the network: one micro-batch."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
 
 def calls_of(micro_batches: Sequence[Any]) -> list[NetworkCall]:
-    """Read micro-batches as a data loader yields them.
+    """Turn micro-batches, as a data loader yields them, into calls of the network.
 
     Args:
-        micro_batches: At least one. A mapping becomes keywords, a tuple positional arguments,
-            anything else one argument.
+        micro_batches: At least one micro-batch. A mapping becomes keywords, a tuple positional
+            arguments, anything else one argument.
 
     Raises:
         TypeError: If `micro_batches` is not a sequence.
-        ValueError: If it is empty.
+        ValueError: If `micro_batches` is empty.
     """
     if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str):
         msg = f"`micro_batches` must be a sequence, got {type(micro_batches).__name__}"
@@ -60,12 +60,12 @@ def split_calls(
     Args:
         arguments: Positional arguments.
         keywords: Keyword arguments.
-        num_micro_batches: Tensors with at least one dimension, also those in mappings, lists and
-            tuples, are split along the first in this many parts; anything else goes to every
-            micro-batch.
+        num_micro_batches: Number of parts. Tensors with at least one dimension are split along the
+            first dimension, also inside of mappings, lists and tuples. Everything else goes to
+            each micro-batch.
 
     Raises:
-        ValueError: If a tensor's first dimension does not divide.
+        ValueError: If a tensor's first dimension is not divisible by `num_micro_batches`.
     """
     if num_micro_batches == 1:
         return [NetworkCall(arguments, keywords)]
@@ -86,26 +86,26 @@ def split_calls(
 
 
 class Normalizer(NamedTuple):
-    """What summed losses are divided by; zero stands for a batch without targets."""
+    """Divisor of summed losses; zero for a batch without targets."""
 
     reduced: Tensor
-    """Shape ``()``, float32: for the gradients as they are, reduced over ranks."""
+    """Divisor of the gradients after their reduction over ranks, shape ``()``, float32."""
 
     local: Tensor
-    """Shape ``()``, float32: for this rank's own gradients."""
+    """Divisor of this rank's own gradients, shape ``()``, float32."""
 
     is_partial: bool = False
-    """Whether `reduced` is still to be summed over the ranks that gradients are sharded over."""
+    """Whether `reduced` must still be summed over the ranks that hold shards."""
 
 
 class LossParts(NamedTuple):
     """Loss of one micro-batch."""
 
     numerator: Tensor
-    """Shape ``()``, of the network's dtype, with its graph: what is differentiated."""
+    """Tensor to differentiate, with its graph, shape ``()``, in the network's dtype."""
 
     denominator: Tensor | None
-    """Shape ``()``, float32, detached; ``None`` if the numerator is a mean already."""
+    """Number of targets, detached, shape ``()``, float32; ``None`` if `numerator` is a mean."""
 
 
 @final
@@ -113,8 +113,8 @@ class MeanLoss:
     """Call a network that returns the mean loss of its micro-batch.
 
     Args:
-        network: Returns a tensor of one element, an output with a ``loss``, or a tuple that
-            begins with the loss.
+        network: Network that returns a tensor of one element, an output with a ``loss``, or a
+            tuple that begins with the loss.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -132,15 +132,15 @@ class MeanLoss:
 
 @final
 class PerTokenLoss:
-    """Call a network for the sum of its token losses and their number.
+    """Call a network for the sum of its token losses and the number of targets.
 
     A Hugging Face model is called with ``num_items_in_batch`` 1, which makes its loss a sum, and
-    its targets are counted as ``Trainer._get_num_items_in_batch`` does. Any other network returns
-    ``(numerator, denominator)``.
+    its targets are counted as ``Trainer._get_num_items_in_batch`` does. Any other network must
+    return ``(numerator, denominator)``.
 
     Args:
-        network: The network that is called.
-        inspected: The same without wrappers, for its signature.
+        network: Network to call.
+        inspected: The same network without wrappers, to look at its signature.
 
     Raises:
         ValueError: If a Hugging Face model adds the auxiliary loss of a router.
@@ -155,9 +155,9 @@ class PerTokenLoss:
             getattr(model, "config", None), "output_router_logits", False
         ):
             msg = (
-                "`calculate_per_token_loss` must be False for a model that adds a router's loss to "
-                f"its own, which would be divided by the tokens, too, got {self._model_name} with "
-                "config.output_router_logits=True"
+                "`calculate_per_token_loss` must be False for a model that adds a router's loss, "
+                "which would be divided by the number of tokens, too; got "
+                f"{self._model_name} with config.output_router_logits=True"
             )
             raise ValueError(msg)
         self._divides_by_it: bool | None = None
@@ -168,15 +168,15 @@ class PerTokenLoss:
         """Run the forward pass.
 
         Raises:
-            TypeError: If the network returns no loss, or not a pair, or is a Hugging Face model
-                that returns a mean whatever it is called with.
-            ValueError: If a part is not one element, depends on no trainable parameter, or a
-                Hugging Face model gets no ``labels``.
+            TypeError: If the network returns no loss or no pair, or if it is a Hugging Face model
+                that accepts ``num_items_in_batch`` and returns a mean.
+            ValueError: If the numerator or denominator is not one element, the numerator depends
+                on no trainable parameter, or a Hugging Face model gets no ``labels``.
         """
         if not self._counts_targets:
             return _pair_of(self._network(*call.arguments, **call.keywords))
         labels = self._targets(call)
-        # Float32 also where a program has set another default.
+        # With dtype, because a program may have set another default.
         one = torch.ones((), dtype=torch.float32, device=labels.device)
         one.requires_grad_(self._divides_by_it is None)
         output = self._network(*call.arguments, **call.keywords, num_items_in_batch=one)
@@ -186,21 +186,21 @@ class PerTokenLoss:
         if not self._divides_by_it:
             msg = (
                 "`network` must divide its loss by `num_items_in_batch` or return (numerator, "
-                f"denominator) with calculate_per_token_loss=True, got {self._model_name}, which "
-                "takes the number and returns a mean all the same"
+                f"denominator) with calculate_per_token_loss=True, got {self._model_name}, whose "
+                "forward accepts the number and ignores it"
             )
             raise TypeError(msg)
         return LossParts(numerator, labels.ne(_IGNORED_LABEL).sum().float())
 
     def _targets(self, call: NetworkCall) -> Tensor:
-        """Return the labels that the loss is computed for."""
+        """Return the labels that the loss is computed from."""
         named = dict(zip(self._parameter_names, call.arguments, strict=False)) | call.keywords
         shifted: Tensor | None = named.get("shift_labels")
         if shifted is not None:
             return shifted
         labels: Tensor | None = named.get("labels")
         if labels is None:
-            msg = f"`labels` must be given to count targets, got {sorted(named)}"
+            msg = f"the batch must have `labels` to count targets, got {sorted(named)}"
             raise ValueError(msg)
         return labels[..., 1:] if self._shifts_labels else labels
 
@@ -245,8 +245,8 @@ def _loss_of(output: Any) -> Tensor:
     if loss is None:
         msg = (
             "`network` must return a loss: a tensor of one element, an output with `loss`, or a "
-            f"tuple that begins with it; got {type(output).__name__} without one (a Hugging Face "
-            "model computes it when it gets `labels`)"
+            f"tuple that begins with the loss; got {type(output).__name__} without a loss (a "
+            "Hugging Face model computes it if the batch has `labels`)"
         )
         raise TypeError(msg)
     return _differentiable("loss", loss)
@@ -280,32 +280,35 @@ def _one_element(name: str, value: Any) -> Tensor:
 def _differentiable(name: str, value: Any) -> Tensor:
     scalar = _one_element(name, value)
     if not scalar.requires_grad:
-        msg = f"the {name} that `network` returns must depend on a trainable parameter, got none"
+        msg = (
+            f"the {name} that `network` returns must depend on a trainable parameter, got a tensor "
+            "without a graph"
+        )
         raise ValueError(msg)
     return scalar
 
 
 def _without_adapters(network: nn.Module) -> nn.Module:
-    """Return the model inside a PEFT model, whose own forward says nothing."""
+    """Return the model inside a PEFT model, whose forward takes any argument."""
     get_base_model: Any = getattr(network, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else network
 
 
 def _accepts_num_items_in_batch(model: nn.Module) -> bool:
-    """Tell whether ``num_items_in_batch`` makes the model's loss a sum, as the Trainer does."""
+    """Return whether ``num_items_in_batch`` makes the model's loss a sum; the Trainer's rule."""
     accepts = getattr(model, "accepts_loss_kwargs", None)
     if accepts is not None:
         return bool(accepts)
     parameters = inspect.signature(model.forward).parameters
     if "num_items_in_batch" in parameters:
         return True
-    # Keywords alone say nothing about a network that is no Hugging Face model.
+    # A network that is not of Hugging Face may take keywords for other reasons.
     takes_keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return takes_keywords and "loss_function" in dir(type(model))
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Tell whether the model predicts the next token, so that the first label is no target."""
+    """Return whether the model predicts the next token, so that the first label is not a target."""
     config = getattr(model, "config", None)
     loss_function = getattr(model, "loss_function", None)
     causal = getattr(loss_function, "__name__", None) == "ForCausalLMLoss"
@@ -313,7 +316,7 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def _depends_on(loss: Tensor, leaf: Tensor) -> bool:
-    """Tell from the graph, without running it, whether `loss` was computed from `leaf`."""
+    """Return whether `loss` was computed from `leaf`, from the graph, without running it."""
     pending, seen = deque([loss.grad_fn]), set()
     while pending:
         node = pending.popleft()

@@ -1,4 +1,4 @@
-"""MindSpore's plain training cells."""
+"""MindSpore's plain training cells, and its hooks for training steps of your own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,13 +33,13 @@ __all__ = [
 
 
 class WithLossCell(nn.Module):
-    """A network and its loss function as one network that returns the loss.
+    """Join a network and a loss function into a network that returns the loss.
 
     Source: MindSpore, ``nn.WithLossCell``.
 
     Args:
-        backbone: Called with the data.
-        loss_fn: Called with the backbone's output and the label.
+        backbone: Network, called with the data.
+        loss_fn: Loss function, called with the backbone's output and the label.
 
     Example:
         >>> network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
@@ -63,16 +63,16 @@ class WithLossCell(nn.Module):
 
 
 class TrainOneStepCell:
-    """Forward, backward, optimizer: the plain step, without protection from overflow.
+    """Run forward, backward and optimizer: the plain step, without protection from overflow.
 
     Source: MindSpore, ``nn.TrainOneStepCell``.
 
     Args:
-        network: Returns a loss of one element.
+        network: Network that returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        sens: The gradients are multiplied by it and not divided again; ``None`` for 1.
+        sens: Factor of the gradients, which are not divided by it again; ``None`` for 1.
         return_grad: Return the gradients, too.
-        lr_scheduler: Stepped after the optimizer; ``None`` for none.
+        lr_scheduler: Schedule that is stepped after the optimizer; ``None`` for none.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -107,7 +107,7 @@ class TrainOneStepCell:
         self.sens = sens
         self.return_grad = return_grad
         self.lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
-        """What is stepped, which has a state of its own; ``None`` for none."""
+        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         self._parameters = TrainedParameters(network_parameters(network), self.optimizer, None)
         self._accumulate = GradientAccumulation(network, per_token=False)
         self._sens = torch.full(
@@ -142,14 +142,14 @@ class TrainOneStepCell:
 
 
 class LossScaleHooks:
-    """MindSpore's seams for a training step of one's own.
+    """Methods of MindSpore's cells for a training step of your own.
 
-    A step that is built from these is the user's: `MFTrainOneStepCell` does not call them.
+    `MFTrainOneStepCell` does not call them: only a step that a subclass or a loop builds does.
 
     Args:
-        network: The training network.
-        optimizer: The optimizer itself.
-        loss_scale: The live loss scale.
+        network: Network to train.
+        optimizer: Optimizer without accelerate's wrapper.
+        loss_scale: Live loss scale.
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, loss_scale: LossScale) -> None:
@@ -171,11 +171,11 @@ class LossScaleHooks:
         """Replace the loss scale, from the next step on.
 
         Args:
-            sens: Shape ``()`` or ``(1,)``, any real dtype; not read on the host.
+            sens: New loss scale, shape ``()`` or ``(1,)``, any real dtype; not read on the host.
 
         Raises:
             TypeError: If `sens` is not a tensor.
-            ValueError: If it has another shape.
+            ValueError: If `sens` has another shape.
         """
         self._loss_scale.set(sens)
 
@@ -183,21 +183,21 @@ class LossScaleHooks:
         """Return ``(False, compute_input)``, as MindSpore does on GPU.
 
         Args:
-            pre_cond: Computed before the check starts.
-            compute_input: Input of the computation to be checked.
+            pre_cond: Ignored; MindSpore computes it before the check starts.
+            compute_input: Input of the computation that is checked.
         """
         del pre_cond
         return False, compute_input
 
     def get_overflow_status(self, status: Any, compute_output: Tensor | Sequence[Any]) -> Tensor:
-        """Tell whether any element is inf or nan.
+        """Return whether any element is inf or nan.
 
         Args:
-            status: What `start_overflow_check` returned.
-            compute_output: A tensor, or a nested sequence or mapping of tensors: the gradients.
+            status: First value that `start_overflow_check` returned; ignored.
+            compute_output: Gradients: a tensor, or a nested sequence or mapping of tensors.
 
         Returns:
-            Shape ``()``, bool, on the training device. Does not wait for it.
+            Flag of shape ``()``, bool, on the training device. Does not synchronize with it.
         """
         del status
         return has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
@@ -206,26 +206,27 @@ class LossScaleHooks:
         """Let the update cell, if any, change the loss scale; return `overflow`.
 
         Args:
-            overflow: Shape ``()``, bool, on the training device.
+            overflow: Whether the gradients overflowed, shape ``()``, bool, on the training device.
         """
         return self._loss_scale.update(overflow)
 
 
 class TrainOneStepWithLossScaleCell(LossScaleHooks):
-    """A step with a loss scale that skips updates whose gradients are not finite.
+    """Run a step with a loss scale; skip updates whose gradients are not finite.
 
     Source: MindSpore, ``nn.TrainOneStepWithLossScaleCell``.
 
     Args:
-        network: Returns a loss of one element.
+        network: Network that returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        scale_sense: A tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell; ``None``
-            for a loss scale of 1. An update whose gradients are not finite is skipped in every
-            case, also where a manager says ``drop_overflow_update=False``.
-        lr_scheduler: Stepped once per applied update, before the next one; ``None`` for none.
+        scale_sense: Loss scale: a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell;
+            ``None`` for 1. An update whose gradients are not finite is skipped in every case, also
+            with a manager's ``drop_overflow_update=False``.
+        lr_scheduler: Schedule that is stepped once for each applied update, just before the next
+            one; ``None`` for none.
 
     Raises:
-        TypeError: If `scale_sense` is neither, or another argument has the wrong type.
+        TypeError: If an argument has the wrong type.
         ValueError: If `scale_sense` has another shape, or `optimizer` holds no parameter of
             `network`.
 
@@ -248,7 +249,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
     ) -> None:
         if not isinstance(scale_sense, (Tensor, LossScaleUpdateCell, type(None))):
             msg = (
-                "`scale_sense` must be a tensor or a loss-scale update cell, or None, got "
+                "`scale_sense` must be a tensor, a loss-scale update cell or None, got "
                 f"{described(scale_sense)}"
             )
             raise TypeError(msg)
@@ -257,7 +258,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         trained = TrainedParameters(parameters, optimizer, None)
         loss_scale = LossScale(scale_sense, trained.device)
         self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
-        """What is stepped, which has a state of its own; ``None`` for none."""
+        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         self._update = StepUpdate(
             trained,
             optimizer,
@@ -268,7 +269,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         super().__init__(network, optimizer, loss_scale)
         self._accumulate = GradientAccumulation(network, per_token=False)
         self.last_report: StepReport | None = None
-        """Everything that is known of the last update; ``None`` before the first."""
+        """Report of the last update; ``None`` before the first."""
 
     def __call__(self, *inputs: Any, **keywords: Any) -> LossScaleStepOutput:
         """Do one update.
@@ -286,7 +287,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
 
     def flush(self) -> None:
-        """Step the schedule for the last update, if it was applied."""
+        """Step the schedule for the last update, if that was applied; reads it on the host."""
         self._update.flush()
 
     def state_dict(self) -> dict[str, Any]:
@@ -295,9 +296,9 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         return {"loss_scale": self._loss_scale.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if anything does not fit.
+        """Restore what `state_dict` returned; nothing is changed if any part does not fit.
 
-        What is pending of the last update is dropped.
+        Results of the last update that have not been read yet are dropped.
 
         Raises:
             KeyError: If a key is missing or unknown.

@@ -1,9 +1,9 @@
 """Apply one divisor and one skip flag to any torch optimizer.
 
-torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the attribute ``grad_scale``
-and leave everything as it is when ``found_inf`` is 1, inside their own pass over the gradients.
-For every other optimizer the flag is read on the host, once, and the gradients are divided in
-place, once.
+torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the attribute ``grad_scale``, and
+leave everything as it is if ``found_inf`` is 1. Both happen inside the kernel that updates the
+weights. For every other optimizer the step reads the flag on the host, once, and divides the
+gradients in place, once.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 
 
 def learning_rates(optimizer: Optimizer, device: torch.device) -> Tensor:
-    """Return the learning rates of all groups as they stand.
+    """Return the present learning rates of all groups.
 
     Returns:
-        Shape ``(number of groups,)``, float32, on `device`; a copy. Does not wait for it. Not a
-        number for a group without a rate (transformers' Adafactor makes its own by default).
+        Copy of shape ``(number of groups,)``, float32, on `device`. NaN for a group without a rate
+        (transformers' Adafactor computes its own by default). Does not synchronize with the device.
     """
     rates: list[Any] = [_given(group.get("lr")) for group in optimizer.param_groups]
     if all(isinstance(rate, float) for rate in rates) and len(set(rates)) == 1:
@@ -54,14 +54,15 @@ def _rate(rate: Tensor | float, device: torch.device) -> Tensor:
 
 @final
 class SkippableOptimizer:
-    """Run an optimizer on unscaled, clipped gradients, or not at all.
+    """Run an optimizer on unscaled, clipped gradients, or leave everything as it is.
 
-    With torch's fused optimizers nothing is read on the host, but for fused SGD with dampening
-    until its first applied update; they run on the shards of distributed parameters. With any other
-    optimizer a step reads one flag, once, and it runs on the distributed parameters as they are.
+    With torch's fused optimizers nothing is read on the host, except for fused SGD with dampening
+    until its first applied update. Fused optimizers run on the local shards of distributed
+    parameters. Any other optimizer synchronizes once per step, to read the flag, and runs on the
+    distributed parameters.
 
     Args:
-        optimizer: The optimizer itself, no wrapper around it.
+        optimizer: Optimizer without accelerate's wrapper.
 
     Raises:
         TypeError: If the optimizer's step needs a closure.
@@ -81,12 +82,13 @@ class SkippableOptimizer:
         return self._has_fused_kernel and all(group.get("fused") for group in groups)
 
     def step(self, divisor: Tensor | None, skip: Tensor) -> None:
-        """Update the parameters from their gradients, unless told to skip.
+        """Update the parameters from their gradients, unless `skip`.
 
         Args:
-            divisor: Shape ``()``, float32: what the gradients are divided by; ``None`` stands
-                for 1 and saves the pass.
-            skip: Shape ``()``, bool: leave parameters, state and step counts as they are.
+            divisor: Divisor of the gradients, shape ``()``, float32; ``None`` for 1, which saves a
+                pass over them.
+            skip: Whether to leave parameters, state and step counts as they are; shape ``()``,
+                bool.
         """
         if self.skips_on_device and not self._first_update_is_unsafe():
             self._step_folded(divisor, skip)
@@ -121,17 +123,18 @@ class SkippableOptimizer:
                 for parameter in group["params"]
                 if parameter.grad is not None
             ]
-            # Not `mul_(1 / value)`: on CPU that rounds the number to the gradients' type first, and
-            # float16 would lose all of it.
+            # Not `mul_(1 / value)`: on CPU torch first rounds the factor to the gradients' dtype,
+            # and in float16 the inverse of a large scale becomes 0.
             torch._foreach_div_(local_tensors(gradients), value)
         self.optimizer.step()
 
     def _first_update_is_unsafe(self) -> bool:
         """Prepare fused SGD's momentum; return whether the flag must be read this time.
 
-        Fused SGD allocates its momentum without initialising it and then skips the kernel that
-        would have filled it. Zeros are exact without dampening; with dampening the first
-        momentum is the bare gradient, which zeros would damp.
+        Fused SGD allocates its momentum without initializing it. If the first update is skipped,
+        so is the kernel that fills the momentum, and what was in that memory stays. Zeros instead
+        are exact without dampening. With dampening they are not: the first momentum is the
+        undamped gradient, and from zeros it would be damped.
         """
         if not isinstance(self.optimizer, SGD):
             return False
@@ -153,7 +156,7 @@ class SkippableOptimizer:
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
     kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
-    # A subclass with a step of its own may not hand the attributes on.
+    # A subclass with a step of its own may ignore the two attributes.
     return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
@@ -189,15 +192,17 @@ def holds_distributed(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def on_local_shards(optimizer: Optimizer) -> Iterator[None]:
-    """Let the optimizer see what this rank holds of its parameters, gradients and state.
+    """Within the block, give the optimizer this rank's shards instead of distributed tensors.
 
-    torch's fused SGD and Adagrad know no distributed tensors, and no fused kernel takes them
-    together with others or from two meshes; on the shards, which share the storage, every one does
-    what it does on whole tensors, element by element. Outside of the block parameters and state
-    are distributed as before, for checkpoints; hooks of the optimizer's step see the shards.
+    torch's fused SGD and Adagrad do not take distributed tensors, and no fused kernel takes them
+    together with plain tensors or from two meshes. A fused update works element by element, so on
+    the shards, which share the storage of the distributed tensors, it does the same. After the
+    block, parameters and state are distributed again, as checkpoints need them. Hooks of the
+    optimizer's step see the shards.
 
     Args:
-        optimizer: One whose state, but for ``step``, has its parameters' shapes.
+        optimizer: Optimizer whose state tensors, except for ``step``, have the shapes of their
+            parameters.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     shards = {p: _shard_of(p) for held in groups for p in held if is_distributed(p)}
@@ -214,14 +219,16 @@ def on_local_shards(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = held
         for parameter, shard in shards.items():
             for name, value in state.pop(shard, {}).items():
-                # What was distributed before shares its storage, and stays itself.
+                # State that was distributed before shares its storage with the shard, and is up to
+                # date. Only state that this step has created must be put back.
                 if not is_distributed(state[parameter].get(name)):
                     state[parameter][name] = _placed(name, value, parameter)
 
 
 @torch.no_grad()
 def _shard_of(parameter: Tensor) -> Tensor:
-    # Detached, so that it is this call's own: torch may keep one for all calls.
+    # Detached, because torch may return the same tensor from every call of `to_local`, and its
+    # `grad` must not be shared.
     shard = local_tensor(parameter).detach()
     if parameter.grad is not None:
         shard.grad = local_tensor(parameter.grad)
@@ -233,7 +240,7 @@ def _local(value: Any) -> Any:
 
 
 def _placed(name: str, value: Any, parameter: "DTensor") -> Any:
-    """Return new state as distributed as its parameter; a number of steps is the same for all."""
+    """Return new state, distributed as its parameter; ``step`` is the same on all ranks."""
     if name == "step" or not isinstance(value, Tensor):
         return value
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (imported already)

@@ -1,4 +1,4 @@
-"""Which parameters an update concerns, and their gradients."""
+"""The parameters that an update changes, and their gradients."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -31,16 +31,16 @@ def checked_network(network: nn.Module) -> nn.Module:
     """Return `network` if a cell can train it.
 
     Raises:
-        TypeError: If it is no module, or an engine of DeepSpeed.
+        TypeError: If `network` is not a module, or is an engine of DeepSpeed.
     """
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module, got {described(network)}"
         raise TypeError(msg)
     if is_deepspeed_engine(network):
         msg = (
-            "`network` must not be an engine of DeepSpeed, whose own step has no place for an "
-            "average, local norms, skipped spikes or another loss scale; DeepSpeedCell does that "
-            "step and reports it"
+            "`network` must not be a DeepSpeed engine, whose own step cannot have an average, "
+            "local norms, skipped spikes or another loss scale; use "
+            "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports it"
         )
         raise TypeError(msg)
     return network
@@ -60,9 +60,9 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
 
 
 def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a network by their plain names, tied weights once.
+    """Return the parameters of a network by plain name; tied weights once.
 
-    Sharded ones as the shards that an optimizer holds.
+    After ``fully_shard`` they are the sharded parameters that an optimizer holds.
     """
     reshard(network)
     named = unwrapped_network(network).named_parameters()
@@ -73,12 +73,12 @@ def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
 class TrainedParameters:
     """The parameters of an optimizer that are also in a network, in the network's order.
 
-    A trainable parameter that is in no optimizer is named in one warning; so is the number of
-    the optimizer's parameters outside of the network, which are not updated.
+    One warning names the trainable parameters that are in no optimizer. Another one counts the
+    optimizer's parameters that are not in the network: they are not updated.
 
     Args:
-        named_parameters: The network's parameters by name.
-        optimizer: The optimizer itself, no wrapper around it.
+        named_parameters: Parameters of the network by name.
+        optimizer: Optimizer without accelerate's wrapper.
         local_norm_groups: As in `StepConfig`.
 
     Raises:
@@ -96,17 +96,17 @@ class TrainedParameters:
         self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
         self._parameters, self._outside = _select(named_parameters, self._held)
-        # Gradients of everything that backward may reach, in the optimizer or not.
+        # Everything that backward may reach, in the optimizer or not.
         self._released = list(dict.fromkeys([*named_parameters.values(), *self._held]))
         self._trainable: list[bool] = []
         self.device = next(iter(self._parameters.values())).device
-        """Where the first parameter is: the training device."""
+        """Training device: that of the first parameter."""
         self.reduction = SquareReduction.among(list(self._parameters.values()))
-        """How sums of squares of shards become those of whole gradients; ``None`` if they are."""
+        """Sum over the ranks that hold shards; ``None`` if no parameter is distributed."""
         self._groups = self.groups()
 
     def groups(self) -> NormGroups:
-        """Return the groups of local norms of the parameters that are trainable now."""
+        """Return the groups of local norms, of parameters that are trainable now."""
         trainable = [parameter.requires_grad for parameter in self._parameters.values()]
         if trainable != self._trainable:
             sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
@@ -115,7 +115,8 @@ class TrainedParameters:
                 self._local_norm_groups,
                 self.device,
                 left_out=[n for n, kept in zip(sizes, trainable, strict=True) if not kept],
-                # Freezing all that a pattern finds must not end a training that has begun.
+                # At construction a pattern that finds nothing is an error. Later it may find
+                # nothing because a loop has frozen these parameters, which must not end a run.
                 may_be_empty=bool(self._trainable),
             )
             self._trainable = trainable
@@ -135,17 +136,17 @@ class TrainedParameters:
         """Return the gradient of each parameter, ``None`` where backward did not reach.
 
         Args:
-            may_be_absent: Return nothing but ``None`` instead of raising if there is none at all.
+            may_be_absent: Do not raise if no parameter has a gradient.
 
         Raises:
-            RuntimeError: If there is none at all, the optimizer's parameters have changed, or the
-                network has moved to another device.
-            TypeError: If one is sparse, or distributed in another way than its parameter.
+            RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed,
+                or the network has moved to another device.
+            TypeError: If a gradient is sparse, or is placed in another way than its parameter.
         """
         if not self.are_current:
             msg = (
-                f"`optimizer` must hold the {len(self._held)} parameters it had when the cell was "
-                "built, got others; build a new cell after adding parameters"
+                f"`optimizer` must hold the same {len(self._held)} parameters as when the cell was "
+                "built, got other parameters; build a new cell after you add or replace any"
             )
             raise RuntimeError(msg)
         device = next(iter(self._parameters.values())).device
@@ -179,23 +180,23 @@ class TrainedParameters:
                 continue
             if gradient.placements != parameter.placements:
                 msg = (
-                    f"the gradient of `{name}` must be placed as its parameter, on "
+                    f"the gradient of `{name}` must have its parameter's placements "
                     f"{parameter.placements}, got {gradient.placements}; redistribute it in a "
                     "hook of the parameter"
                 )
                 raise TypeError(msg)
 
     def present_gradients(self) -> list[Tensor]:
-        """Return the gradients that there are, as they are."""
+        """Return the gradients that are not ``None``."""
         gradients = (parameter.grad for parameter in self._parameters.values())
         return [gradient for gradient in gradients if gradient is not None]
 
     def among(self, identities: Collection[int]) -> bool:
-        """Return whether the ``id`` of any of these parameters is in `identities`."""
+        """Return whether any of these parameters has its ``id`` in `identities`."""
         return any(id(parameter) in identities for parameter in self._parameters.values())
 
     def all_with_gradient_among(self, identities: Collection[int]) -> bool:
-        """Return whether the ``id`` of each parameter that has a gradient is in `identities`."""
+        """Return whether all parameters with a gradient have their ``id`` in `identities`."""
         return all(
             id(parameter) in identities
             for parameter in self._parameters.values()
@@ -203,7 +204,7 @@ class TrainedParameters:
         )
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that there are, by the parameters' names."""
+        """Return the gradients that are not ``None``, by the names of their parameters."""
         return {
             name: gradient
             for name, gradient in zip(self._parameters, self.gradients(), strict=True)
@@ -227,13 +228,13 @@ def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
 def _select(
     named: Mapping[str, nn.Parameter], held: Sequence[Tensor]
 ) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
-    """Return the network's parameters that are held, by name, and those held outside of it."""
+    """Return the held parameters that are in the network, by name, and the other held ones."""
     held_set = set(held)
     shared = {name: parameter for name, parameter in named.items() if parameter in held_set}
     if not shared:
         msg = (
             f"`optimizer` must hold parameters of the network, got {len(held)} parameters, none "
-            f"of them among the network's {len(named)}"
+            f"of which is among the network's {len(named)}"
         )
         raise ValueError(msg)
     untrained = [n for n, p in named.items() if p.requires_grad and n not in shared]

@@ -1,4 +1,4 @@
-"""Save and restore what a step keeps: all of it, or nothing."""
+"""Restore the state of a step: all of its parts, or none if one does not fit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
 
     Raises:
         KeyError: If a key is missing or unknown.
-        TypeError: If it is no mapping.
+        TypeError: If `state_dict` is not a mapping.
     """
     if not isinstance(state_dict, Mapping):
         msg = f"`state_dict` must be a mapping, got {described(state_dict)}"
@@ -34,7 +34,7 @@ def check(
     counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
     ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
 ) -> None:
-    """Raise what `restore` would raise, and change nothing."""
+    """Raise what `restore` would raise; change nothing."""
     for owner, state in counts:
         owner.check(state)
     scale, scale_state = loss_scale
@@ -50,11 +50,16 @@ def restore(
     counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
     ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
 ) -> None:
-    """Load each state into its owner; nothing is changed if anything does not fit.
+    """Load each state into its owner; nothing is changed if any state does not fit.
+
+    Args:
+        loss_scale: Loss scale and its state.
+        counts: Counts of each optimizer's updates and their states.
+        ema: Average and its state; ``None`` for none.
 
     Raises:
         KeyError: If a key is missing or unknown.
-        RuntimeError: If the averages are swapped in.
+        RuntimeError: If the averages are swapped into the parameters.
         TypeError: If a value has the wrong type.
         ValueError: If a value has the wrong shape or range.
     """

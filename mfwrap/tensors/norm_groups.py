@@ -1,4 +1,4 @@
-"""Parameters by groups, of which each has one local norm."""
+"""Groups of parameters for local norms, and the names of layers."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,17 +17,17 @@ LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
 @final
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """Which parameters share a local norm."""
+    """Groups of parameters that share a local norm; `mfwrap.tensors.norms.sums_by_group` adds."""
 
     names: tuple[str, ...]
     """Names of the ``G`` groups."""
 
     sizes: Tensor
-    """Shape ``(G,)``, int64: gradient elements per group."""
+    """Number of gradient elements of each group, shape ``(G,)``, int64."""
 
     members: Tensor | None
-    """Shape ``(G, largest group)``, int64: indices into the ``N`` parameters, padded with ``N``;
-    ``None`` if each parameter is its own group."""
+    """Indices of each group's parameters among all ``N`` parameters, padded with ``N``; shape
+    ``(G, size of the largest group)``, int64. ``None`` if each parameter is its own group."""
 
 
 def group_parameters(
@@ -41,15 +41,15 @@ def group_parameters(
     """Sort parameters into groups for local norms.
 
     Args:
-        sizes: Number of elements by parameter name, in the network's order.
-        groups: As `StepConfig.local_norm_groups`.
-        device: Where the norms are.
-        left_out: Names that are in no group.
-        may_be_empty: Drop a pattern that finds no parameter instead of raising.
+        sizes: Number of elements of each parameter by name, in the network's order.
+        groups: Grouping; see `StepConfig.local_norm_groups`.
+        device: Device of the norms.
+        left_out: Names of parameters to leave out of all groups.
+        may_be_empty: Drop a pattern that matches no parameter instead of raising.
 
     Raises:
         TypeError: If a callable returns neither a str nor ``None``.
-        ValueError: If a pattern finds no parameter, or no parameter is in a group.
+        ValueError: If a pattern matches no parameter, or no parameter is in a group.
     """
     if groups is None and not left_out:
         return NormGroups(tuple(sizes), _int64(list(sizes.values()), device), None)

@@ -1,4 +1,4 @@
-"""Norms of many tensors from one read of them."""
+"""Norms of many tensors, with one read of each."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,11 @@ from mfwrap.tensors.shards import on_device
 
 __all__ = ["as_real", "norms_of_each", "sum_of_squares", "sums_by_group"]
 
-# Elements: from where on a norm on CPU is taken by rows, and the length of a row.
+# On a CPU, the norm of a tensor with more elements than this is computed by rows.
 _LARGE = 2**16
+# Elements of a row.
 _ROW = 2**12
-# Rows that are converted at once.
+# Rows that are converted to the accumulation dtype at once.
 _SLAB = 2**6
 
 
@@ -22,11 +23,12 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
     Args:
         gradients: ``N`` dense tensors of any floating or complex dtype, shape and device; ``None``
             counts as zeros.
-        device: Where the result goes.
+        device: Device of the result.
 
     Returns:
-        Shape ``(N,)``, float32. Accumulates in float32 (float64 gradients in float64), so the sum
-        is infinite for norms above about 1.8e19. Does not wait for the device.
+        Sums of shape ``(N,)``, float32. They accumulate in float32 (those of float64 tensors in
+        float64), so a sum is infinite for a norm above about 1.8e19. Does not synchronize with the
+        device.
     """
     return _of_each(gradients, device, lambda norms: norms.square_())
 
@@ -38,10 +40,10 @@ def norms_of_each(tensors: Sequence[Tensor | None], device: torch.device) -> Ten
 
     Args:
         tensors: As in `sum_of_squares`.
-        device: Where the result goes.
+        device: Device of the result.
 
     Returns:
-        Shape ``(N,)``, float32. Does not synchronize with the device.
+        Norms of shape ``(N,)``, float32. Does not synchronize with the device.
     """
     return _of_each(tensors, device, lambda norms: norms)
 
@@ -50,11 +52,11 @@ def sums_by_group(squares: Tensor, members: Tensor | None) -> Tensor:
     """Add up sums of squares by group, always in the same order.
 
     Args:
-        squares: Shape ``(N,)``, float32.
-        members: Indices of the members of each group; see `NormGroups.members`.
+        squares: Sums of squares of ``N`` parameters, shape ``(N,)``, float32.
+        members: Indices of each group's parameters; see `NormGroups.members`.
 
     Returns:
-        Shape ``(G,)``, float32.
+        Sums of shape ``(G,)``, float32.
     """
     if members is None:
         return squares
@@ -90,14 +92,15 @@ def _of_each(
 
 
 def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norms of a large gradient's rows.
+    """Return a small tensor with the same norm: the norms of a large tensor's rows.
 
-    torch's running float32 sum over 20 million squares is off by 2e-3.
+    On a CPU torch adds the squares in one running float32 sum, which is off by 2e-3 for 20 million
+    elements.
     """
     if gradient.numel() <= _LARGE:
         return gradient
     if not gradient.is_contiguous():
-        # Transposed or channels last: the same elements, in the order in which they lie.
+        # Transposed or channels last: view the same elements in the order of their memory.
         by_stride = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
         gradient = gradient.permute(by_stride)
     norms = _norms_of_rows if gradient.is_contiguous() else _norms_of_slices
@@ -108,7 +111,7 @@ def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = gradient.view(-1)
     rest = flat.numel() % _ROW
     rows = flat[: flat.numel() - rest].view(-1, _ROW)
-    # What torch has to convert, it copies whole; a few rows at a time stay in the cache.
+    # To convert a tensor, torch copies all of it. A few rows at a time stay in the cache.
     slabs = (rows,) if rows.dtype == dtype else rows.split(_SLAB)
     norms: list[Tensor] = [torch.linalg.vector_norm(slab, dim=1, dtype=dtype) for slab in slabs]
     if rest:
@@ -117,7 +120,7 @@ def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _norms_of_slices(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    # A view as rows would copy; splitting along the longest dimension does not.
+    # Rows would need a copy; slices along the longest dimension are views.
     longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
     length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
     slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
@@ -128,5 +131,5 @@ def as_real(tensor: Tensor) -> Tensor:
     """Return a complex tensor as a view of real numbers with the same norms."""
     if not tensor.is_complex():
         return tensor
-    # A conjugate has the same norms, and only the tensor behind it can be viewed.
+    # torch cannot view a lazy conjugate as real numbers. The tensor behind it has the same norms.
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)

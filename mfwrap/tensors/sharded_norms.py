@@ -1,4 +1,4 @@
-"""Norms of whole tensors, from those of the shards that each rank holds."""
+"""Norms of whole tensors, computed from the shards that each rank holds."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -17,31 +17,36 @@ __all__ = ["SquareReduction", "has_non_finite", "square_of_all", "tensor_norms"]
 
 
 class _Ranks(NamedTuple):
-    """Ranks that hold parameters together, and what each puts into their sum."""
+    """Ranks that hold shards of the same tensors, and how they sum."""
 
     groups: "tuple[distributed.ProcessGroup, ...]"
+    """Process groups to sum over, one after the other."""
+
     device: torch.device
+    """Device that the ranks send from."""
 
     copies: Tensor
-    """Shape ``(N + 1,)``, float64, on `device`: how many ranks put in the same, for ``N`` tensors
-    and what is summed beside them."""
+    """For each of the ``N`` tensors and the partial sum, the number of ranks that contribute the
+    same value; shape ``(N + 1,)``, float64, on `device`."""
 
     counted: Tensor | None
-    """Shape ``(N + 1,)``, bool, on `device`: what these ranks sum; ``None`` for all of it."""
+    """Which of the ``N + 1`` values these ranks sum, shape ``(N + 1,)``, bool, on `device`;
+    ``None`` for all."""
 
 
 @final
 class SquareReduction:
-    """Sum over ranks what each knows of its shards.
+    """Sum over ranks what each rank has computed of its shards.
 
-    One all-reduce of ``N + 1`` numbers for each set of ranks that shares tensors, the smallest
-    set first. What several of its ranks hold alike (replicated dimensions of a mesh, tensors that
-    are not distributed, sums of smaller sets) goes in divided by their number: it is counted once,
-    and all ranks of the largest set get the same result, also if only one of them has seen a NaN.
-    (A mesh of several dimensions that does not span the world takes one all-reduce for each.)
+    Each set of ranks that shares tensors takes one all-reduce of ``N + 1`` numbers, the smallest
+    set first. A value that several ranks of the set have in common (replicated dimensions of a
+    mesh, tensors that are not distributed, sums of smaller sets) is divided by the number of these
+    ranks, so that it counts once. All ranks of the largest set get the same result, also if only
+    one of them has a NaN. (A mesh of several dimensions that does not span all ranks takes one
+    all-reduce for each dimension.)
 
     Args:
-        tensors: ``N`` tensors, of which at least one is distributed; only their placement is used.
+        tensors: ``N`` tensors, at least one of them distributed. Only their placements are used.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -71,26 +76,27 @@ class SquareReduction:
                 )
             )
         self.ranks = ordered[-1][0]
-        """The ranks of the largest set."""
+        """Ranks of the largest set."""
 
     @classmethod
     def among(cls, tensors: Sequence[Tensor]) -> "SquareReduction | None":
-        """Return the reduction that tensors need; ``None`` if none of them is distributed."""
+        """Return the reduction that tensors need; ``None`` if none is distributed."""
         return cls(tensors) if any(is_distributed(tensor) for tensor in tensors) else None
 
     def __call__(self, squares: Tensor, partial_sum: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Reduce over ranks; every rank has to call it. Does not wait for the device.
+        """Reduce over ranks; every rank must call it. Does not synchronize with the device.
 
         Args:
-            squares: Shape ``(N,)``, float32: of what this rank holds.
-            partial_sum: Shape ``()``, float32: summed along over the largest set of ranks.
+            squares: Sums of squares of this rank's shards, shape ``(N,)``, float32 or float64.
+            partial_sum: Number that is summed in the same message over the largest set of ranks,
+                shape ``()``, float32.
 
         Returns:
-            The sums of squares of the whole tensors, shape ``(N,)``, and the sum of `partial_sum`,
-            shape ``()`` (0 without one), float32.
+            Sums of squares of the whole tensors, shape ``(N,)``, and the sum of `partial_sum`,
+            shape ``()`` (0 if it is ``None``), in the dtype of `squares`.
         """
         beside = squares.new_zeros(1) if partial_sum is None else partial_sum.reshape(1)
-        # In double precision the mean of equal numbers is that number, and no sum overflows.
+        # In float64 the mean of equal float32 numbers is that number exactly, and no sum overflows.
         sums = torch.cat((squares, on_device(beside, squares.device))).double()
         for stage in self._stages:
             sums = on_device(sums, stage.device)
@@ -105,7 +111,8 @@ class SquareReduction:
 def square_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, shape ``()``, float32, on `device`.
 
-    Collective if any tensor is distributed. Does not wait for the device.
+    If any tensor is distributed, all its ranks must call this function. Does not synchronize with
+    the device.
     """
     squares = sum_of_squares(local_tensors(tensors), device)
     reduction = SquareReduction.among(tensors)
@@ -137,11 +144,13 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return whether any element is inf or nan, shape ``()``, bool, on `device`.
 
-    Tells elements apart from norms: finite elements of any size are finite here. Collective if any
-    tensor is distributed, and then the same on all of its ranks. Does not wait for the device.
+    Elements are checked, not norms: large finite elements are finite, even if their norm
+    overflows. If any tensor is distributed, all its ranks must call this function, and get the same
+    answer. Does not synchronize with the device.
     """
     whole = list(tensors)
-    # The largest magnitude carries inf and nan and needs no temporary of the tensor's size.
+    # The largest magnitude is inf or nan if any element is. Unlike `isfinite` on the tensor, it
+    # needs no temporary of the tensor's size.
     finite = [
         on_device(torch.linalg.vector_norm(as_real(local), float("inf")).isfinite(), device)
         if local.numel() > 0

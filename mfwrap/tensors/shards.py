@@ -1,4 +1,4 @@
-"""What a distributed tensor holds on this rank, and which ranks share it."""
+"""Distributed tensors: the shard on this rank, the ranks that share it, and moves to a device."""
 
 import sys
 from collections.abc import Iterable
@@ -25,16 +25,16 @@ _Tensor = TypeVar("_Tensor", Tensor, Tensor | None)
 
 def is_distributed(tensor: object) -> "TypeGuard[DTensor]":
     """Return whether a tensor is a ``DTensor``: sharded over ranks, replicated, or both."""
-    # Its module takes a second to import, and where nobody has imported it there is none.
+    # The module takes a second to import. If nobody has imported it, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 @torch.no_grad()
 def local_tensors(tensors: Iterable[_Tensor]) -> list[_Tensor]:
-    """Return what this rank holds of each tensor: views of the storage, no copies.
+    """Return this rank's shard of each tensor, a view without a copy.
 
-    What is no distributed tensor is returned itself.
+    A tensor that is not distributed is returned itself.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
@@ -44,24 +44,24 @@ def local_tensors(tensors: Iterable[_Tensor]) -> list[_Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of one tensor; see `local_tensors`."""
+    """Return this rank's shard of one tensor; see `local_tensors`."""
     [local] = local_tensors([tensor])
     return local
 
 
 @torch.no_grad()
 def placed_like(value: Tensor, target: Tensor) -> Tensor:
-    """Return `value` as the part of it that `target` holds on this rank.
+    """Return the part of `value` that belongs to this rank's shard of `target`.
 
-    Collective if `value` is distributed in another way than `target`, and a message to no one
-    otherwise.
+    If `value` is distributed in another way than `target`, all ranks must call this function;
+    otherwise it sends nothing.
 
     Args:
-        value: Whole, the same on every rank, or distributed.
-        target: Of the same shape.
+        value: Whole tensor, the same on every rank, or a distributed tensor.
+        target: Tensor of the same shape.
 
     Returns:
-        Of the shape of ``local_tensor(target)``, maybe a view.
+        Tensor with the shape of ``local_tensor(target)``, maybe a view.
     """
     if is_distributed(value):
         if is_distributed(target) and (value.device_mesh, value.placements) == (
@@ -74,7 +74,7 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  (imported already)
 
-    # Every rank has the whole value, so none has to send it.
+    # Every rank has the whole value, so torch need not send it (`src_data_rank=None`).
     part = distribute_tensor(
         value.detach(), target.device_mesh, target.placements, src_data_rank=None
     )
@@ -82,9 +82,9 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
-    """Return the groups over which to reduce in turn to reduce over all ranks of a mesh.
+    """Return process groups that, reduced over one after the other, reduce over a whole mesh.
 
-    One group wherever there is one; none for a mesh of one rank.
+    A single group where torch has one for all ranks of the mesh; none for a mesh of one rank.
     """
     if mesh.size() == 1:
         return ()
@@ -97,12 +97,12 @@ def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, itself if it is there.
+    """Return `tensor` on `device`; itself if it is there already.
 
-    Waits for the tensor's device when it goes to the CPU, and not otherwise.
+    Synchronizes with the tensor's device if `device` is the CPU, and not otherwise.
     """
-    # `to` alone would do the same, but looks like a read to who counts moves to the CPU.
+    # `to` would return the tensor itself, too, but tests count a call of `to("cpu")` as a read.
     if tensor.device == device:
         return tensor
-    # Pageable memory on the CPU may be read before a copy that was not awaited has arrived.
+    # A copy to the CPU must be finished here: nothing else would wait for it before it is read.
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -1,4 +1,4 @@
-"""What lies inside the wrappers that training puts around networks and optimizers."""
+"""Networks and optimizers inside the wrappers that training puts around them."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
-    """Return what reduces gradients over ranks, wherever in the network it is."""
+    """Return all DistributedDataParallel modules in a network, itself included."""
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
 
 
 def is_deepspeed_engine(network: object) -> bool:
-    """Return whether a network is in an engine of DeepSpeed, which has a step of its own."""
-    # Slow to import, and where nobody has imported it there is none.
+    """Return whether a network is a DeepSpeed engine, which has a training step of its own."""
+    # DeepSpeed is slow to import. If nobody has imported it, there is no engine.
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed is not None and isinstance(network, deepspeed.DeepSpeedEngine)
 
 
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
-    """Return the modules that ``fully_shard`` was applied to, wherever in the network they are."""
-    # Slow to import, and where nobody has imported it nothing is sharded.
+    """Return all modules in a network that ``fully_shard`` was applied to, itself included."""
+    # The module is slow to import. If nobody has imported it, nothing is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -43,9 +43,9 @@ def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
 
 
 def reshard(network: nn.Module) -> None:
-    """Let every module hold its shards, and gather them anew at its next forward.
+    """Put the sharded parameters back into all modules; the next forward gathers them again.
 
-    A forward without a backward leaves whole parameters in the root module, in place of its shards.
+    After a forward without a backward, the root module holds whole parameters instead.
     """
     for part in sharded_parts(network):
         part.reshard()
@@ -63,7 +63,7 @@ def unwrapped_network(network: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what ``torch.compile`` puts before compiled modules."""
+    """Return a parameter's name without the prefix that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 

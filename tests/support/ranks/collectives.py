@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from mfwrap import collectives
+from mfwrap.step.ranks import RankAgreement
 
-__all__ = ["call_collectives", "own_tensor"]
+__all__ = ["agreed_mean", "call_collectives", "own_tensor"]
 
 
 def own_tensor(rank: int) -> Tensor:
@@ -32,3 +33,8 @@ def call_collectives(rank: int) -> dict[str, Any]:
         "on_main": collectives.gather_on_main(own_tensor(rank)),
         "objects": collectives.gather_objects({"rank": rank}),
     }
+
+
+def agreed_mean(rank: int, squares: list[float]) -> Tensor:
+    """Return the mean that ranks with these sums of squares agree on."""
+    return RankAgreement(distributed.group.WORLD).mean(torch.tensor(squares[rank]))

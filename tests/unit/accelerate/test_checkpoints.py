@@ -184,7 +184,7 @@ def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
     run.train(0, 3)
     scale = run.step.loss_scale
 
-    with pytest.warns(UserWarning, match="the loss scale in .* is of another kind"):
+    with pytest.warns(UserWarning, match="the loss scale in .* another kind of update cell"):
         run.accelerator.load_state(tmp_path)
 
     assert torch.equal(run.step.loss_scale, scale)

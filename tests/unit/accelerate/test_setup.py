@@ -77,7 +77,7 @@ SETTINGS = {
     ),
 }
 ACCELERATORS = {
-    "attached": (RuntimeError, "must not be attached twice; call `detach`", attached),
+    "attached": (RuntimeError, "is attached already; call `detach`", attached),
     "with a network": (
         RuntimeError,
         "`attach` must be called before",
@@ -95,7 +95,7 @@ ACCELERATORS = {
     ),
     "in fp16 without scaler": (
         ValueError,
-        "`scale_sense` must be given with an accelerator in fp16",
+        "`scale_sense` must be given for an accelerator that trains in fp16",
         in_fp16_without_scaler,
     ),
     **{
@@ -158,7 +158,7 @@ def test_a_communication_hook_is_given_once():
     refused_attach(
         new_accelerator(kwargs_handlers=[handler]),
         ValueError,
-        "`communication_hook` must be None .* got both, the latter fp16",
+        "`communication_hook` must be None .* got both; its `comm_hook` is fp16",
         communication_hook=(None, fp16_compress_hook),
     )
     assert type(handler) is DistributedDataParallelKwargs

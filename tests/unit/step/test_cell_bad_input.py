@@ -177,7 +177,7 @@ def test_an_average_of_weights_that_were_converted_since_is_refused():
 
 def test_an_average_of_another_network_is_refused():
     """It would follow weights that nobody trains."""
-    with pytest.raises(ValueError, match="`ema` must average parameters that are trained here"):
+    with pytest.raises(ValueError, match="`ema` must average parameters that the cell trains"):
         build(ema=ExponentialMovingAverage(Classifier()))
 
 
@@ -313,7 +313,9 @@ def test_a_language_model_without_labels_is_refused():
     per_token = build(small_llama(), calculate_per_token_loss=True)
 
     assert_refused(mean, lambda: mean(**batch), TypeError, "must return a loss.*`labels`")
-    assert_refused(per_token, lambda: per_token(**batch), ValueError, "`labels` must be given")
+    assert_refused(
+        per_token, lambda: per_token(**batch), ValueError, "the batch must have `labels`"
+    )
 
 
 def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_refused():
@@ -332,7 +334,7 @@ def test_a_parameter_added_later_is_refused():
     cell = build()
     cell.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
-    message = "`optimizer` must hold the 4 parameters it had .*build a new cell"
+    message = "`optimizer` must hold the same 4 parameters as .*build a new cell"
     assert_refused(cell, lambda: cell(*labelled_batches(1)[0]), RuntimeError, message)
 
 

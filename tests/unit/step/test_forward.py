@@ -167,7 +167,7 @@ def test_a_network_that_returns_no_loss_is_refused(make, error, message):
 
 def test_a_hugging_face_model_without_labels_is_refused():
     """The message says how to get a loss out of it."""
-    with pytest.raises(TypeError, match="when it gets `labels`"):
+    with pytest.raises(TypeError, match="if the batch has `labels`"):
         called(MeanLoss(llama()), input_ids=tokens()["input_ids"])
 
 
@@ -330,7 +330,9 @@ def test_hugging_face_labels_must_be_given():
     """Without labels there is nothing to count."""
     ids = tokens()["input_ids"]
 
-    with pytest.raises(ValueError, match=r"`labels` must be given to count .* \['input_ids'\]"):
+    with pytest.raises(
+        ValueError, match=r"the batch must have `labels` to count .* \['input_ids'\]"
+    ):
         called(per_token(llama()), input_ids=ids)
 
 
@@ -432,7 +434,7 @@ def test_a_model_with_a_routers_loss_is_refused():
     )
     model = transformers.MixtralForCausalLM(config)
 
-    with pytest.raises(ValueError, match=r"router's loss .* MixtralForCausalLM"):
+    with pytest.raises(ValueError, match=r"router's loss.* MixtralForCausalLM"):
         per_token(model)
     model.config.output_router_logits = False
     assert called(per_token(model), **tokens()).denominator > 0

@@ -1,0 +1,77 @@
+"""Ranks with different gradients agree on one sum of squares; other ranks need not."""
+
+import math
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mfwrap.step.ranks import RankAgreement, agreement_of
+from support.ranks.collectives import agreed_mean
+
+
+@pytest.fixture
+def four_ranks():
+    """Be the first of four ranks, whose messages go nowhere."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    distributed.destroy_process_group()
+
+
+def parts_of(network: nn.Module) -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel parts of a network."""
+    return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
+
+
+def agreement(network: nn.Module) -> RankAgreement | None:
+    """Return the agreement that the ranks of a network need."""
+    return agreement_of(parts_of(network), list(network.parameters()))
+
+
+def test_one_process_needs_no_agreement():
+    """A network without DistributedDataParallel has nobody to agree with."""
+    assert agreement(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_reduced_gradients_need_no_agreement():
+    """They are the same bits on all ranks, and so are the decisions."""
+    assert agreement(DistributedDataParallel(nn.Linear(2, 2))) is None
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_parameter_outside_of_the_part_needs_agreement():
+    """Each rank keeps a gradient of its own for it."""
+    network = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2))
+
+    assert isinstance(agreement(network), RankAgreement)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_frozen_parameter_outside_of_the_part_needs_none():
+    """It has no gradient."""
+    outside = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+
+    assert agreement(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), outside)) is None
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_an_ignored_parameter_needs_agreement():
+    """DistributedDataParallel does not reduce the gradients of parameters that it ignores."""
+    network = nn.Linear(2, 2)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["bias"])
+
+    assert isinstance(agreement(DistributedDataParallel(network)), RankAgreement)
+
+
+@pytest.mark.parametrize(
+    ("squares", "expected"),
+    [([1.0, 3.0], 2.0), ([0.1, 0.1], 0.1), ([3e38, 3e38], 3e38), ([1.0, math.inf], math.inf)],
+    ids=["different", "equal", "large", "overflow on one rank"],
+)
+def test_ranks_agree_on_the_mean(two_ranks, squares, expected):
+    """Equal numbers keep their bits, large ones do not overflow, an overflow reaches all ranks."""
+    for mean in two_ranks.run(agreed_mean, squares):
+        assert torch.equal(mean, torch.tensor(expected))

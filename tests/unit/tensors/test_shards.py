@@ -1,0 +1,107 @@
+"""Distributed tensors on one rank of two, and moves between devices."""
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mfwrap.tensors.shards import (
+    is_distributed,
+    local_tensor,
+    local_tensors,
+    mesh_groups,
+    on_device,
+    placed_like,
+)
+
+WHOLE = torch.arange(8.0).reshape(4, 2)
+
+
+@pytest.fixture
+def _second_of_four():
+    """Be rank 1 of four, whose messages go nowhere."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded(mesh, local, *placements):
+    """Return a distributed tensor of which this rank has `local`."""
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def test_a_plain_tensor_is_its_own_shard():
+    """Without DTensors every function returns the tensor itself; None stays None."""
+    assert not is_distributed(WHOLE)
+    assert local_tensor(WHOLE) is WHOLE
+    assert local_tensors([WHOLE, None]) == [WHOLE, None]
+    assert placed_like(WHOLE, torch.empty(4, 2)) is WHOLE
+
+
+@pytest.mark.usefixtures("_second_of_four")
+def test_a_shard_shares_the_storage():
+    """What is written into the shard is in the distributed tensor."""
+    tensor = sharded(init_device_mesh("cpu", (4,)), torch.zeros(1, 2), Shard(0))
+
+    local_tensor(tensor).fill_(3)
+
+    assert is_distributed(tensor)
+    assert tensor.shape == (4, 2)
+    assert torch.equal(tensor.to_local(), torch.full((1, 2), 3.0))
+
+
+@pytest.mark.usefixtures("_second_of_four")
+@pytest.mark.parametrize(
+    ("placement", "expected"), [(Shard(0), WHOLE[1:2]), (Replicate(), WHOLE)], ids=str
+)
+def test_a_whole_value_is_cut_like_its_target(placement, expected):
+    """Rank 1 gets the second of four rows, or all of them where the target is replicated."""
+    target = sharded(init_device_mesh("cpu", (4,)), torch.zeros_like(expected), placement)
+
+    assert torch.equal(placed_like(WHOLE, target), expected)
+
+
+@pytest.mark.usefixtures("_second_of_four")
+def test_a_value_that_is_distributed_like_its_target_is_not_copied():
+    """No message is needed: each rank has its part already."""
+    mesh = init_device_mesh("cpu", (4,))
+    value = sharded(mesh, torch.ones(1, 2), Shard(0))
+    target = sharded(mesh, torch.zeros(1, 2), Shard(0))
+
+    part = placed_like(value, target)
+
+    assert part.data_ptr() == value.to_local().data_ptr()
+
+
+@pytest.mark.usefixtures("_second_of_four")
+def test_groups_of_a_mesh():
+    """One group for one dimension or all ranks; one for each dimension otherwise."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+    assert mesh_groups(init_device_mesh("cpu", (4,))) == (distributed.group.WORLD,)
+    assert mesh_groups(whole) == (distributed.group.WORLD,)
+    assert mesh_groups(whole["shards"]) == (whole["shards"].get_group(),)
+
+
+def test_a_mesh_of_one_rank_needs_no_group():
+    """There is nobody to reduce with."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        assert mesh_groups(init_device_mesh("cpu", (1,))) == ()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_tensor_on_the_device_is_returned_itself():
+    """Nothing is copied."""
+    assert on_device(WHOLE, torch.device("cpu")) is WHOLE
+
+
+def test_a_tensor_is_moved_to_another_device():
+    """The result has the shape and dtype of the tensor."""
+    moved = on_device(WHOLE, torch.device("meta"))
+
+    assert (moved.device.type, moved.shape, moved.dtype) == ("meta", WHOLE.shape, WHOLE.dtype)
