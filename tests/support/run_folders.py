@@ -33,18 +33,18 @@ ANOMALIES: tuple[dict[str, Any], ...] = (
 
 
 def write_lines(path: Path, records: Any) -> None:
-    """Write JSON lines."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def norms(step: int, rank: int) -> dict[str, float]:
-    """Return local norms that tell step, group and rank apart."""
+    """Return local norms that differ for each step, group and rank."""
     return {name: (i + 1) * (rank + 1) / step for i, name in enumerate(GROUPS)}
 
 
 def write_run(folder: Path, num_steps: int = 40, num_ranks: int = 1) -> Path:
-    """Write the folder of a run of the cell; step 20 has no finite loss and overflows."""
+    """Write the folder of a run of the cell; step 20 overflows and has a non-finite loss."""
     records: list[dict[str, Any]] = [{"step": 0, "eval_loss": 5.0}]
     for step in range(1, num_steps + 1):
         bad = step == 20
@@ -72,7 +72,7 @@ def write_run(folder: Path, num_steps: int = 40, num_ranks: int = 1) -> Path:
 
 
 def write_trainer_run(folder: Path) -> Path:
-    """Write the folder of a Trainer's run: a log that each checkpoint holds."""
+    """Write the folder of a stock Trainer's run, whose checkpoints hold its log."""
     for last in (4, 8, 10):
         log: list[dict[str, Any]] = [
             {
