@@ -163,7 +163,7 @@ def test_the_average_stays_as_it_is():
 
 
 def test_gradients_that_wait_for_their_step_are_unscaled():
-    """A loop that is detached between backward and step goes on as accelerate's own."""
+    """A loop that is detached between backward and step continues as with accelerate alone."""
     gradients = []
     for attached in (False, True):
         run = AttachedRun(replace(PLAIN, loss_scale="number"), attached=attached)
@@ -192,7 +192,7 @@ def test_gradients_that_were_clipped_are_clipped_after_detaching():
 
 
 def test_detaching_twice_does_no_more_than_once():
-    """Also when another step has been attached meanwhile."""
+    """The second call does nothing, even if another step was attached in between."""
     accelerator = new_accelerator()
     first = attach(accelerator)
     first.detach()
@@ -224,7 +224,7 @@ def test_what_is_prepared_cannot_be_attached_again():
 
 @pytest.mark.parametrize("method", ["free_memory", "clear"])
 def test_a_freed_accelerator_trains_what_is_prepared_next(method):
-    """Another training begins: counts and average are new, and only the loss scale goes on."""
+    """A new training starts: counts and average are new, the loss scale is kept."""
     fresh = AttachedRun(replace(PLAIN, seed=1))
     fresh.train(0, 4, APPLIED)
     expected = fresh.state()

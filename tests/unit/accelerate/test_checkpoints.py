@@ -57,7 +57,7 @@ def test_a_checkpoint_of_accelerate_alone_starts_a_new_count(tmp_path):
 
 @pytest.mark.parametrize("loss_scale", ["none", "dynamic", "number"])
 def test_the_scale_of_accelerates_scaler_is_taken_over(tmp_path, loss_scale):
-    """Where ``scaler.pt`` lies in the checkpoint, the loss scale is the one that was reached."""
+    """If the checkpoint has ``scaler.pt``, the loss scale continues from it."""
     settings = RunSettings(precision="fp16", loss_scale="none", ema=False)
     # The second of three updates overflows, which halves the scale.
     alone = saved_by(tmp_path, settings, attached=False, last=3)
@@ -178,7 +178,7 @@ def test_an_average_that_the_run_has_not_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_SCALES.values(), ids=OTHER_SCALES)
 def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
-    """Whoever leaves float16 goes on with everything else; one warning says so."""
+    """A run that leaves float16 restores everything else, with one warning."""
     saved = saved_by(tmp_path, theirs)
     run = AttachedRun(ours)
     run.train(0, 3)

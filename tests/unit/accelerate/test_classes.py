@@ -1,174 +1,129 @@
-"""Schedules of an attached loop: every kind, counting applied updates only.
-
-accelerate alone tells the truth about skips in fp16 with an optimizer that is not fused, and rates
-do not depend on precision or optimizer: that loop is what the others are compared with.
-"""
-
-import copy
-from typing import Any
+"""accelerate's objects with the step behind them: the same objects, and accelerate's methods."""
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
-from support.accelerate_loops import OPTIMIZERS
-from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
-from support.small_networks import labelled_batches
+from mfwrap.accelerate import attach
+from mfwrap.accelerate.classes import AttachedOptimizer, AttachedScheduler, StepScaler
+from support.attached_runs import new_accelerator
 
-# What torch says of a schedule that is stepped before the optimizer.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-
-each_schedule = pytest.mark.parametrize("name", SCHEDULES)
-each_accumulation = pytest.mark.parametrize("accumulation", [1, 2])
+SCALE = 2.0**10
 
 
-@pytest.mark.fast_sample(48)
-@pytest.mark.parametrize(
-    ("optimizer", "precision", "accumulation"),
-    [("fused SGD", "no", 1), ("fused SGD", "fp16", 2), ("SGD", "bf16", 2)],
-    ids=["fused", "fused, fp16, accumulated", "not fused, bf16, accumulated"],
-)
-@pytest.mark.parametrize("bad_updates", [(), (0,), (2, 3), (7, 8, 9), (11,)], ids=str)
-@each_schedule
-def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
-    name, bad_updates, optimizer, precision, accumulation
-):
-    """Every rate, the momentum that some schedules move, and the schedule's state at the end.
+class Prepared:
+    """A linear network, its optimizer and schedule behind an attached accelerator."""
 
-    Updates 3 and 7 are the last of their epochs, 11 is the last of all.
-    """
-    expected = truthful(name, bad_updates, accumulation)
+    def __init__(self, wrap=lambda optimizer: optimizer) -> None:
+        torch.manual_seed(0)
+        self.accelerator = new_accelerator()
+        self.attached = attach(self.accelerator, scale_sense=SCALE)
+        network = nn.Linear(2, 1)
+        self.inner = SGD(network.parameters(), lr=0.5)
+        self.network, self.optimizer, self.schedule = self.accelerator.prepare(
+            network, wrap(self.inner), StepLR(self.inner, 1, 0.5)
+        )
 
-    actual = run(
-        name,
-        optimizer,
-        precision,
-        bad_updates=bad_updates,
-        gradient_accumulation_steps=accumulation,
+    def backward(self) -> None:
+        """Do the backward of a loss whose gradients are 1 for each weight and the bias."""
+        self.accelerator.backward(self.network(torch.ones(1, 2)).sum())
+
+
+def test_prepared_objects_stay_accelerates():
+    """Isinstance answers as without the step, and detach restores the classes."""
+    prepared = Prepared()
+    accelerator, optimizer, schedule = (
+        prepared.accelerator,
+        prepared.optimizer,
+        prepared.schedule,
     )
 
-    assert actual.rates == expected.rates
-    assert actual.betas == expected.betas
-    assert actual.state == expected.state
+    assert isinstance(accelerator, Accelerator)
+    assert isinstance(optimizer, AttachedOptimizer)
+    assert isinstance(schedule, AttachedScheduler)
+    prepared.attached.detach()
+    assert type(accelerator) is Accelerator
+    assert type(optimizer) is AcceleratedOptimizer
+    assert type(schedule) is AcceleratedScheduler
 
 
-@pytest.mark.fast_sample(16)
-@each_accumulation
-@pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
-@each_schedule
-def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
-    """Late or not, each update uses the rate and the betas of accelerate's."""
-    settings = {"gradient_accumulation_steps": accumulation}
-    expected = run(name, optimizer, attached=False, **settings)
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda optimizer: optimizer, AcceleratedOptimizer],
+    ids=["bare", "wrapped by hand"],
+)
+def test_a_prepared_optimizer_has_one_wrapper(wrap):
+    """The step finds the optimizer itself, also for questions about skips."""
+    prepared = Prepared(wrap)
+    before = prepared.network.weight.detach().clone()
 
-    actual = run(name, optimizer, **settings)
+    prepared.backward()
+    prepared.optimizer.step()
 
-    assert (actual.rates, actual.betas) == (expected.rates, expected.betas)
-    assert actual.state == expected.state
-    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=0)
-
-
-@pytest.mark.fast_sample(16)
-@each_accumulation
-@pytest.mark.parametrize("bad_updates", [(), (2, 3)], ids=str)
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if "OneCycleLR" not in name])
-def test_a_schedule_apart_from_the_optimizer_is_stepped_at_once(name, bad_updates, accumulation):
-    """With ``step_scheduler_with_optimizer=False`` every call is a step, as it is alone."""
-    settings = {
-        "gradient_accumulation_steps": accumulation,
-        "step_scheduler_with_optimizer": False,
-        "bad_updates": bad_updates,
-    }
-    expected = run(name, "SGD", "fp16", attached=False, **settings)
-
-    actual = run(name, **settings)
-
-    assert (actual.rates, actual.betas) == (expected.rates, expected.betas)
-    assert actual.state == expected.state
+    assert prepared.optimizer.optimizer is prepared.inner
+    assert torch.equal(prepared.network.weight, before - 0.5)
+    prepared.optimizer.zero_grad()
+    prepared.network.weight.data.fill_(torch.nan)
+    prepared.backward()
+    prepared.network.weight.grad.fill_(torch.nan)
+    prepared.optimizer.step()
+    assert prepared.optimizer.step_was_skipped
 
 
-@pytest.mark.fast_sample(12)
-@pytest.mark.parametrize("num_updates", [1, 3, 4])
-@each_schedule
-def test_a_state_right_after_a_skip_is_that_of_the_updates_before(name, num_updates):
-    """Who asks for the schedule's state gets the truth of the very last update."""
-    bad_updates = (num_updates - 1,)
-    expected = ScheduledTraining(name, "SGD", "fp16", attached=False)
-    expected.epoch(bad_updates, num_updates=num_updates)
-    expected_state = plain_state(expected.schedule.state_dict())
+@pytest.mark.parametrize("choice", ["all", "one", "a list", "the optimizer itself"])
+def test_gradients_are_unscaled_once(choice):
+    """All optimizers, one, or a list of them; the step does not divide again."""
+    prepared = Prepared()
+    before = prepared.network.weight.detach().clone()
+    chosen = {
+        "all": None,
+        "one": prepared.optimizer,
+        "a list": [prepared.optimizer],
+        "the optimizer itself": prepared.inner,
+    }[choice]
 
-    actual = ScheduledTraining(name)
-    actual.epoch(bad_updates, num_updates=num_updates)
+    prepared.backward()
+    assert torch.equal(prepared.network.weight.grad, torch.full((1, 2), SCALE))
+    prepared.accelerator.unscale_gradients(chosen)
+    prepared.accelerator.unscale_gradients(chosen)
 
-    assert plain_state(actual.schedule.state_dict()) == expected_state
-
-
-@pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
-@each_schedule
-def test_a_state_between_two_micro_batches_is_that_after_the_last_update(name, bad_updates):
-    """What the loop asked for at the end of an update is not lost on the next one's way."""
-    states = []
-    for settings in ({"optimizer": "SGD", "precision": "fp16", "attached": False}, {}):
-        training = ScheduledTraining(name, gradient_accumulation_steps=2, **settings)
-        training.epoch(bad_updates, num_updates=2)
-        training.bad_element.active = False
-        with training.accelerator.accumulate(training.network):
-            training.accelerator.backward(training.network(*labelled_batches(1)[0]))
-            assert not training.accelerator.sync_gradients
-            states.append(plain_state(training.schedule.state_dict()))
-
-    assert states[1] == states[0]
+    assert torch.equal(prepared.network.weight.grad, torch.ones(1, 2))
+    prepared.optimizer.step()
+    assert torch.equal(prepared.network.weight, before - 0.5)
 
 
-@pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
-def test_the_last_rate_is_told_without_waiting(bad_updates):
-    """It is the one last used; what the schedule makes of the last update comes with a flush."""
-    training = ScheduledTraining("LambdaLR")
-    training.epoch(bad_updates, num_updates=2)
-    first = OPTIMIZERS["fused SGD"]([torch.zeros(1)]).param_groups[0]["lr"]
+def test_the_scaler_takes_accelerates_wrapper():
+    """GradScaler's methods work with the prepared optimizer and with the optimizer itself."""
+    prepared = Prepared()
+    scaler = prepared.accelerator.scaler
+    before = prepared.network.weight.detach().clone()
 
-    before = training.schedule.get_last_lr()
-    training.step.flush()
+    prepared.backward()
+    scaler.unscale_(prepared.optimizer)
+    scaler.step(prepared.optimizer)
 
-    assert before == [training.rates[-1]] == [first / 2]
-    assert training.schedule.get_last_lr() == [first / 2 if bad_updates else first * (1 / 3)]
-
-
-def saved_states(training: ScheduledTraining) -> dict[str, Any]:
-    """Return copies of the states that a loop saves by itself, in its order."""
-    # Copies, because states hold the schedules' own lists.
-    return {
-        "optimizer": copy.deepcopy(training.optimizer.state_dict()),
-        "schedule": copy.deepcopy(training.schedule.state_dict()),
-    }
+    assert isinstance(scaler, StepScaler)
+    assert torch.equal(prepared.network.weight, before - 0.5)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == SCALE
+    scaler.update(4.0)
+    assert scaler.get_scale() == 4
 
 
-@pytest.mark.parametrize("is_bad", [False, True], ids=["applied", "skipped"])
-@each_schedule
-def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad):
-    """Loaded where training has gone on meanwhile, they bring the rates of accelerate's.
+def test_zeroing_gradients_gives_up_what_is_known_of_them():
+    """A folded clip of gradients that were zeroed does not clip the next ones."""
+    prepared = Prepared()
+    before = prepared.network.weight.detach().clone()
+    prepared.backward()
+    prepared.accelerator.clip_grad_norm_(prepared.network.parameters(), 1e-3)
 
-    The rate is in the optimizer's state, which is usually asked for before the schedule's.
-    """
-    rates = []
-    for settings in ({"optimizer": "SGD", "precision": "fp16", "attached": False}, {}):
-        saved = ScheduledTraining(name, **settings)
-        saved.epoch((1,) if is_bad else (), num_updates=2)
-        states = saved_states(saved)
-        training = ScheduledTraining(name, **settings)
-        training.epoch()
-        training.optimizer.load_state_dict(states["optimizer"])
-        training.schedule.load_state_dict(states["schedule"])
-        training.epoch()
-        rates.append(training.rates)
+    prepared.optimizer.zero_grad()
+    prepared.backward()
+    prepared.optimizer.step()
 
-    assert rates[1] == rates[0]
-
-
-def test_accelerate_alone_moves_a_schedule_over_a_skip_that_it_does_not_see():
-    """What the step is for: with a fused optimizer in fp16 the rate falls for nothing."""
-    blind = run("LambdaLR", "fused SGD", "fp16", attached=False, bad_updates=(2,))
-    seeing = run("LambdaLR", "fused SGD", "fp16", bad_updates=(2,))
-
-    assert blind.rates[3] < blind.rates[2]
-    assert seeing.rates[3] == seeing.rates[2] == blind.rates[2]
-    assert seeing.rates[4:] == blind.rates[3:-1]
+    assert torch.equal(prepared.network.weight, before - 0.5)

@@ -55,7 +55,7 @@ def test_clipping_is_accelerates(way, setting, optimizer):
 @each_scale
 @each_way
 def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro_batch):
-    """Also without ``if accelerator.sync_gradients``, where what has gathered is clipped."""
+    """Without ``if accelerator.sync_gradients``, the gradients accumulated so far are clipped."""
     setting = Setting(scale=scale, accumulation=4)
     settings = {"each_micro_batch": each_micro_batch}
     actual = ClippedTraining("fused SGD", setting, attached=True).run(WAYS[way], **settings)
@@ -90,7 +90,7 @@ def test_these_ways_of_clipping_differ():
 @each_scale
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_a_bare_tensor_is_clipped_as_a_list_of_it(norm_type, scale):
-    """As torch's own function does; accelerate alone would take it for a list of its rows."""
+    """Torch does the same; accelerate alone would iterate over the tensor's rows."""
 
     def clip(training):
         weight = training.network.layers[0].weight
@@ -137,7 +137,7 @@ def test_parameters_in_no_optimizer_count_as_they_do_alone(limit, scale):
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD", "foreach AdamW"])
 @pytest.mark.parametrize("way", NOT_CLIPPING)
 def test_the_configuration_clips_where_the_loop_does_not(way, optimizer, scale):
-    """By the norm of the gradients as they are then."""
+    """It clips by the norm of the gradients at the time of the step."""
     config = StepConfig(use_clip_grad=True, max_grad_norm=LIMIT)
     training = ClippedTraining(optimizer, Setting(scale=scale), attached=True, config=config)
     actual = training.run(WAYS[way])

@@ -44,7 +44,7 @@ def test_the_returned_norm_is_that_of_float64(scale, precision, accumulation, li
 
 @each_scale
 def test_reported_names_are_those_of_the_norms(scale):
-    """Also if a layer is frozen between the norms and the step, which freezes later updates."""
+    """Names fit the norms, even if a layer is frozen between clipping and step."""
     config = StepConfig(local_norm=True)
     training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True, config=config)
     network = training.network

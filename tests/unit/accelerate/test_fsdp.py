@@ -36,7 +36,7 @@ def test_an_attached_loop(two_ranks, accumulation):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
-    """Of the rank's own gradients: at the first step those of the weights all begin with."""
+    """At the first step they equal the norms of the rank's own gradients."""
     for rank, result in enumerate(two_ranks.run(train_attached, accumulation)):
         torch.manual_seed(0)
         network = small_llama().double()
@@ -51,7 +51,7 @@ def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
-    """From what accelerate has saved, bitwise; the average lies there in shards."""
+    """It resumes bitwise from accelerate's checkpoint, which holds the average in shards."""
     for result in two_ranks.run(resume_attached, str(tmp_path / "state"), state_dict_type):
         torch.testing.assert_close(result["resumed"], result["unbroken"], **EXACT)
         assert result["applied"] == 2 * NUM_STEPS

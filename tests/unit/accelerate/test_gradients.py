@@ -58,7 +58,7 @@ class Window:
 
 
 def test_gradients_are_read_once():
-    """As long as they do not change, they are not read again."""
+    """Gradients that have not changed are not read again."""
     window = Window()
     window.backward([3.0, 0.0], [0.0, 4.0])
 
@@ -76,7 +76,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_gradients_are_read_again(change):
-    """However they were changed."""
+    """A change in place and a new tensor are both noticed."""
     window = Window()
     window.backward([3.0, 4.0])
     window.window.measured()
@@ -87,7 +87,7 @@ def test_changed_gradients_are_read_again(change):
 
 
 def test_gradients_must_stay_after_their_clipping_was_folded():
-    """The coefficient would be another's."""
+    """A change after a folded clip raises an error, because the factor would not fit."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -99,7 +99,7 @@ def test_gradients_must_stay_after_their_clipping_was_folded():
 
 
 def test_a_folded_clip_is_done_by_the_step():
-    """The gradients stay as they are until then."""
+    """The gradients keep their values until the step."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -112,7 +112,7 @@ def test_a_folded_clip_is_done_by_the_step():
 
 
 def test_a_folded_clip_can_be_settled_in_place():
-    """Once; the step does not clip again."""
+    """The gradients are clipped once, and the step does not clip again."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -126,7 +126,7 @@ def test_a_folded_clip_can_be_settled_in_place():
 
 
 def test_unscaling_happens_once():
-    """Neither a second call nor the step divides again."""
+    """A second call and the step do not divide again."""
     window = Window()
     window.backward([3.0, 4.0])
 
@@ -138,7 +138,7 @@ def test_unscaling_happens_once():
 
 
 def test_a_backward_after_unscaling_adds_up_scaled_gradients():
-    """What was unscaled is scaled again first."""
+    """Unscaled gradients are scaled again before more are added."""
     window = Window()
     window.backward([3.0, 4.0])
     window.window.unscale()
@@ -150,7 +150,7 @@ def test_a_backward_after_unscaling_adds_up_scaled_gradients():
 
 
 def test_a_backward_after_a_folded_clip_adds_to_clipped_gradients():
-    """As it would with torch's clipping, which is done at once."""
+    """The result equals that of torch, which clips at once."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -162,7 +162,7 @@ def test_a_backward_after_a_folded_clip_adds_to_clipped_gradients():
 
 
 def test_an_overflow_that_is_hidden_later_still_skips():
-    """It was noted before the gradients were changed, and outlives another backward."""
+    """An overflow that was noted before a change in place skips the update."""
     window = Window()
     window.backward([NAN, 4.0])
     window.window.note_overflow()
@@ -175,7 +175,7 @@ def test_an_overflow_that_is_hidden_later_still_skips():
 
 
 def test_an_overflow_does_not_outlive_its_window():
-    """The next update starts without it."""
+    """The next window has no overflow."""
     window = Window()
     window.backward([NAN, 4.0])
     window.window.note_overflow()
@@ -187,7 +187,7 @@ def test_an_overflow_does_not_outlive_its_window():
 
 
 def test_gradients_are_unused_from_backward_to_step():
-    """Also when they stay after the step, and when more are added to them."""
+    """Gradients that stay after the step are used; a further backward makes them unused again."""
     window = Window()
     told = [window.window.has_unused_gradients()]
     for _ in range(2):
@@ -219,12 +219,12 @@ LOSSES = {
 
 @pytest.mark.parametrize(("losses", "steps", "expected"), LOSSES.values(), ids=LOSSES)
 def test_the_loss_is_the_mean_over_micro_batches(losses, steps, expected):
-    """Each was divided by the number of steps, of which a short window has fewer."""
+    """The reported loss is right for short windows, too."""
     assert reported_loss(losses, steps) == expected
 
 
 def test_losses_whose_gradients_were_zeroed_do_not_count():
-    """A network may zero its gradients by itself: what they came from is given up, too."""
+    """If a network zeroes its gradients, their losses do not count."""
     window = Window(scale=1.0)
     window.window.before_backward(torch.tensor(5.0), 1)
     window.weights["first"].grad = torch.ones(2)
@@ -235,13 +235,13 @@ def test_losses_whose_gradients_were_zeroed_do_not_count():
 
 
 def test_without_a_backward_the_loss_is_unknown():
-    """It is NaN, not 0."""
+    """The loss is NaN, not 0."""
     assert reported_loss([], 1) != reported_loss([], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_tensors_are_multiplied_in_place_without_a_read(dtype):
-    """Any number of them, none included, in their own dtype."""
+    """Tensors keep their dtype; an empty list is accepted."""
     tensors = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)]
     factor = torch.full((), 0.5)
 
@@ -316,7 +316,7 @@ def test_norm_and_update_are_torchs(indices, norm_type, may_fold):
 
 @pytest.mark.parametrize("indices", [[0, 1], [0, 2]], ids=str)
 def test_clipping_twice_is_clipping_twice(indices):
-    """The second time by another limit, of another selection."""
+    """A second clip of other parameters by another limit gives torch's result."""
     weights = Weights()
 
     weights.clip(indices, 1.0)
@@ -327,7 +327,7 @@ def test_clipping_twice_is_clipping_twice(indices):
 
 
 def test_folding_leaves_the_gradients_alone():
-    """The step's own pass multiplies them; in place they are multiplied at once."""
+    """A folded clip leaves them to the step; a clip in place multiplies at once."""
     folded, in_place = Weights(), Weights()
     before = [weight.grad.clone() for weight in folded.scaled]
 
@@ -341,7 +341,7 @@ def test_folding_leaves_the_gradients_alone():
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_overflow_of_one_optimizer_skips_all_that_were_clipped_together(index):
-    """Their common norm is not finite; a step by it would spread that."""
+    """All optimizers that share the norm skip."""
     weights = Weights()
     weights.scaled[index].grad[1] = torch.inf
 
@@ -354,7 +354,7 @@ def test_an_overflow_of_one_optimizer_skips_all_that_were_clipped_together(index
 
 
 def test_what_has_no_gradient_has_norm_zero():
-    """As with torch."""
+    """The norm is 0, as in torch."""
     weights = Weights()
     for weight in weights.scaled:
         weight.grad = None
@@ -364,7 +364,7 @@ def test_what_has_no_gradient_has_norm_zero():
 
 @pytest.mark.parametrize("indices", [[0], [0, 1]], ids=str)
 def test_elements_are_clamped_unscaled(indices):
-    """As torch clamps them where nothing is scaled."""
+    """The elements equal those that torch clamps without a loss scale."""
     weights = Weights()
 
     clip_grad_value(weights.windows, (weights.scaled[index] for index in indices), 0.3)
@@ -377,7 +377,7 @@ def test_elements_are_clamped_unscaled(indices):
 
 @pytest.mark.parametrize("may_fold", [True, False], ids=["folded", "in place"])
 def test_clipping_reads_nothing_on_the_host(may_fold):
-    """Neither the norm nor the coefficient."""
+    """The norm and the coefficient stay on the device."""
     weights = Weights()
     max_norm = 0.5
 

@@ -193,7 +193,7 @@ def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: in
 @each_order
 @pytest.mark.parametrize("make_optimizer", FOREACH.values(), ids=FOREACH)
 def test_the_loop_with_a_foreach_optimizer_reads_once_an_update(make_optimizer, factors):
-    """One flag, skipped or applied, beside what torch's optimizer reads itself."""
+    """A step, skipped or applied, adds one read to those of torch's optimizer."""
     own_reads = iter(reads_of_plain_steps(make_optimizer, len(factors)))
 
     for skipped, counted in count_reads(whole_loop(make_optimizer, factors)):

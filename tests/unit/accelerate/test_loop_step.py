@@ -126,7 +126,7 @@ def test_one_skip_too_many_still_resolves_schedules():
 
 
 def test_each_optimizer_has_its_own_report_and_the_last_is_the_steps():
-    """Counts, too, are each one's own."""
+    """Each optimizer has its own report and counts."""
     training = Training(num_networks=2)
     training.update(NAN)
     first = training.step.last_report
@@ -190,7 +190,7 @@ def test_a_cleared_step_has_forgotten_all():
 
 
 def test_loading_gives_up_what_was_begun():
-    """Gradients and what was known of them belong to the run that was left."""
+    """Gradients from before loading have no effect on the next update."""
     training = Training(scale_sense=8.0)
     state = training.step.state_dict()
     training.step.scaled(training.loss()).backward()
@@ -207,7 +207,7 @@ def test_loading_gives_up_what_was_begun():
 
 
 def test_loading_drops_what_several_optimizers_have_gathered():
-    """Neither an overflow of the run that was left nor its half of an average's round counts."""
+    """After loading, earlier overflows and updates of the average have no effect."""
     training = Training(
         scale_sense=DynamicLossScaleUpdateCell(8.0, 2, 100), num_networks=2, ema=True
     )

@@ -138,7 +138,7 @@ def test_two_optimizers_are_clipped_by_one_norm(scale, precision, limit):
 
 @each_scale
 def test_without_clipping_each_optimizer_skips_for_itself(scale):
-    """As with torch's scaler; its own schedule waits, and the other goes on."""
+    """One optimizer skips with its schedule while the other updates, as with torch's scaler."""
     actual = train_pair("no", scale, bad_updates=(1, 4))
 
     bad = [index in {1, 4} for index in range(NUM_UPDATES)]
@@ -152,7 +152,7 @@ def test_without_clipping_each_optimizer_skips_for_itself(scale):
 
 @each_scale
 def test_a_norm_of_both_that_is_not_finite_skips_both(scale):
-    """Neither could be clipped by it."""
+    """If the common norm is not finite, both optimizers skip."""
     actual = train_pair("no", scale, limit=0.2, bad_updates=(1,))
 
     assert actual.skipped == [[index == 1] * 2 for index in range(NUM_UPDATES)]
@@ -259,7 +259,7 @@ def test_parameters_may_be_frozen_for_a_while(scale, optimizer):
 @each_optimizer
 @each_scale
 def test_parameters_outside_of_any_prepared_network_are_trained(scale, optimizer, prepares_network):
-    """Beside those of a network, or alone; reports name them by number."""
+    """They are updated, with or without a network's parameters; reports name them by number."""
     settings = {"outside": True, "prepares_network": prepares_network}
     expected, _ = train_with_changes(leave_alone, None, optimizer, **settings)
 

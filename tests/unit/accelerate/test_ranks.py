@@ -83,7 +83,7 @@ def test_clipping_returns_the_norm_of_the_reduced_gradients(ranks):
 
 @pytest.mark.parametrize("way", ["saved", "each node"])
 def test_a_checkpoint_brings_both_ranks_back(ranks, way):
-    """Everything is as it was when it was saved, right after a skip, and goes on as before."""
+    """A checkpoint that was saved right after a skip restores everything on both ranks."""
     for rank in ranks:
         assert_same_state(rank[way]["saved"], rank[way]["loaded"])
         assert_same_state(rank[way]["end"], rank[way]["end again"])

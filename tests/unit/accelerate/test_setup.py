@@ -165,7 +165,7 @@ def test_a_communication_hook_is_given_once():
 
 
 def test_a_communication_hook_is_a_state_and_a_callable():
-    """As torch's ``register_comm_hook`` takes them."""
+    """The argument has the form of torch's ``register_comm_hook``."""
     refused_attach(
         new_accelerator(),
         TypeError,
@@ -237,7 +237,7 @@ def test_an_average_from_before_the_network_was_moved_is_refused():
 
 @pytest.mark.parametrize("num_networks", [0, 2])
 def test_a_callable_average_needs_exactly_one_network(num_networks):
-    """Which one to average cannot be guessed."""
+    """With none or several networks, a callable average raises an error."""
     accelerator = new_accelerator()
     attach(accelerator, ema=ExponentialMovingAverage)
     networks = [Classifier() for _ in range(num_networks)]

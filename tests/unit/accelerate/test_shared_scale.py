@@ -171,7 +171,7 @@ def two_weights(*, fused: bool):
 
 
 def renew_gradient(weight: nn.Parameter) -> None:
-    """Zero a gradient by a new tensor that lies where the old one lay, if that can be had."""
+    """Replace a gradient by zeros, at the same address if possible."""
     if weight.grad is not None:
         old = id(weight.grad)
         weight.grad = None

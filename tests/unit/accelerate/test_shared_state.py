@@ -27,7 +27,7 @@ class Scale:
 
 
 def test_the_scale_waits_until_all_gradients_are_used():
-    """Those that wait were made with the scale as it is."""
+    """The scale changes when no other optimizer has unused gradients."""
     scale = Scale()
 
     values = [scale.update(YES, others_wait=True), scale.update(NO, others_wait=False)]
@@ -37,7 +37,7 @@ def test_the_scale_waits_until_all_gradients_are_used():
 
 @pytest.mark.parametrize("flags", [(YES, YES), (YES, NO), (NO, YES)], ids=str)
 def test_an_overflow_of_any_lowers_it_once(flags):
-    """Not once for each optimizer."""
+    """An overflow of several optimizers lowers the scale once."""
     first, second = flags
     scale = Scale()
 
@@ -48,7 +48,7 @@ def test_an_overflow_of_any_lowers_it_once(flags):
 
 
 def test_updates_of_several_count_as_one_towards_growth():
-    """The window is one of updates of all."""
+    """One round of updates of all optimizers counts as one step."""
     scale = Scale(window=2)
 
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_scale_of_one_is_known_to_be_one():
 
 
 class Average:
-    """The average of one weight, told of by several optimizers, with decay one half."""
+    """An average of one weight that several optimizers update, with decay one half."""
 
     def __init__(self, num_parts: int) -> None:
         self.weight = nn.Parameter(torch.zeros(()))
@@ -171,7 +171,7 @@ def test_an_average_that_nobody_updates_is_known():
 
 
 def test_inside_a_swap_updates_are_refused():
-    """By the average and by each part."""
+    """The average and each of its parts refuse."""
     average = Average(1)
 
     with average.ema.swap():

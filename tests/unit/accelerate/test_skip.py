@@ -235,7 +235,7 @@ def test_norm_and_loss_of_a_skipped_update_are_reported_as_they_were(optimizer, 
 
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
-    """The loop is told, and the schedule waits; the loss scale does not fall for it."""
+    """The loop learns of the skip, the schedule stays, and the loss scale does not fall."""
     loop = Loop(optimizer=optimizer, precision="fp16", scale=2.0**10, max_norm=INF, num_batches=6)
     threshold = sorted(train_alone(loop).norms)[2].item()
     config = StepConfig(

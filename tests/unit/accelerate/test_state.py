@@ -97,7 +97,7 @@ def test_nothing_of_ours_is_a_pickle(tmp_path, monkeypatch):
 @pytest.mark.parametrize("stop", [AFTER_APPLIED, AFTER_SKIPPED], ids=["applied", "skipped"])
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_loading_brings_everything_back(tmp_path, loss_scale, stop):
-    """The run goes on from the checkpoint in the same process as it went on the first time."""
+    """After loading, the run repeats its steps bitwise in the same process."""
     run = AttachedRun(RunSettings(loss_scale=loss_scale))
     run.train(0, stop)
     run.accelerator.save_state(tmp_path)

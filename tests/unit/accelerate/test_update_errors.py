@@ -16,7 +16,7 @@ from support.training_state import assert_same_state, assert_unchanged, training
 
 
 def refused_update(run, error, message, call):
-    """Call, and fail unless that raises and changes nothing of the run."""
+    """Check that a call raises an error and changes nothing of the run."""
     before = run.state()
 
     with pytest.raises(error, match=message):
@@ -26,7 +26,7 @@ def refused_update(run, error, message, call):
 
 
 def test_a_closure_is_refused():
-    """The loss that it evaluates would not be scaled."""
+    """A closure raises an error, because its loss would not be scaled."""
     run = AttachedRun()
     run.accelerator.backward(run.network(*BATCH))
 
@@ -40,7 +40,7 @@ def test_a_closure_is_refused():
 
 @pytest.mark.parametrize("loss", [3.0, torch.ones(()).numpy()], ids=["a number", "an array"])
 def test_a_loss_that_is_no_tensor_is_refused(loss):
-    """It cannot be differentiated."""
+    """A loss that is not a tensor raises an error."""
     run = AttachedRun()
 
     refused_update(
@@ -50,7 +50,7 @@ def test_a_loss_that_is_no_tensor_is_refused(loss):
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", "number"])
 def test_gradients_of_an_unscaled_loss_are_refused(loss_scale):
-    """``loss.backward()`` beside the accelerator: they would be divided by the loss scale."""
+    """Gradients of ``loss.backward()`` would be divided by a scale they do not have."""
     run = AttachedRun(RunSettings(loss_scale=loss_scale))
     run.train(0, 1)
     run.network(*BATCH).backward()

@@ -72,7 +72,7 @@ each_scale = pytest.mark.parametrize("scale", [1.0, 2.0**16], ids=["scale 1", "s
 def test_equal_micro_batches_are_plain_torchs_accumulation_to_the_last_bit(
     num_micro_batches, scale
 ):
-    """As when each loss is divided by their number before its backward."""
+    """The result equals dividing each loss by the number of micro-batches before its backward."""
     network = Classifier()
     cell = build(network, gradient_accumulation_steps=num_micro_batches, scale_sense=scale)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -143,7 +143,7 @@ def test_splitting_by_tokens_is_one_big_batch(num_micro_batches, scale):
 @each_scale
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), data=st.data())
 def test_any_micro_batches_by_tokens_are_one_big_batch(scale, sizes, data):
-    """However targets fall on micro-batches of any sizes, loss, norm and update are the whole's."""
+    """Loss, norm and update equal those of one big batch, however the targets are distributed."""
     num_rows = sum(sizes)
     [(inputs, labels)] = labelled_batches(1, size=num_rows)
     ignored = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))

@@ -213,7 +213,7 @@ def test_accelerates_grad_scaler_is_taken_out():
 
 
 def test_the_grad_scalers_numbers_are_taken_over():
-    """Without a scale of one's own the cell scales as torch's scaler would have."""
+    """Without `scale_sense`, the cell scales as torch's scaler would."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler, reference = grad_scaler(), grad_scaler()
     _, _, _, cell = prepared_training(accelerator)
@@ -238,7 +238,7 @@ def test_the_grad_scalers_numbers_are_taken_over():
 
 
 def test_a_scale_that_the_grad_scaler_has_reached_is_taken_over():
-    """Not its first value: an accelerator whose state was loaded goes on from there."""
+    """The cell starts from the present scale, which a loaded state may have set."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler()
     state = accelerator.scaler.state_dict()
@@ -260,7 +260,7 @@ GIVEN = {
 
 @pytest.mark.parametrize(("scale_sense", "expected"), GIVEN.values(), ids=GIVEN)
 def test_a_scale_that_is_given_stands(scale_sense, expected):
-    """Also 1, the default's own value: the scaler goes, and its numbers with it."""
+    """Even a scale of 1, the default's value, is used instead of the scaler's."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler()
 
@@ -313,7 +313,7 @@ def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
 
 @pytest.mark.parametrize("ends", ["freed", "saved"])
 def test_an_accelerator_does_not_keep_the_cell_alive(tmp_path, ends):
-    """Nor its network, which would outlive its group of processes; saving goes on without it."""
+    """The cell and its network can be freed, and the accelerator still saves."""
     accelerator = Accelerator(cpu=True)
     network, optimizer, schedule, cell = prepared_training(accelerator, local_norm=True)
     cell(*labelled_batches(1)[0])

@@ -149,7 +149,7 @@ class NeedsClosure(SGD):
 
 
 def test_an_optimizer_that_needs_an_argument_is_refused():
-    """Which one is said at construction, not at the first step."""
+    """The argument is named at construction, not at the first step."""
     network = Classifier()
 
     with pytest.raises(TypeError, match=r"got NeedsClosure, whose step needs closure"):
@@ -250,7 +250,7 @@ def test_micro_batches_are_a_sequence_of_at_least_one(micro_batches, error, mess
 
 
 class Returning(LinearProbe):
-    """A network that returns what it is told to."""
+    """A network that returns a given value."""
 
     def __init__(self, result) -> None:
         super().__init__()

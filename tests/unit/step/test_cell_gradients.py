@@ -111,7 +111,7 @@ def test_a_leftover_gradient_does_not_leak_in():
 
 
 class Stumbling(Classifier):
-    """A classifier that fails when told to."""
+    """A classifier that can be made to fail."""
 
     def forward(self, inputs, labels, error=None):
         if error is not None:
@@ -137,7 +137,7 @@ def test_an_error_in_a_later_micro_batch_leaves_everything_as_it_was():
 
 
 def test_an_error_in_backward_leaves_everything_as_it_was():
-    """Also when only a part of the gradients had been computed."""
+    """Weights and state keep their values, even if some gradients were computed."""
     network, [batch] = Classifier(), labelled_batches(1)
     cell = sgd_cell(network)
     state_before = training_state(network, cell.optimizer, cell)

@@ -155,7 +155,7 @@ def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: in
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("make_optimizer", NOT_FUSED.values(), ids=NOT_FUSED)
 def test_a_step_with_any_other_optimizer_reads_once(make_optimizer, factors):
-    """One read a step, skipped or applied, beside those that torch's optimizer does itself."""
+    """A step, skipped or applied, adds one read to those of torch's optimizer."""
     own_reads = iter(reads_of_plain_steps(make_optimizer, len(factors)))
 
     for skipped, counted in count_reads(whole_step(make_optimizer, factors)):
@@ -174,7 +174,7 @@ def test_fused_sgd_with_dampening_reads_until_its_first_applied_update():
 
 
 def test_a_step_that_accelerate_has_prepared_reads_nothing():
-    """Neither accelerate's wrappers nor its schedule bring a read into the step."""
+    """The wrappers and the schedule of accelerate add no read."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     network = TokenClassifier()
     optimizer = FUSED["AdamW"](network.parameters())

@@ -110,7 +110,7 @@ def test_an_overflow_of_the_scaled_gradients_heals_by_itself():
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
 def test_set_sense_scale_holds_from_the_next_step_on(shape, dtype):
-    """The new scale multiplies the loss and is taken out again."""
+    """The loss is multiplied by the new scale, and the gradients are divided by it."""
     network, row = LinearProbe(), torch.tensor([[3.0, 4.0]])
     optimizer = SGD(network.parameters(), lr=1.0, fused=True)
     cell = MFTrainOneStepCell(network, optimizer, scale_sense=torch.tensor(4.0))

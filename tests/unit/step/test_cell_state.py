@@ -82,7 +82,7 @@ class Training:
 @pytest.mark.parametrize("stop", [1, 2, 5, 6])
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_a_resumed_run_is_the_unbroken_run(loss_scale, stop):
-    """Stopped after an applied or a skipped step, it goes on to the last bit as if it had not."""
+    """A run that stops after an applied or a skipped step and resumes has the same bits."""
     unbroken = Training(loss_scale=loss_scale)
     expected = unbroken.train(0, 10)[8 * stop :]
     stopped = Training(loss_scale=loss_scale)

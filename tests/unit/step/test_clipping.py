@@ -86,7 +86,7 @@ def test_clip_by_global_norm_leaves_what_is_below_the_limit():
 
 
 def test_clip_by_global_norm_with_a_norm_that_is_not_finite():
-    """As documented: inf makes finite elements 0 and infinite ones nan, nan changes nothing."""
+    """A norm of inf makes finite elements 0 and infinite ones nan; nan changes nothing."""
     infinite = clip_by_global_norm([torch.tensor([1.0, math.inf])])[0]
     undefined = clip_by_global_norm([torch.tensor([1.0, math.nan])])[0]
 
@@ -142,7 +142,7 @@ def test_clip_by_value_keeps_types_container_and_inputs(kind):
 
 
 def test_clip_by_value_with_crossed_bounds_gives_the_upper():
-    """As MindSpore and torch have it."""
+    """MindSpore and torch do the same."""
     assert clip_by_value(torch.tensor([0.0, 9.0]), 5.0, 1.0).tolist() == [1.0, 1.0]
 
 

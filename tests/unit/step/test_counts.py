@@ -179,7 +179,7 @@ BAD = {
 @pytest.mark.parametrize("method", ["check", "load_state_dict"])
 @pytest.mark.parametrize(("error", "message", "value"), BAD.values(), ids=BAD)
 def test_a_state_that_does_not_fit_changes_nothing(error, message, value, method):
-    """Nor does one that is only checked."""
+    """Neither loading nor checking it changes a counter."""
     counts = UpdateCounts(CPU, None)
     do(counts, [True, False])
     before = counts.state_dict()

@@ -314,7 +314,7 @@ def test_a_batch_without_targets_has_parts_of_zero():
 
 
 def test_parts_of_uneven_micro_batches_add_up():
-    """However a batch is cut, the sums of its parts are those of the whole, to 1e-6."""
+    """The parts of a batch add up to the sums of the whole batch, to 1e-6, however it is split."""
     model, batch = llama(), tokens()
     whole = called(per_token(model), **batch)
     rows = [called(per_token(model), **{k: v[i : i + 1] for k, v in batch.items()}) for i in (0, 1)]
@@ -379,7 +379,7 @@ def test_accepts_loss_kwargs_decides():
 
 
 def test_keywords_alone_are_no_promise():
-    """A network of one's own that swallows keywords returns a pair like any other."""
+    """A network that takes any keyword must still return a pair."""
     parts = called(per_token(Returns(lambda w: (w.sum(), 4))), 1, anything=2)
 
     assert parts.denominator == 4

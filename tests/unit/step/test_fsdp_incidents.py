@@ -29,7 +29,7 @@ NAN, INF, SPIKE = float("nan"), float("inf"), 1e4
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [NAN, SPIKE])
 def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
-    """Nothing changes under torch.equal, at the first step with momentum, too; then all goes on."""
+    """Nothing changes under torch.equal, even at the first step; the next step is applied."""
     met = ranks.run(meet_a_bad_loss, optimizer, factor)
 
     for index, rank in enumerate(met):
@@ -49,7 +49,7 @@ def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_infinite_on_all_ranks_skips_once(ranks, optimizer):
-    """As on one; infinities of several ranks do not add up to something else."""
+    """The update is skipped, and the loss scale falls once."""
     for rank in ranks.run(meet_a_bad_loss_everywhere, optimizer, INF):
         assert rank["overflow"] == rank["skipped"] == [True, False] * 2
         assert rank["own is finite"] == [False, True] * 2
@@ -87,7 +87,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(ranks):
 
 
 def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
-    """Also where a forward without backward has left whole weights in the root module."""
+    """They also show after a forward without backward, which leaves whole weights behind."""
     for rank in ranks.run(evaluate_with_averages):
         assert rank == dict.fromkeys(rank, True)
 
@@ -106,7 +106,7 @@ def test_distributed_tensors_are_clipped_by_the_norm_of_all(ranks):
 
 
 def test_what_is_not_finite_on_one_rank_is_seen_on_all(ranks):
-    """In a tensor that is not distributed, too, as long as one beside it is."""
+    """It is also found in a tensor that is not distributed, if another tensor is."""
     for norms in ranks.run(norms_of_placed_tensors):
         assert (norms["finite"], norms["nan on rank 0"], norms["nan norm"]) == (False, True, True)
 

@@ -63,7 +63,7 @@ def test_a_tap_sees_what_is_reduced(part):
 
 
 def test_a_backward_reads_nothing_on_the_host(part):
-    """Also when the buckets are rebuilt."""
+    """A backward that rebuilds the buckets does not read either."""
     local = local_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
     with HostReads() as reads:
         for _ in range(3):
@@ -93,7 +93,7 @@ def test_what_no_tap_has_seen_counts_as_it_is(part):
 
 
 def test_a_reset_forgets(part):
-    """Of its own parameters only: another optimizer's stay."""
+    """A reset forgets the norms of its own parameters and keeps another optimizer's."""
     first, *others = part.parameters()
     local = local_squares_of([part], [first], **WITH_A_HOOK)
     other = local_squares_of([part], others, **WITH_A_HOOK)
@@ -176,7 +176,7 @@ def test_a_registered_hook_is_refused(part):
 
 
 def test_torchs_own_check_of_a_hook_is_kept(part):
-    """By its name torch tells that the CPU cannot compress to bfloat16."""
+    """Torch recognizes the hook by its name and refuses bfloat16 compression on a CPU."""
     with pytest.raises(TypeError, match="BF16"):
         cell_of(part, communication_hook=(None, bf16_compress_hook))
     assert part._comm_hooks == []

@@ -147,7 +147,7 @@ def test_micro_batches_may_be_of_any_number_and_kind(kind):
     ids=["tensor", "dict", "generator", "string", "none", "int", "set"],
 )
 def test_what_is_no_sequence_is_refused(micro_batches):
-    """One batch that was not put into a list is told from a list of them."""
+    """A batch that was not put into a list raises an error."""
     kind = type(micro_batches).__name__
 
     with pytest.raises(TypeError, match=f"`micro_batches` must be a sequence, got {kind}$"):

@@ -104,7 +104,7 @@ class TestTrainOneStepCell:
         assert cell.network.weight.isnan().tolist() == [True, False]
 
     def test_gradients_are_released(self):
-        """Also those that were there before, which are no part of the update."""
+        """Gradients from before the call are released, too, and do not enter the update."""
         cell = probe_with(TrainOneStepCell)
         cell.network.weight.grad = torch.full((2,), 100.0)
 
@@ -265,13 +265,13 @@ class TestTrainOneStepWithLossScaleCell:
 
     @pytest.mark.parametrize("scale_sense", [1.0, 1, "dynamic", nn.Identity()], ids=str)
     def test_a_scale_that_is_neither_tensor_nor_cell_is_a_type_error(self, scale_sense):
-        """As MindSpore has it, numbers included."""
+        """A number is refused, too, as in MindSpore."""
         with pytest.raises(TypeError, match="`scale_sense` must be a tensor, a"):
             probe_with(TrainOneStepWithLossScaleCell, scale_sense)
 
     @pytest.mark.parametrize("shape", [(2,), (1, 1)], ids=str)
     def test_a_scale_of_another_shape_is_a_value_error(self, shape):
-        """As MindSpore has it: shape ``()`` or ``(1,)``."""
+        """The shape must be ``()`` or ``(1,)``, as in MindSpore."""
         with pytest.raises(ValueError, match="`scale_sense` must have shape"):
             probe_with(TrainOneStepWithLossScaleCell, torch.ones(shape))
 

@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 
 
 class OwnStep(AdamW):
-    """An optimizer of one's own, which knows nothing of ``grad_scale`` and ``found_inf``."""
+    """A user's optimizer that ignores ``grad_scale`` and ``found_inf``."""
 
     def step(self, closure=None):
         """Move against the sign of a momentum."""
@@ -415,7 +415,7 @@ def test_a_momentum_may_begin_late(settings, skip_first):
 
 @each
 def test_a_parameter_without_a_gradient_is_left_alone(kind):
-    """As in torch, its value and its state stay while the others move."""
+    """Its value and state stay while other parameters change, as in torch."""
     run = Run(kind)
     before = run.weights()
     gradients = gradients_of(0)

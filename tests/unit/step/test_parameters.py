@@ -75,7 +75,7 @@ def test_a_module_that_is_used_twice_counts_once():
 
 
 def test_an_unused_parameter_has_no_gradient():
-    """Where backward did not reach there is None, and no name among the gradients."""
+    """Its gradient is None, and its name is missing among the named gradients."""
     network = Tied()
     ours, _ = trained(network)
     network.embedding(IDS).sum().backward()
@@ -110,7 +110,7 @@ def test_groups_follow_what_is_frozen_and_unfrozen_later():
 
 
 def test_a_pattern_whose_parameters_are_frozen_later_drops_out():
-    """Training that has begun goes on with the groups that are left, also with none."""
+    """Training continues with the remaining groups, even if there are none."""
     network = Tied()
     ours, _ = trained(network, groups=["embedding", "body"])
 
@@ -173,7 +173,7 @@ def test_warnings_point_at_the_line_that_built_the_cell(held):
 
 
 def test_all_gradients_are_released():
-    """Also those of parameters that are frozen, outside, or in no optimizer."""
+    """Gradients of parameters that are frozen, outside, or in no optimizer are released, too."""
     network, other = Tied(), nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="optimizer"):
         ours, _ = trained(network, [network.head.weight, *other.parameters()])
@@ -241,7 +241,7 @@ def test_a_sparse_gradient_is_refused_by_name():
 
 
 def test_names_are_those_without_torch_compile():
-    """Neither a compiled network nor a compiled part of one changes a name."""
+    """A compiled network, or a compiled part of a network, keeps the names."""
     network = Tied()
     network.body = torch.compile(network.body, backend="eager")
 

@@ -102,7 +102,7 @@ def test_half_a_step_changes_nothing(ended):
 
 
 def test_the_checkpoint_goes_on(ended):
-    """What was saved before is whole, and one process goes on from it."""
+    """The checkpoint from before the death is intact, and one process resumes from it."""
     _, ranks = ended
     cell, parts = new_training(FailingClassifier())
     load_sharded(ranks.folder / "checkpoint", cell)

@@ -76,7 +76,7 @@ def test_a_step_without_average_is_restored_without():
 
 @pytest.mark.parametrize("part", range(4), ids=["scale", "first counts", "second counts", "ema"])
 def test_if_one_part_does_not_fit_none_is_restored(part):
-    """Whichever it is, the others are as before."""
+    """If any state does not fit, the other parts keep their values."""
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
     states = saved.states()
     states[part].popitem()

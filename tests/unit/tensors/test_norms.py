@@ -148,7 +148,7 @@ def test_a_bad_element_of_a_large_gradient_shows_in_its_own_square_only(position
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
-    """Of four million squares the float32 sum is right to 1e-5, where a plain one is not."""
+    """The sum of four million squares is right to 1e-5, where torch's own is not."""
     gradient = torch.randn(2053, 2048, dtype=dtype)
 
     assert_close_to_exact([gradient.t() if transposed else gradient])

@@ -48,7 +48,7 @@ def test_large_finite_elements_are_finite(values, dtype):
 @pytest.mark.parametrize("values", [[math.nan], [math.inf], [-math.inf], [math.inf, math.nan]])
 @given(position=st.integers(0, 199))
 def test_one_bad_element_is_found_anywhere(dtype, values, position):
-    """Also a nan next to an inf, and in the second of two tensors."""
+    """A nan or inf at any place of the second of two tensors is found."""
     tensor = torch.ones(202, dtype=dtype)
     tensor[position : position + len(values)] = torch.tensor(values, dtype=dtype)
 

@@ -1,0 +1,174 @@
+"""Schedules of an attached loop: every kind, counting applied updates only.
+
+accelerate alone tells the truth about skips in fp16 with an optimizer that is not fused, and rates
+do not depend on precision or optimizer: that loop is what the others are compared with.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from support.accelerate_loops import OPTIMIZERS
+from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
+from support.small_networks import labelled_batches
+
+# What torch says of a schedule that is stepped before the optimizer.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+each_schedule = pytest.mark.parametrize("name", SCHEDULES)
+each_accumulation = pytest.mark.parametrize("accumulation", [1, 2])
+
+
+@pytest.mark.fast_sample(48)
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "accumulation"),
+    [("fused SGD", "no", 1), ("fused SGD", "fp16", 2), ("SGD", "bf16", 2)],
+    ids=["fused", "fused, fp16, accumulated", "not fused, bf16, accumulated"],
+)
+@pytest.mark.parametrize("bad_updates", [(), (0,), (2, 3), (7, 8, 9), (11,)], ids=str)
+@each_schedule
+def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
+    name, bad_updates, optimizer, precision, accumulation
+):
+    """Every rate, the momentum that some schedules move, and the schedule's state at the end.
+
+    Updates 3 and 7 are the last of their epochs, 11 is the last of all.
+    """
+    expected = truthful(name, bad_updates, accumulation)
+
+    actual = run(
+        name,
+        optimizer,
+        precision,
+        bad_updates=bad_updates,
+        gradient_accumulation_steps=accumulation,
+    )
+
+    assert actual.rates == expected.rates
+    assert actual.betas == expected.betas
+    assert actual.state == expected.state
+
+
+@pytest.mark.fast_sample(16)
+@each_accumulation
+@pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
+@each_schedule
+def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
+    """Late or not, each update uses the rate and the betas of accelerate's."""
+    settings = {"gradient_accumulation_steps": accumulation}
+    expected = run(name, optimizer, attached=False, **settings)
+
+    actual = run(name, optimizer, **settings)
+
+    assert (actual.rates, actual.betas) == (expected.rates, expected.betas)
+    assert actual.state == expected.state
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=0)
+
+
+@pytest.mark.fast_sample(16)
+@each_accumulation
+@pytest.mark.parametrize("bad_updates", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if "OneCycleLR" not in name])
+def test_a_schedule_apart_from_the_optimizer_is_stepped_at_once(name, bad_updates, accumulation):
+    """With ``step_scheduler_with_optimizer=False`` every call is a step, as it is alone."""
+    settings = {
+        "gradient_accumulation_steps": accumulation,
+        "step_scheduler_with_optimizer": False,
+        "bad_updates": bad_updates,
+    }
+    expected = run(name, "SGD", "fp16", attached=False, **settings)
+
+    actual = run(name, **settings)
+
+    assert (actual.rates, actual.betas) == (expected.rates, expected.betas)
+    assert actual.state == expected.state
+
+
+@pytest.mark.fast_sample(12)
+@pytest.mark.parametrize("num_updates", [1, 3, 4])
+@each_schedule
+def test_a_state_right_after_a_skip_is_that_of_the_updates_before(name, num_updates):
+    """Who asks for the schedule's state gets the truth of the very last update."""
+    bad_updates = (num_updates - 1,)
+    expected = ScheduledTraining(name, "SGD", "fp16", attached=False)
+    expected.epoch(bad_updates, num_updates=num_updates)
+    expected_state = plain_state(expected.schedule.state_dict())
+
+    actual = ScheduledTraining(name)
+    actual.epoch(bad_updates, num_updates=num_updates)
+
+    assert plain_state(actual.schedule.state_dict()) == expected_state
+
+
+@pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
+@each_schedule
+def test_a_state_between_two_micro_batches_is_that_after_the_last_update(name, bad_updates):
+    """What the loop asked for at the end of an update is not lost on the next one's way."""
+    states = []
+    for settings in ({"optimizer": "SGD", "precision": "fp16", "attached": False}, {}):
+        training = ScheduledTraining(name, gradient_accumulation_steps=2, **settings)
+        training.epoch(bad_updates, num_updates=2)
+        training.bad_element.active = False
+        with training.accelerator.accumulate(training.network):
+            training.accelerator.backward(training.network(*labelled_batches(1)[0]))
+            assert not training.accelerator.sync_gradients
+            states.append(plain_state(training.schedule.state_dict()))
+
+    assert states[1] == states[0]
+
+
+@pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
+def test_the_last_rate_is_told_without_waiting(bad_updates):
+    """It is the one last used; what the schedule makes of the last update comes with a flush."""
+    training = ScheduledTraining("LambdaLR")
+    training.epoch(bad_updates, num_updates=2)
+    first = OPTIMIZERS["fused SGD"]([torch.zeros(1)]).param_groups[0]["lr"]
+
+    before = training.schedule.get_last_lr()
+    training.step.flush()
+
+    assert before == [training.rates[-1]] == [first / 2]
+    assert training.schedule.get_last_lr() == [first / 2 if bad_updates else first * (1 / 3)]
+
+
+def saved_states(training: ScheduledTraining) -> dict[str, Any]:
+    """Return copies of the states that a loop saves by itself, in its order."""
+    # Copies, because states hold the schedules' own lists.
+    return {
+        "optimizer": copy.deepcopy(training.optimizer.state_dict()),
+        "schedule": copy.deepcopy(training.schedule.state_dict()),
+    }
+
+
+@pytest.mark.parametrize("is_bad", [False, True], ids=["applied", "skipped"])
+@each_schedule
+def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad):
+    """Loaded where training has gone on meanwhile, they bring the rates of accelerate's.
+
+    The rate is in the optimizer's state, which is usually asked for before the schedule's.
+    """
+    rates = []
+    for settings in ({"optimizer": "SGD", "precision": "fp16", "attached": False}, {}):
+        saved = ScheduledTraining(name, **settings)
+        saved.epoch((1,) if is_bad else (), num_updates=2)
+        states = saved_states(saved)
+        training = ScheduledTraining(name, **settings)
+        training.epoch()
+        training.optimizer.load_state_dict(states["optimizer"])
+        training.schedule.load_state_dict(states["schedule"])
+        training.epoch()
+        rates.append(training.rates)
+
+    assert rates[1] == rates[0]
+
+
+def test_accelerate_alone_moves_a_schedule_over_a_skip_that_it_does_not_see():
+    """What the step is for: with a fused optimizer in fp16 the rate falls for nothing."""
+    blind = run("LambdaLR", "fused SGD", "fp16", attached=False, bad_updates=(2,))
+    seeing = run("LambdaLR", "fused SGD", "fp16", bad_updates=(2,))
+
+    assert blind.rates[3] < blind.rates[2]
+    assert seeing.rates[3] == seeing.rates[2] == blind.rates[2]
+    assert seeing.rates[4:] == blind.rates[3:-1]
