@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.loss_scale.adaptive import AdaptiveLossScaleUpdateCell
-from mfwrap.loss_scale.cells import (
+from mfwrap.loss_scale import (
+    AdaptiveLossScaleUpdateCell,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,

@@ -1,4 +1,4 @@
-"""Every setting of a training step that is not an object, valid once it is built."""
+"""The settings of a training step."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ __all__ = ["StepConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
-    """Settings of a training step.
+    """Settings of a training step, checked at construction.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -27,34 +27,38 @@ class StepConfig:
     """Clip gradients by their global norm and report that norm."""
 
     max_grad_norm: float = 1.0
-    """Largest global L2 norm of the unscaled gradients; ``inf`` reports and never clips."""
+    """Largest global L2 norm of the unscaled gradients; ``inf`` computes it without clipping."""
 
     local_norm: bool = False
-    """Report one norm per group of parameters, from this rank's own gradients."""
+    """Report one norm per group of parameters, from the gradients of this rank alone."""
 
     gradient_accumulation_steps: int = 1
-    """Number of micro-batches that one call of the cell splits its inputs into."""
+    """Number of micro-batches that a call of the cell splits its inputs into."""
 
     calculate_per_token_loss: bool = False
-    """Divide the sum of loss numerators by the sum of denominators of all micro-batches."""
+    """Divide the sum of the loss numerators of all micro-batches by the sum of the denominators."""
 
     use_skip_data_by_global_norm: bool = False
     """Skip an update whose global norm is not below `global_norm_spike_threshold`."""
 
     global_norm_spike_threshold: float = 1.0
-    """Global norm from which on an update is skipped."""
+    """Smallest global norm at which an update is skipped."""
 
     local_norm_groups: LocalNormGroups | None = None
-    """Groups of local norms. ``None``: one per trainable parameter. ``"layer"``: one per
-    numbered layer, and one per module outside of them. Regular expressions: one group each, a
-    parameter belongs to the first that is found in its name, or to none. A callable: from a
-    parameter's name to its group's name, or to ``None`` to leave it out."""
+    """Groups of local norms:
+
+    - ``None``: one group per trainable parameter;
+    - ``"layer"``: one group per numbered layer, and one per module outside of the layers;
+    - regular expressions: one group per expression. A parameter belongs to the first expression
+      that is found in its name; a parameter without a match is left out;
+    - a callable: takes the name of a parameter and returns the name of its group, or ``None`` to
+      leave the parameter out."""
 
     max_consecutive_skips: int | None = 100
-    """Skipped updates in a row after which training stops with an error; ``None``: never."""
+    """Consecutive skipped updates after which training stops with an error; ``None``: never."""
 
     def __post_init__(self) -> None:
-        """Refuse bad values and bad pairs."""
+        """Check each value, and pairs that exclude each other."""
         for name in (
             "use_clip_grad",
             "local_norm",
@@ -71,7 +75,7 @@ class StepConfig:
             msg = (
                 "`use_skip_data_by_global_norm` needs the global norm, which is computed only "
                 "with `use_clip_grad=True`, got use_clip_grad=False; `max_grad_norm=inf` "
-                "reports the norm and never clips"
+                "computes the norm without clipping"
             )
             raise ValueError(msg)
         self._check_groups()

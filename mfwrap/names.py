@@ -10,8 +10,8 @@ __all__ = ["ABSENT_CALLBACKS", "ABSENT_NAMES", "hint", "package_getattr"]
 
 _ACCUMULATION = "`MFTrainOneStepCell(..., gradient_accumulation_steps=micro_size)`"
 _PIPELINE = (
-    f"{_ACCUMULATION}, which runs the micro-batches one after the other; stages on several devices "
-    "are those of `torch.distributed.pipelining`"
+    f"{_ACCUMULATION}, which runs the micro-batches one after the other; for stages on several "
+    "devices use `torch.distributed.pipelining`"
 )
 _TWO_OUTPUTS = "`calculate_per_token_loss=True` for a network that returns two outputs"
 
@@ -20,7 +20,7 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "Accuracy": "`metrics={'accuracy'}` of `mfwrap.Model`, or a metric of `torchmetrics`",
         "Cell": "`torch.nn.Module`, and `forward` for `construct`",
         "ClipGradNorm": "`MFTrainOneStepCell(..., use_clip_grad=True, max_grad_norm=...)`, or "
-        "`mfwrap.clip_by_global_norm` for gradients of one's own",
+        "`mfwrap.clip_by_global_norm` for your own gradients",
         "DataOrderWrapperCell": "`cell(**batch)`, which passes a batch by keyword in any order",
         "Dense": "`torch.nn.Linear`",
         "DistributedGradReducer": "`torch.nn.parallel.DistributedDataParallel`, which averages "
@@ -33,7 +33,7 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "GradAccumulationCell": _ACCUMULATION,
         "GradAccumulationCellWithMultiOutputs": _ACCUMULATION,
         "GradAccumulationCellWithTwoOutput": f"{_ACCUMULATION}, with {_TWO_OUTPUTS}",
-        "LearningRateWiseLayer": "a parameter group of its own, `{'params': ..., 'lr': lr_scale * "
+        "LearningRateWiseLayer": "a separate parameter group, `{'params': ..., 'lr': lr_scale * "
         "learning_rate}`: each schedule of `mfwrap.schedules` starts from the group's rate",
         "LocalNorm": "`MFTrainOneStepCell(..., local_norm=True)`",
         "MFPipelineWithLossScaleCell": "`MFTrainOneStepCell(..., use_clip_grad=True, "
@@ -42,7 +42,7 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "MatMul": "`torch.matmul`",
         "MicroBatchInterleaved": _ACCUMULATION,
         "Momentum": "`torch.optim.SGD`, which has an argument `momentum`",
-        "PYNATIVE_MODE": "nothing: torch runs statements as they come",
+        "PYNATIVE_MODE": "nothing: torch runs eagerly by default",
         "ParallelMode": "`accelerate launch` in front of the script, which makes "
         "`mfwrap.Model` data-parallel",
         "Parameter": "`torch.nn.Parameter`",
@@ -50,15 +50,15 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "PipelineCell": _PIPELINE,
         "PipelineCellWithMultiOutputs": _PIPELINE,
         "PipelineCellWithTwoOutput": f"{_PIPELINE}; with {_TWO_OUTPUTS}",
-        "SoftmaxCrossEntropyWithLogits": "`torch.nn.CrossEntropyLoss`, which is sparse and a mean "
-        "by default",
+        "SoftmaxCrossEntropyWithLogits": "`torch.nn.CrossEntropyLoss`, which takes class indices "
+        "and averages by default",
         "Tensor": "`torch.tensor`",
         "WithEvalCell": "`with torch.no_grad():` around the network and its loss function",
         "WithGradCell": "`mfwrap.GradOperation`",
         "build_train_network": "`mfwrap.Model`, and its `train_network`",
         "build_wrapper": "`mfwrap.MFTrainOneStepCell`, or a recipe that `mfwrap train` runs",
-        "get_grad": "`dict(gradients)[identifier]`: with `return_ids` each gradient stands beside "
-        "its id",
+        "get_grad": "`dict(gradients)[identifier]`: with `return_ids` each gradient comes with its "
+        "id",
         "load_checkpoint": "`torch.load` with `weights_only`",
         "load_param_into_net": "`network.load_state_dict(...)`",
         "save_checkpoint": "`torch.save`, or `mfwrap.callbacks.ModelCheckpoint`",
@@ -67,14 +67,14 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "accelerate finds other devices by itself",
     }
 )
-"""What to write in the place of each name that `mfwrap` lacks.
+"""What to write instead of each name that `mfwrap` does not have.
 
-No function of torch may have one of these names. To pickle a function without a module, pickle
-looks its name up in every loaded module and expects an AttributeError, not this ImportError.
+No function of torch may have one of these names. To pickle a function that has no module, pickle
+looks up its name in every loaded module and expects an AttributeError, not this ImportError.
 """
 
 _SIGTERM = (
-    "`mfwrap.trainer.MFTrainer`, which saves when it is asked to end by SIGTERM, or "
+    "`mfwrap.trainer.MFTrainer`, which saves a checkpoint on SIGTERM, or "
     "`ModelCheckpoint` with `CheckpointConfig(exception_save=True)`"
 )
 _TENSORBOARD = "`MFLossMonitor`, which writes to TensorBoard"
@@ -82,25 +82,26 @@ _RESUME = (
     "`mfwrap.trainer.MFTrainer` and its `train(resume_from_checkpoint=True)`, started again by "
     "`torchrun --max-restarts`"
 )
-_EXPERTS = "a `Callback` of one's own; balancing experts belongs to the model"
+_REPLICAS = "`ReplicaCheck`, which compares ranks that must have equal weights"
+_EXPERTS = "your own `Callback`; balancing experts is the task of the model"
 
 ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
     {
         "BackupAndRestore": _RESUME,
         "CheckpointCallback": "`CheckpointMonitor`",
-        "ClusterMonitor": "`TimeMonitor`, or the launcher's own log",
+        "ClusterMonitor": "`TimeMonitor`, or the log of the launcher",
         "ColdHotExpertMonitor": _EXPERTS,
         "EvalCallBack": "`EvalCallback`",
         "ExpertMigrateCallback": _EXPERTS,
-        "FlopsUtilizationCollector": "`MFLossMonitor`, whose line has the throughput and the share "
-        "of the device's peak rate",
+        "FlopsUtilizationCollector": "`MFLossMonitor`, which logs the throughput and its share of "
+        "the device's peak rate",
         "LossCallback": "`MFLossMonitor`",
         "MaxLogitsMonitor": "`TrainingStateMonitor`",
         "MoEDropRateCallback": _EXPERTS,
         "OnRequestExit": _SIGTERM,
-        "SDCMonitor": "`ReplicaCheck`, which compares ranks that must be equal",
-        "StressDetectCallBack": "`ReplicaCheck`, which compares ranks that must be equal",
-        "StressTestModelMonitor": "`ReplicaCheck`, which compares ranks that must be equal",
+        "SDCMonitor": _REPLICAS,
+        "StressDetectCallBack": _REPLICAS,
+        "StressTestModelMonitor": _REPLICAS,
         "SummaryCollector": _TENSORBOARD,
         "SummaryMonitor": _TENSORBOARD,
         "TopkBiasBalanceCallback": _EXPERTS,
@@ -108,7 +109,7 @@ ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
         "TrainFaultTolerance": _RESUME,
     }
 )
-"""What to write in the place of each name that `mfwrap.callbacks` lacks."""
+"""What to write instead of each name that `mfwrap.callbacks` does not have."""
 
 
 _MAX_LISTED = 40
@@ -142,11 +143,11 @@ def package_getattr(
 
     Args:
         package: The package's ``__name__``.
-        homes: Public name to the module that defines it. The module is imported when the name is
-            first used, so importing the package alone stays quick.
-        absent: Name to what to write instead. Using such a name raises an ImportError with that
-            sentence. An AttributeError would not do: ``from package import name`` replaces it with
-            an error that does not say what to write.
+        homes: Maps a public name to the module that defines it. The module is imported when the
+            name is first used, so importing the package alone stays quick.
+        absent: Maps a name to what to write instead. Using such a name raises an ImportError with
+            that sentence. An AttributeError would not do: ``from package import name`` replaces it
+            with an error that does not say what to write.
     """
 
     def getattribute(name: str) -> Any:
