@@ -36,7 +36,7 @@ def test_defaults_are_the_contracts():
 
 
 def test_the_cell_has_the_same_settings_and_defaults():
-    """Each setting is a keyword of the cell with the same default: one home, two doors."""
+    """Each setting is a keyword of the cell with the same default."""
     parameters = inspect.signature(MFTrainOneStepCell).parameters
 
     for name, default in DEFAULTS.items():
@@ -44,7 +44,7 @@ def test_the_cell_has_the_same_settings_and_defaults():
 
 
 def test_settings_cannot_be_changed():
-    """A config is frozen and takes no attribute that it does not have."""
+    """A config is frozen, and unknown attributes are an error."""
     config = StepConfig()
 
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -54,13 +54,13 @@ def test_settings_cannot_be_changed():
 
 
 def test_settings_are_given_by_keyword():
-    """Nine settings in a row say nothing to a reader."""
+    """Positional arguments are a TypeError."""
     with pytest.raises(TypeError, match="positional"):
         StepConfig(True)  # noqa: FBT003  (the positional argument is the mistake under test)
 
 
 def test_an_unknown_keyword_is_refused():
-    """A typo does not pass, as it does in MindFormers."""
+    """An unknown keyword is a TypeError."""
     with pytest.raises(TypeError, match="max_gradient_norm"):
         StepConfig(max_gradient_norm=1.0)
 
@@ -70,7 +70,7 @@ def test_an_unknown_keyword_is_refused():
     st.integers(1, 10**6) | st.floats(min_value=0, exclude_min=True),
 )
 def test_norms_take_any_number_above_0(name, value):
-    """A YAML `3` is a number, and ``inf`` reports without clipping."""
+    """Limits accept ints, floats and infinity."""
     assert getattr(StepConfig(**{name: value}), name) == value
 
 
@@ -83,7 +83,7 @@ def test_norms_take_any_number_above_0(name, value):
     ],
 )
 def test_norms_refuse_what_is_no_number_above_0(name, value, error):
-    """The message names the setting."""
+    """A wrong value is an error that names the setting."""
     with pytest.raises(error, match=f"`{name}` must be"):
         StepConfig(**{name: value})
 
@@ -91,7 +91,7 @@ def test_norms_refuse_what_is_no_number_above_0(name, value, error):
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", [1, 0, "yes", None])
 def test_flags_must_be_bools(name, value):
-    """A flag is True or False, nothing truthy."""
+    """A flag that is not a bool is a TypeError."""
     with pytest.raises(TypeError, match=f"`{name}` must be a bool"):
         StepConfig(**{name: value})
 
@@ -102,20 +102,20 @@ def test_flags_must_be_bools(name, value):
     [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError), ("2", TypeError)],
 )
 def test_counts_must_be_ints_from_1_on(name, value, error):
-    """The message names the setting."""
+    """A wrong value is an error that names the setting."""
     with pytest.raises(error, match=f"`{name}` must be"):
         StepConfig(**{name: value})
 
 
 def test_only_max_consecutive_skips_may_be_none():
-    """None stands for no limit of skips, and for nothing with micro-batches."""
+    """``None`` is allowed for the limit of skips only."""
     assert StepConfig(max_consecutive_skips=None).max_consecutive_skips is None
     with pytest.raises(TypeError, match="`gradient_accumulation_steps` must be an int"):
         StepConfig(gradient_accumulation_steps=None)
 
 
 def test_skipping_by_global_norm_needs_clipping():
-    """The pair that MindFormers fails on at the first step is refused at once."""
+    """Skipping without clipping is an error at construction."""
     with pytest.raises(ValueError, match="`use_skip_data_by_global_norm` needs the global norm"):
         StepConfig(use_skip_data_by_global_norm=True)
 
@@ -127,7 +127,7 @@ def test_skipping_by_global_norm_needs_clipping():
     "groups", [None, "layer", ["bias"], ("weight$", "bias$"), lambda name: name, str.upper]
 )
 def test_groups_are_none_layer_patterns_or_a_callable(groups):
-    """Each of the four forms is kept as given."""
+    """All four forms are accepted unchanged."""
     assert StepConfig(local_norm_groups=groups).local_norm_groups is groups
 
 
@@ -139,12 +139,12 @@ def test_groups_are_none_layer_patterns_or_a_callable(groups):
     ],
 )
 def test_groups_refuse_anything_else(groups, error):
-    """A single string is no list of patterns, and a list without patterns groups nothing."""
+    """A single string, and a list without patterns, are an error."""
     with pytest.raises(error, match="`local_norm_groups` must"):
         StepConfig(local_norm_groups=groups)
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused():
-    """A config is valid once built, its patterns included."""
+    """An invalid regular expression is an error at construction."""
     with pytest.raises(ValueError, match=r"`local_norm_groups` must .*'\('"):
         StepConfig(local_norm_groups=["weight", "("])

@@ -16,7 +16,7 @@ from mfwrap.schedules import names as schedules
 
 @pytest.mark.parametrize("name", ABSENT_NAMES)
 def test_an_import_says_what_to_write(name):
-    """``from mfwrap import`` such a name is an error with the whole sentence."""
+    """Importing an absent name is an error that says what to write instead."""
     with pytest.raises(ImportError, match=f"^mfwrap has no `{name}`; write ") as raised:
         exec(f"from mfwrap import {name}", {})  # noqa: S102  (the test's own text)
     assert ABSENT_NAMES[name] in str(raised.value)
@@ -25,7 +25,7 @@ def test_an_import_says_what_to_write(name):
 
 
 def test_any_other_name_is_an_ordinary_error():
-    """A typo is what it is in every module."""
+    """A misspelled name is an ordinary ImportError or AttributeError."""
     with pytest.raises(ImportError, match="cannot import name 'PipelineCel'"):
         exec("from mfwrap import PipelineCel", {})  # noqa: S102  (the test's own text)
     with pytest.raises(AttributeError, match="module 'mfwrap' has no attribute 'PipelineCel'"):
@@ -34,7 +34,7 @@ def test_any_other_name_is_an_ordinary_error():
 
 
 def test_no_name_is_both_absent_and_there():
-    """A name that comes later has to leave the table."""
+    """No public name is also in the table of absent names."""
     assert not ABSENT_NAMES.keys() & {
         *mfwrap.__all__,
         *schedules.SCHEDULES,
@@ -43,14 +43,14 @@ def test_no_name_is_both_absent_and_there():
 
 
 def test_no_function_of_torch_has_an_absent_name():
-    """Pickle looks for a function without a module in all of them, and expects AttributeErrors."""
+    """Pickle looks up torch's functions in every module and expects AttributeErrors."""
     assert {name for name in ABSENT_NAMES if hasattr(torch, name)} == {"Tensor"}
     assert isinstance(torch.Tensor, type)  # classes have a module
 
 
 @pytest.mark.parametrize("sentence", ABSENT_NAMES.values(), ids=ABSENT_NAMES)
 def test_what_to_write_exists(sentence):
-    """Each name of mfwrap and torch in a sentence is there, and each argument of a cell."""
+    """Each name and argument in a sentence exists."""
     for path in re.findall(r"`((?:torch|mfwrap)(?:\.\w+)+)", sentence):
         assert pkgutil.resolve_name(path) is not None
     arguments = [

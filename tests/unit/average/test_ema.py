@@ -76,7 +76,7 @@ def test_equals_torch_bitwise(decay, num_steps, dtype):
     dtype=st.sampled_from([*DTYPES, torch.bfloat16]),
 )
 def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
-    """Any decay, any skips: the averages are those of the formula in float64."""
+    """For any decay and skips, the averages follow the formula in float64."""
     weights = weights_of((4, 3), (5,), dtype=dtype)
     expected = [weight.double().clone() for weight in weights]
     ema = ExponentialMovingAverage(weights, decay, warmup, update_every)
@@ -98,7 +98,7 @@ def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
 
 
 def test_skipped_updates_change_nothing():
-    """A skipped update leaves averages, copied buffers and the count of updates as they were."""
+    """A skipped update changes neither averages nor copied buffers nor the count of updates."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.5, warmup=True)
     training(network, 4, ema, seed=0)
@@ -115,7 +115,7 @@ def test_skipped_updates_change_nothing():
 
 
 def test_warmup_counts_applied_updates():
-    """The decay of warm-up is (1 + n) / (10 + n), n being the updates applied before."""
+    """The decay of the warm-up is (1 + n) / (10 + n) after n applied updates."""
     weight = torch.zeros((), dtype=torch.float64)
     ema = ExponentialMovingAverage([weight], 0.25, warmup=True)
     steps = []
@@ -142,7 +142,7 @@ def test_warmup_counts_updates_that_are_not_averaged():
 
 
 def test_update_every_counts_calls():
-    """Every third call averages, whether the calls between were for applied updates or not."""
+    """Every third call averages; calls for skipped updates count."""
     weight = torch.zeros(2)
     ema = ExponentialMovingAverage([weight], 0.5, update_every=3)
     changed = []
@@ -158,7 +158,7 @@ def test_update_every_counts_calls():
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_swap_restores_bitwise(error):
-    """Inside the block the module holds the averages, after it its raw values, error or not."""
+    """The module has the averages inside the block and its own values afterwards, even on error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -187,7 +187,7 @@ def test_swap_restores_bitwise(error):
 
 
 def test_swap_keeps_bits_of_bfloat16_weights():
-    """Weights that are coarser than their average come back as they were."""
+    """Weights in bfloat16 are restored bitwise after the block."""
     weight = torch.randn(5).bfloat16()
     ema = ExponentialMovingAverage([weight], 0.9)
     train([weight])
@@ -200,7 +200,7 @@ def test_swap_keeps_bits_of_bfloat16_weights():
 
 
 def test_calls_refused_inside_swap():
-    """What would average averages, or be undone, is refused inside the block."""
+    """Calls that would change the averages, or be undone, are errors inside the block."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -222,7 +222,7 @@ def test_calls_refused_inside_swap():
 
 
 def test_copy_to_own_parameters():
-    """By default the averages, and copied buffers, replace the values they follow, for good."""
+    """By default averages and copied buffers replace the values of the module."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -235,7 +235,7 @@ def test_copy_to_own_parameters():
 
 
 def test_copy_to_another_module():
-    """Another module gets averages and buffers by name, whatever it would train itself."""
+    """Averages and buffers are written into another module by name."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -256,7 +256,7 @@ def test_copy_to_another_module():
 
 @pytest.mark.parametrize("of_module", [True, False])
 def test_copy_to_by_position(of_module):
-    """Where one of the two is an iterable, the order decides."""
+    """If the source or the target is an iterable, averages are matched by position."""
     source, target = nn.Linear(3, 2), nn.Linear(3, 2)
     ema = ExponentialMovingAverage(source if of_module else source.parameters(), 0.9)
     train(source.parameters())
@@ -279,7 +279,7 @@ def test_copy_to_by_position(of_module):
     ],
 )
 def test_copy_to_what_does_not_fit(target, error, message):
-    """Nothing is written into a target that does not fit as a whole."""
+    """If one target does not fit, nothing is written."""
     ema = ExponentialMovingAverage(nn.Linear(3, 2))
     tensors = list(target.parameters()) if isinstance(target, nn.Module) else target
     before = copy.deepcopy(tensors)
@@ -292,7 +292,7 @@ def test_copy_to_what_does_not_fit(target, error, message):
 
 @pytest.mark.parametrize("update_every", [1, 2])
 def test_resumed_run_equals_unbroken_one(update_every):
-    """A run that is saved with torch.save and goes on in new objects ends bitwise the same."""
+    """A run resumed in new objects from a torch.save file ends bitwise the same."""
     unbroken = Network()
     ema = ExponentialMovingAverage(unbroken, 0.9, warmup=True, update_every=update_every)
     training(unbroken, 5, ema, seed=0)
@@ -314,7 +314,7 @@ def test_resumed_run_equals_unbroken_one(update_every):
 
 
 def test_state_of_another_dtype_is_converted():
-    """A loaded state takes the dtype of the average that loads it."""
+    """A loaded state is converted to the dtype of the average."""
     weights = weights_of((3,), (2, 2))
     state = ExponentialMovingAverage(weights, dtype=torch.float64).state_dict()
     ema = ExponentialMovingAverage(weights_of((3,), (2, 2)))
@@ -324,7 +324,7 @@ def test_state_of_another_dtype_is_converted():
 
 
 def test_loaded_state_is_not_shared():
-    """The tensors of a state that was loaded are nobody's afterwards."""
+    """An average does not share tensors with the state that it loaded."""
     weight = torch.zeros(2)
     ema = ExponentialMovingAverage([weight], 0.5)
     state = copy.deepcopy(ema.state_dict())
@@ -381,7 +381,7 @@ def removed(*path: str):
     ],
 )
 def test_foreign_state_changes_nothing(change, error, message):
-    """A state that does not fit is refused as a whole, by the name of what does not fit."""
+    """A state that does not fit is an error that names the entry, and nothing is changed."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 2, ema, seed=0)
@@ -397,7 +397,7 @@ def test_foreign_state_changes_nothing(change, error, message):
 
 
 def test_state_must_be_a_mapping():
-    """Something else than a state is a TypeError."""
+    """A state that is not a mapping is a TypeError."""
     with pytest.raises(TypeError, match="`state` must be a mapping, got None"):
         ExponentialMovingAverage([torch.zeros(1)]).load_state_dict(None)
 
@@ -428,7 +428,7 @@ def test_state_must_be_a_mapping():
     ],
 )
 def test_bad_arguments(arguments, error, name):
-    """Each argument that cannot be used is named, at construction."""
+    """Each wrong argument is an error at construction that names it."""
     with pytest.raises(error, match=f"`{name}` must "):
         ExponentialMovingAverage(**{"parameters": [torch.zeros(1)], **arguments})
 
@@ -442,7 +442,7 @@ def test_bad_arguments(arguments, error, name):
     ],
 )
 def test_bad_flag(applied, error):
-    """A flag of another type or shape is refused, and the call is not counted."""
+    """A flag of a wrong type or shape is an error, and the call is not counted."""
     ema = ExponentialMovingAverage([torch.zeros(1)])
     with pytest.raises(error, match="`applied` must "):
         ema.update(applied)
@@ -452,7 +452,7 @@ def test_bad_flag(applied, error):
 
 @pytest.mark.parametrize("warmup", [False, True])
 def test_update_reads_nothing_on_the_host(warmup):
-    """No kind of update reads a value on the host: flag or none, converted weights, buffers."""
+    """No kind of update reads a value on the host."""
     averaging = [
         ExponentialMovingAverage(Network().bfloat16(), warmup=warmup),
         ExponentialMovingAverage(Network(), warmup=warmup, update_every=2),
@@ -469,7 +469,7 @@ def test_update_reads_nothing_on_the_host(warmup):
 @pytest.mark.cuda
 @pytest.mark.parametrize("warmup", [False, True])
 def test_cuda_update_does_not_wait(warmup):
-    """On CUDA an update never waits, and agrees with torch's own function."""
+    """On CUDA an update does not synchronize, and agrees with torch's function."""
     network = Network().cuda()
     ema = ExponentialMovingAverage(network, 0.9, warmup=warmup)
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -490,7 +490,7 @@ def test_cuda_update_does_not_wait(warmup):
 
 @pytest.mark.cuda
 def test_cuda_weights_with_averages_on_the_cpu():
-    """Averages that are kept on the CPU follow weights on a GPU."""
+    """Averages on the CPU follow weights on a GPU."""
     network = Network()
     device_network = copy.deepcopy(network).cuda()
     ema = ExponentialMovingAverage(network, 0.9)

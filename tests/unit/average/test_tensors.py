@@ -33,7 +33,7 @@ def test_decay_close_to_one_is_not_rounded(decay):
 
 
 def test_trainable_weights_of_a_module_once():
-    """Of a module, trainable weights are averaged once, saved buffers copied, the rest left."""
+    """Trainable weights of a module are averaged once, persistent buffers are copied."""
     ema = ExponentialMovingAverage(Network())
     state = ema.state_dict()
 
@@ -55,7 +55,7 @@ def test_tied_weights_of_an_iterable_once():
 
 
 def test_average_of_bfloat16_weights_is_float32():
-    """A float32 average follows bfloat16 weights; one in bfloat16 would not move at all."""
+    """The average of bfloat16 weights is float32, because one in bfloat16 would not move."""
     weights = [torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float16)]
     ema = ExponentialMovingAverage(weights, 0.999)
     stalled = ExponentialMovingAverage(weights, 0.999, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def test_weights_are_converted_one_at_a_time():
 
 
 def test_asked_dtype():
-    """`dtype` is the averages' dtype; copied buffers keep theirs."""
+    """`dtype` sets the dtype of the averages; copied buffers keep theirs."""
     network = Network().bfloat16()
     ema = ExponentialMovingAverage(network, 0.5, dtype=torch.float64, device="cpu")
     expected = network.norm.weight.detach().double()
@@ -107,7 +107,7 @@ def test_asked_dtype():
 
 
 def test_weights_of_several_dtypes():
-    """Weights of different dtypes are averaged side by side, each in its own order."""
+    """Weights of different dtypes are averaged, and their order is kept."""
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
     weights = [torch.randn(3).to(dtype) for dtype in dtypes]
     expected = [weight.double().clone() for weight in weights]
@@ -121,7 +121,7 @@ def test_weights_of_several_dtypes():
 
 
 def test_buffers_are_copied_when_averaging():
-    """Buffers are those of the last averaging call, also where the module replaced them."""
+    """Buffers are copied at each averaging call, even if the module has replaced them."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9, update_every=2)
     network.norm.running_mean = torch.full((4,), 3.0)
@@ -139,7 +139,7 @@ def test_buffers_are_copied_when_averaging():
 
 
 def test_names_are_those_without_torch_compile():
-    """An average of compiled layers loads where they are not compiled."""
+    """The average of compiled layers loads into layers that are not compiled."""
     plain, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     compiled[0] = torch.compile(compiled[0], backend="eager")
     ours, theirs = ExponentialMovingAverage(plain), ExponentialMovingAverage(compiled)

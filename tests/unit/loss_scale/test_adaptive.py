@@ -43,7 +43,7 @@ RECORDED_SCALES = [
 
 
 class Reference:
-    """MindFormers' rules as its documentation and its cell have them, on plain numbers."""
+    """A model of MindFormers' rules on plain numbers."""
 
     def __init__(self, scale, factor, window, windows):
         self.scale, self.factor, self.window, self.windows = scale, factor, window, windows
@@ -74,7 +74,7 @@ class Reference:
 
 
 def trace(cell, overflows, scale=None):
-    """Return scale and window after each step, from the initial scale or the given one."""
+    """Return scale and window after each step."""
     scale = torch.full((), cell.get_loss_scale()) if scale is None else scale
     steps = []
     for overflow in overflows:
@@ -84,27 +84,27 @@ def trace(cell, overflows, scale=None):
 
 
 def cell_of(scale=1024.0, window=2, largest=4, smallest=2):
-    """Return a cell whose windows are short enough to see them change."""
+    """Return a cell with short windows."""
     return AdaptiveLossScaleUpdateCell(scale, 2, window, largest, smallest)
 
 
 @pytest.mark.parametrize(("limits", "windows"), WINDOWS.items())
 def test_windows_are_mindformers(limits, windows):
-    """Hundreds are halved, then half the smallest is subtracted, down to the smallest or below."""
+    """The list of windows follows MindFormers' rule."""
     cell = AdaptiveLossScaleUpdateCell(1024.0, 2, windows[0], *limits)
 
     assert list(cell.window_list) == windows
 
 
 def test_a_smallest_window_of_one_gives_windows_twice():
-    """Steps of half an iteration are cut to whole ones, as MindFormers does."""
+    """Windows are rounded down to whole steps, as in MindFormers."""
     windows = list(AdaptiveLossScaleUpdateCell(1024.0, 2, 1, 300, 1).window_list)
 
     assert windows == [w for w in range(1, 50) for _ in range(2)] + [50, 100, 300]
 
 
 def test_the_trace_is_mindformers():
-    """On a recorded run of growths, a collapse and a recovery every scale is the recorded one."""
+    """Every scale of a recorded run with growth, collapse and recovery is reproduced."""
     scales = [scale for scale, _ in trace(cell_of(), [c == "X" for c in RECORDED_OVERFLOWS])]
 
     assert scales == RECORDED_SCALES
@@ -112,7 +112,7 @@ def test_the_trace_is_mindformers():
 
 @given(SHORT_WINDOWS, st.sampled_from([1, 2, 4]), st.sampled_from([1.0, 64.0, 2.0**30]), OVERFLOWS)
 def test_scale_and_window_follow_the_reference(limits, factor, scale, overflows):
-    """Scale and window are MindFormers' after every step, exactly, from the smallest window on."""
+    """Scale and window equal MindFormers' exactly after every step."""
     cell = AdaptiveLossScaleUpdateCell(scale, factor, *_first_window(limits), *limits)
     reference = Reference(scale, factor, cell.scale_window.item(), list(cell.window_list))
     # MindFormers' scale may become infinite; ours may not, and has a test of its own.
@@ -136,7 +136,7 @@ def test_three_growths_lengthen_the_window():
 
 
 def test_three_overflows_without_a_growth_collapse_the_window():
-    """Finite steps between overflows do not count, a growth does."""
+    """Only a growth between overflows restarts their count."""
     cell = cell_of(window=4)
 
     assert trace(cell, [c == "X" for c in "X.X.X"])[-1][1] == 1
@@ -144,19 +144,19 @@ def test_three_overflows_without_a_growth_collapse_the_window():
 
 
 def test_the_smallest_window_does_not_collapse():
-    """At the head of the list overflows leave the window alone."""
+    """With the shortest window, overflows do not change the window."""
     assert {window for _, window in trace(cell_of(window=2), [True] * 8)} == {2}
 
 
 def test_a_collapsed_window_recovers_at_the_head_of_the_list():
-    """Three growths at window 1 lead to the smallest window."""
+    """Three growths at window 1 lead to the shortest window of the list."""
     steps = trace(cell_of(window=4), [c == "X" for c in "XXX..."])
 
     assert [window for _, window in steps] == [4, 4, 1, 1, 1, 2]
 
 
 def test_growth_that_would_be_infinite_is_not_done_and_does_not_count():
-    """At the largest power of two the scale stays finite, and the window what it was."""
+    """A growth to infinity is not done, and does not change the window."""
     steps = trace(cell_of(scale=2.0**127), [False] * 20)
 
     assert steps == [(2.0**127, 2)] * 20
@@ -169,7 +169,7 @@ def test_scale_never_falls_below_one():
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_call_returns_overflow_and_works_in_place(shape):
-    """The flag itself comes back, and the scale keeps its memory and shape."""
+    """The flag is returned unchanged, and the scale keeps its memory and shape."""
     scale, overflow = torch.full(shape, 8.0), torch.ones(shape, dtype=torch.bool)
     address = scale.data_ptr()
 
@@ -189,7 +189,7 @@ def test_an_update_reads_nothing_on_the_host():
 
 
 def test_counters_follow_the_loss_scale_to_its_device():
-    """A cell that was built on the host counts where the loss scale is."""
+    """The counters of a cell move to the device of the loss scale."""
     cell = cell_of()
     cell(torch.full((), 8.0, device="meta"), torch.ones((), device="meta"))
 
@@ -198,7 +198,7 @@ def test_counters_follow_the_loss_scale_to_its_device():
 
 @given(OVERFLOWS, OVERFLOWS)
 def test_a_restored_cell_goes_on_as_the_saved_one(before, after):
-    """Scales and windows after a restart are those of an uninterrupted run."""
+    """A resumed run has the scales and windows of an uninterrupted one."""
     saved, restored = cell_of(), cell_of()
     scale = torch.full((), 1024.0)
     trace(saved, before, scale)
@@ -208,7 +208,7 @@ def test_a_restored_cell_goes_on_as_the_saved_one(before, after):
 
 
 def test_a_foreign_state_is_refused_and_changes_nothing():
-    """The counters of the dynamic cell are not enough, nor is a number where a tensor should be."""
+    """The state of a dynamic cell, and a number instead of a tensor, are errors."""
     cell = cell_of()
     before = cell.state_dict()
 
@@ -224,7 +224,7 @@ def test_a_foreign_state_is_refused_and_changes_nothing():
 
 
 def test_a_state_of_more_windows_is_refused_and_changes_nothing():
-    """Its place in the list would lie behind the end of this one's."""
+    """The state of a cell with a longer list of windows is an error."""
     saved = AdaptiveLossScaleUpdateCell(2.0, 2, 200, max_scale_window=200)
     cell = AdaptiveLossScaleUpdateCell(2.0, 2, 100, max_scale_window=100)
     before = cell.state_dict()

@@ -20,7 +20,7 @@ MOSTLY_FINITE = st.lists(st.integers(0, 5).map(lambda n: n == 0), min_size=1, ma
 
 
 class Reference:
-    """The contract's rules, told with a row of finite steps instead of iteration numbers."""
+    """A model of the rules that counts consecutive finite steps."""
 
     def __init__(self, scale, factor, window, hysteresis=1, floor=1.0):
         self.scale, self.factor, self.window = scale, factor, window
@@ -50,7 +50,7 @@ def flag(overflow):
 
 
 def trace(cell, overflows, scale=None):
-    """Return the scale after each step, from the initial one or the given one."""
+    """Return the scale after each step."""
     scale = torch.full((), cell.get_loss_scale()) if scale is None else scale
     scales = []
     for overflow in overflows:
@@ -60,13 +60,13 @@ def trace(cell, overflows, scale=None):
 
 
 def parsed(pattern):
-    """Return overflows from a string, where X is one and a point is none."""
+    """Return overflow flags from a string: X is an overflow, a dot is a finite step."""
     return [character == "X" for character in pattern]
 
 
 @given(SCALES, FACTORS, st.integers(1, 5), st.integers(1, 4), FLOORS, OVERFLOWS | MOSTLY_FINITE)
 def test_dynamic_scale_follows_the_reference(scale, factor, window, hysteresis, floor, overflows):
-    """The scale is the reference's after every step, exactly, whatever overflows."""
+    """The scale equals the reference exactly after every step."""
     cell = DynamicLossScaleUpdateCell(
         scale, factor, window, hysteresis=hysteresis, min_loss_scale=floor
     )
@@ -95,7 +95,7 @@ def test_dynamic_scale_agrees_with_torch(factor, window, overflows):
 
 
 def test_scale_grows_at_the_last_step_of_a_window():
-    """Three finite steps in a row grow the scale at the third, no step later."""
+    """With a window of three the scale grows at the third finite step."""
     cell = DynamicLossScaleUpdateCell(16.0, 2, 3)
 
     assert trace(cell, parsed("......")) == [16, 16, 32, 32, 32, 64]
@@ -103,14 +103,14 @@ def test_scale_grows_at_the_last_step_of_a_window():
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_scale_falls_at_the_overflow_that_hysteresis_names(hysteresis):
-    """With hysteresis 2 every second overflow halves the scale, no other."""
+    """With hysteresis 2 every second overflow halves the scale."""
     cell = DynamicLossScaleUpdateCell(1024.0, 2, 1000, hysteresis=hysteresis)
 
     assert trace(cell, [True] * 6) == [1024 / 2 ** (n // hysteresis) for n in range(1, 7)]
 
 
 def test_finite_steps_do_not_forgive_an_overflow():
-    """Overflows count since the scale last changed, in a row or not."""
+    """Overflows are counted since the last change of the scale, consecutive or not."""
     cell = DynamicLossScaleUpdateCell(1024.0, 2, 1000, hysteresis=2)
 
     assert trace(cell, parsed("X...X...X")) == [1024] * 4 + [512] * 5
@@ -124,7 +124,7 @@ def test_growth_forgives_overflows():
 
 
 def test_a_tolerated_overflow_restarts_the_window():
-    """An overflow that does not lower the scale still ends the row of finite steps."""
+    """An overflow that does not lower the scale still restarts the window."""
     cell = DynamicLossScaleUpdateCell(16.0, 2, 3, hysteresis=2)
 
     assert trace(cell, parsed("..X..."))[3:] == [16, 16, 32]
@@ -132,14 +132,14 @@ def test_a_tolerated_overflow_restarts_the_window():
 
 @pytest.mark.parametrize("floor", [1.0, 8.0, 0.25])
 def test_scale_never_falls_below_its_floor(floor):
-    """The floor stops the fall, on a power of the factor or between two."""
+    """The scale does not fall below its lower bound."""
     cell = DynamicLossScaleUpdateCell(24.0, 2, 1000, min_loss_scale=floor)
 
     assert trace(cell, [True] * 10)[-1] == floor
 
 
 def test_growth_that_would_be_infinite_is_not_done():
-    """At the largest power of two the scale stays, and falls at the next overflow."""
+    """A growth to infinity is not done; the scale falls at the next overflow."""
     cell = DynamicLossScaleUpdateCell(2.0**127, 2, 1)
 
     assert trace(cell, parsed("..X.")) == [2.0**127, 2.0**127, 2.0**126, 2.0**127]
@@ -150,7 +150,7 @@ def test_growth_that_would_be_infinite_is_not_done():
 )
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_call_returns_overflow_and_works_in_place(cell, shape):
-    """The flag itself comes back, and the scale keeps its memory and shape."""
+    """The flag is returned unchanged, and the scale keeps its memory and shape."""
     scale, overflow = torch.full(shape, 8.0), torch.ones(shape, dtype=torch.bool)
     address = scale.data_ptr()
 
@@ -166,7 +166,7 @@ def test_a_call_returns_overflow_and_works_in_place(cell, shape):
     + [(torch.tensor([1], dtype=torch.int32), 4.0), (torch.tensor([False]), 16.0)],
 )
 def test_overflow_may_be_any_one_element(overflow, expected):
-    """MindSpore's flags are numbers as often as bools; what is not 0 is an overflow."""
+    """Flags may be numbers; any value but 0 is an overflow."""
     scale = torch.full((), 8.0)
     DynamicLossScaleUpdateCell(8.0, 2, 1)(scale, overflow)
 
@@ -180,7 +180,7 @@ def test_fixed_scale_stays(overflows):
 
 
 def test_get_loss_scale_returns_the_initial_scale():
-    """The cell knows where training starts; where it stands is the caller's."""
+    """The cell returns the initial scale; the current one belongs to the caller."""
     cell = DynamicLossScaleUpdateCell(16, 2, 1)
     trace(cell, [False, False])
 
@@ -210,7 +210,7 @@ def test_an_update_reads_nothing_on_the_host():
 
 
 def test_counters_follow_the_loss_scale_to_its_device():
-    """A cell that was built on the host counts where the loss scale is."""
+    """The counters of a cell move to the device of the loss scale."""
     cell = DynamicLossScaleUpdateCell(8.0, 2, 1)
     cell(torch.full((), 8.0, device="meta"), torch.ones((), device="meta"))
 
@@ -219,7 +219,7 @@ def test_counters_follow_the_loss_scale_to_its_device():
 
 @given(OVERFLOWS, OVERFLOWS)
 def test_a_restored_cell_goes_on_as_the_saved_one(before, after):
-    """Scales after a restart are those of an uninterrupted run."""
+    """A resumed run has the scales of an uninterrupted one."""
     saved, restored = (DynamicLossScaleUpdateCell(64.0, 2, 3, hysteresis=2) for _ in range(2))
     scale = torch.full((), 64.0)
     trace(saved, before, scale)
@@ -229,7 +229,7 @@ def test_a_restored_cell_goes_on_as_the_saved_one(before, after):
 
 
 def test_state_is_a_copy():
-    """Steps after saving do not change what was saved, nor does changing it change the cell."""
+    """A saved state and the cell do not share tensors."""
     cell = DynamicLossScaleUpdateCell(64.0, 2, 3)
     state = cell.state_dict()
     trace(cell, [True])
@@ -243,7 +243,7 @@ def test_state_is_a_copy():
 
 
 def test_a_fixed_cell_has_no_state():
-    """It saves an empty dict and takes nothing else."""
+    """The state of a fixed cell is empty."""
     cell = FixedLossScaleUpdateCell(8.0)
     cell.load_state_dict(cell.state_dict())
 
@@ -264,7 +264,7 @@ def test_a_fixed_cell_has_no_state():
     ids=["missing", "unknown", "no tensor", "wrong shape", "wrong type"],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(change, error):
-    """Every counter must be there, and one integer; else all stay as they were."""
+    """A missing or wrong counter is an error, and no counter is changed."""
     cell = DynamicLossScaleUpdateCell(64.0, 2, 3)
     before = cell.state_dict()
     state = {name: counter + 7 for name, counter in before.items()} | change
@@ -308,7 +308,7 @@ def test_bad_arguments_are_refused_by_name(name, value, error):
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_a_grad_scaler_is_taken_over_with_its_factors(overflows):
-    """Scale, growth, backoff and interval are the scaler's, also where they are no reciprocals."""
+    """Scale, growth, backoff and interval are taken from the scaler."""
     # High enough for 40 overflows to stay above the floor of 1.0, which torch's scaler has not.
     scale, tracker = torch.full((), 2.0**100), torch.zeros((), dtype=torch.int32)
     scaler = torch.amp.GradScaler(

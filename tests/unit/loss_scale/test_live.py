@@ -58,7 +58,7 @@ def test_an_update_cell_gives_the_initial_scale():
 
 
 def test_without_an_update_cell_overflows_change_nothing():
-    """A number stays; the flag itself comes back."""
+    """Without an update cell the scale stays, and the flag is returned unchanged."""
     scale, flag = LossScale(8.0, CPU), overflow()
 
     assert scale.update(flag) is flag
@@ -66,7 +66,7 @@ def test_without_an_update_cell_overflows_change_nothing():
 
 
 def test_none_is_a_scale_of_one():
-    """What a manager without an update cell gives: no scaling, and nothing that changes it."""
+    """``None`` is a loss scale of 1 without an update cell."""
     scale, flag = LossScale(None, CPU), overflow()
 
     assert scale.is_one
@@ -77,14 +77,14 @@ def test_none_is_a_scale_of_one():
 
 @pytest.mark.parametrize("scale_sense", ["8", [8.0], object(), DynamicLossScaleUpdateCell])
 def test_anything_else_is_a_type_error(scale_sense):
-    """MindSpore's exception type for what is neither number, tensor nor cell."""
+    """A value that is not a number, tensor or cell raises MindSpore's exception type."""
     with pytest.raises(TypeError, match="`scale_sense` must be a number, a tensor"):
         LossScale(scale_sense, CPU)
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 1), (0,)])
 def test_a_tensor_of_another_shape_is_a_value_error(shape):
-    """MindSpore's exception type for a shape that is not ``()`` or ``(1,)``."""
+    """A shape other than ``()`` or ``(1,)`` raises MindSpore's exception type."""
     with pytest.raises(ValueError, match=r"`scale_sense` must have shape \(\) or \(1,\), got"):
         LossScale(torch.ones(shape), CPU)
 
@@ -110,7 +110,7 @@ def test_a_tensor_that_is_no_scale_is_a_value_error(number):
     "scale_sense", [1e-50, FixedLossScaleUpdateCell(1e-50)], ids=["number", "cell"]
 )
 def test_a_scale_that_rounds_to_zero_is_a_value_error(scale_sense):
-    """What is > 0 in float64 and 0 in float32 would divide by zero."""
+    """A scale that rounds to 0 in float32 is an error."""
     with pytest.raises(ValueError, match="`scale_sense` must be > 0 and finite in float32"):
         LossScale(scale_sense, CPU)
 
@@ -128,7 +128,7 @@ def test_a_scale_that_rounds_to_zero_is_a_value_error(scale_sense):
     ids=["int", "float", "tensor", "two", "fixed", "dynamic"],
 )
 def test_is_one_tells_what_the_host_knows(scale_sense, expected):
-    """Only a plain number that is 1 spares the pass that unscales."""
+    """Only the number 1 is known on the host to be 1."""
     assert LossScale(scale_sense, CPU).is_one is expected
 
 
@@ -138,7 +138,7 @@ def test_is_one_tells_what_the_host_knows(scale_sense, expected):
     ids=["()", "(1,) int", "float64"],
 )
 def test_set_replaces_the_scale_in_place(sens):
-    """The live tensor stays the same object, reads nothing, and is no longer known to be 1."""
+    """Setting the scale keeps its tensor and reads nothing on the host."""
     scale = LossScale(1.0, CPU)
     live = scale.value
     with HostReads() as host:
@@ -152,7 +152,7 @@ def test_set_replaces_the_scale_in_place(sens):
 
 @pytest.mark.parametrize("sens", [32.0, 32, None, "32"])
 def test_set_takes_a_tensor_only(sens):
-    """MindSpore's exception type."""
+    """A wrong argument raises MindSpore's exception type."""
     with pytest.raises(TypeError, match="`sens` must be a tensor, got"):
         LossScale(8.0, CPU).set(sens)
 
@@ -167,7 +167,7 @@ def test_set_refuses_another_shape():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sens", [0.0, -2.0, math.nan, math.inf, 1e-50])
 def test_a_set_scale_that_is_no_scale_shows_as_overflow(sens, fused, use_clip_grad):
-    """What `set` may not read on the host skips the update, and the weights stay."""
+    """A scale that is not positive and finite skips the update."""
     network = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=fused)
     parameters = TrainedParameters(dict(network.named_parameters()), optimizer, None)
@@ -191,7 +191,7 @@ def dynamic():
 
 
 def test_a_restored_scale_goes_on_as_the_saved_one():
-    """Value and counters come back: the growth that was due next comes next."""
+    """After loading, the next growth comes at the step where it was due."""
     saved, restored = dynamic(), dynamic()
     saved.update(overflow())
     saved.update(overflow(found=False))
@@ -203,7 +203,7 @@ def test_a_restored_scale_goes_on_as_the_saved_one():
 
 
 def test_state_is_a_copy():
-    """Steps after saving do not change what was saved."""
+    """Later steps do not change a saved state."""
     scale = dynamic()
     state = scale.state_dict()
     scale.update(overflow())
@@ -213,7 +213,7 @@ def test_state_is_a_copy():
 
 
 def test_loading_tells_whether_the_scale_is_one():
-    """A restored scale of 1 is known to be 1, one of 2 is known not to be."""
+    """After loading, the host knows whether the scale is 1."""
     one, two = LossScale(1.0, CPU), LossScale(2.0, CPU)
     states = one.state_dict(), two.state_dict()
     one.load_state_dict(states[1])
@@ -255,7 +255,7 @@ COUNTERS = DynamicLossScaleUpdateCell(8.0, 2, 2).state_dict()
     ],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(state, error):
-    """Neither value nor counters change if anything does not fit."""
+    """If the state does not fit, neither the value nor the counters change."""
     scale = dynamic()
     scale.update(overflow())
     before = scale.state_dict()
@@ -266,7 +266,7 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state, error):
 
 
 def test_a_scale_without_a_cell_refuses_counters():
-    """A fixed run does not go on from a dynamic one without a word."""
+    """Loading the state of a dynamic scale into a fixed one is an error."""
     scale = LossScale(8.0, CPU)
 
     with pytest.raises(KeyError, match="of a fixed loss scale must not have counters"):
@@ -275,7 +275,7 @@ def test_a_scale_without_a_cell_refuses_counters():
 
 
 def test_the_cell_is_moved_to_the_scales_device():
-    """Counters are where the scale is before the first step."""
+    """The counters are on the device of the scale before the first step."""
     cell = DynamicLossScaleUpdateCell(8.0, 2, 2)
     LossScale(cell, torch.device("meta"))
 

@@ -29,7 +29,7 @@ def test_the_notebook_prints_what_the_guide_shows():
 
 
 def test_weights_are_those_of_autograd():
-    """On a network of several layers, value and gradients are autograd's own, bit for bit."""
+    """Value and gradients of a network are bitwise those of autograd."""
     model, x = layers(), inputs(5, 3)
 
     value, gradients = value_and_grad(model, None, model.parameters())(x)
@@ -54,7 +54,7 @@ def test_positions_are_those_of_torch_func(positions, seed):
 
 
 def test_keywords_and_other_arguments_pass_through():
-    """What is no tensor, and what is given by keyword, reaches the function as it is."""
+    """Keywords and arguments that are not tensors reach the function unchanged."""
     seen = []
 
     def fn(x: Tensor, times: int, *, offset: Tensor, name: str) -> Tensor:
@@ -156,7 +156,7 @@ def test_errors(call, error, message):
 
 
 def test_frozen_weights_are_refused():
-    """A weight without gradients would get zeros that mean nothing."""
+    """Weights that do not require gradients are an error."""
     model = layers()
     model[0].weight.requires_grad = False
     with pytest.raises(ValueError, match=r"must require gradients, .* at the indices \[0\]"):
@@ -164,7 +164,7 @@ def test_frozen_weights_are_refused():
 
 
 def test_grad_operation_of_all_inputs():
-    """Each tensor among the inputs has its gradient; integers have zeros, others none."""
+    """Each tensor input has a gradient, zeros for integers; other inputs have none."""
 
     def fn(x: Tensor, labels: Tensor, name: str, y: Tensor) -> Tensor:
         return (x[0, labels] * y).sum()
@@ -177,7 +177,7 @@ def test_grad_operation_of_all_inputs():
 
 
 def test_grad_operation_of_all_weights():
-    """Without a list, the weights are those of the module that are trained."""
+    """Without a list of weights, all trainable weights of the module are used."""
     model, x = layers(), inputs(2, 3)
     model[2].bias.requires_grad = False
 
@@ -190,7 +190,7 @@ def test_grad_operation_of_all_weights():
 
 @pytest.mark.parametrize("sens", [4.0, torch.full((2, 1), 4.0, dtype=torch.float32)], ids=str)
 def test_grad_operation_with_sens(sens):
-    """The last argument is what the outputs' gradients are, a number or a tensor."""
+    """The last argument is the gradient of the outputs, a number or a tensor."""
     model, x = layers(), inputs(2, 3)
 
     weighted = GradOperation(get_by_list=True, sens_param=True)(model)(x, sens)
@@ -200,7 +200,7 @@ def test_grad_operation_with_sens(sens):
 
 
 def test_grad_operation_with_sens_of_several_outputs():
-    """Several outputs take as many tensors."""
+    """Several outputs need as many gradients."""
     fn = GradOperation(sens_param=True)(lambda x: (x**2, x**3))
 
     assert fn(torch.tensor(2.0), (torch.tensor(10.0), torch.tensor(100.0))) == 40.0 + 1200.0

@@ -9,7 +9,7 @@ from support.gradient_networks import X, Y, inputs, layers, network
 
 
 def test_second_and_third_derivatives():
-    """A gradient function of a gradient function, as often as one likes."""
+    """Gradient functions can be nested for higher derivatives."""
     x = torch.tensor(0.3, dtype=torch.float64)
 
     second, third = grad(grad(torch.sin)), grad(grad(grad(torch.sin)))
@@ -20,7 +20,7 @@ def test_second_and_third_derivatives():
 
 
 def test_a_gradient_inside_a_loss_reaches_the_weights():
-    """The weights' gradients of a loss that is made of an inner gradient, as autograd has them."""
+    """A loss of an inner gradient has the same gradients of the weights as in autograd."""
     model, x = layers(), inputs(5, 3)
 
     def loss(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def test_a_gradient_inside_a_loss_reaches_the_weights():
 
 
 def test_a_gradient_inside_plain_backward_reaches_the_weights():
-    """A penalty on the gradient of the inputs trains the network in a loop of torch's own."""
+    """A gradient penalty reaches the weights through a plain backward of torch."""
     model, x = layers(bias=False), inputs(5, 3)
 
     grad(model)(x).square().sum().backward()
@@ -51,7 +51,7 @@ def test_a_gradient_inside_plain_backward_reaches_the_weights():
 
 
 def test_gradients_of_an_argument_that_requires_them():
-    """An argument that was computed from something is reached through the gradient."""
+    """Gradients can be differentiated with respect to what an argument was computed from."""
     base = torch.tensor(2.0, requires_grad=True)
 
     gradient = grad(lambda x: x**3)(base * 1)
@@ -61,7 +61,7 @@ def test_gradients_of_an_argument_that_requires_them():
 
 
 def test_an_inner_step_is_differentiated_through():
-    """One step of descent inside a loss has the second-order gradients of its start."""
+    """A gradient step inside a loss has second-order gradients."""
     weight = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     rate = 0.1
 
@@ -78,7 +78,7 @@ def test_an_inner_step_is_differentiated_through():
 
 @pytest.mark.parametrize("make", [grad, value_and_grad])
 def test_a_training_step_keeps_no_graph(make):
-    """With weights alone nothing is recorded, so activations are free when it returns."""
+    """A training step keeps no graph, so that its activations are freed."""
     model = layers()
 
     results = make(lambda x: (model(x).sum(), model(x)), None, model.parameters(), has_aux=True)(
@@ -90,7 +90,7 @@ def test_a_training_step_keeps_no_graph(make):
 
 
 def test_under_no_grad_gradients_are_computed_and_not_recorded():
-    """``no_grad`` around the call says that nobody differentiates again."""
+    """Under ``no_grad`` gradients are computed and no graph is recorded."""
     model, x = layers(), inputs(2, 3)
     with torch.no_grad():
         gradient = grad(model)(x)
@@ -100,7 +100,7 @@ def test_under_no_grad_gradients_are_computed_and_not_recorded():
 
 
 def test_aux_outputs_are_cut_off():
-    """What lies beside the first output carries no gradient, inside another function, too."""
+    """With ``has_aux`` the other outputs are detached, also inside another function."""
     x = torch.tensor(2.0)
 
     def outer(x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_the_value_inside_another_function_is_differentiable():
 
 
 def test_what_does_not_depend_has_zeros():
-    """Inputs, weights and integer outputs that are unconnected give zeros, not an error."""
+    """Unconnected inputs and weights, and integer outputs, have gradients of zeros."""
     unused = nn.Parameter(torch.ones(2))
 
     def fn(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def test_what_does_not_depend_has_zeros():
 
 
 def test_nothing_is_left_behind():
-    """Arguments and parameters are as before, whatever the function does with them."""
+    """Arguments and parameters are unchanged after the call."""
     model, x = network(), X.clone()
 
     grad(model, 0, model.parameters())(x, Y)

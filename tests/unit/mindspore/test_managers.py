@@ -35,7 +35,7 @@ def test_manager_scaler_and_cell_agree(overflows, window, factor):
 
 
 def test_a_managers_numbers_are_mindspores():
-    """Under MindSpore's names, and they are those that it works with."""
+    """MindSpore's attributes exist, and the manager works with their values."""
     manager = DynamicLossScaleManager(2**10, 4, 7)
     assert (manager.increase_ratio, manager.decrease_ratio) == (4, 0.25)
     assert (manager.scale_factor, manager.scale_window, manager.bad_step_max) == (4, 7, 1000)
@@ -49,7 +49,7 @@ def test_a_managers_numbers_are_mindspores():
 
 
 def test_too_many_overflows():
-    """The 1001st overflow in a row is an error, which a finite step would have forgiven."""
+    """The 1001st consecutive overflow is an error; a finite step restarts the count."""
     manager = DynamicLossScaleManager(2**10)
     for _ in range(1000):
         manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
@@ -64,14 +64,14 @@ def test_too_many_overflows():
 
 @pytest.mark.parametrize("overflow", [torch.ones((), dtype=torch.bool), torch.ones(1)])
 def test_a_manager_takes_a_tensor(overflow):
-    """A flag that a cell returned goes into a manager as it is."""
+    """A manager accepts the overflow flag of a cell's output."""
     manager = DynamicLossScaleManager(8)
     manager.update_loss_scale(overflow)
     assert manager.get_loss_scale() == 4
 
 
 def test_growth_to_infinity_is_not_done():
-    """At the last number that a float holds the scale stays, and falls from there."""
+    """A growth beyond the largest float is not done; the scale can still fall."""
     manager = DynamicLossScaleManager(1.5e308, 2, 1)
     manager.update_loss_scale(False)  # noqa: FBT003  (MindSpore's signature)
     assert manager.get_loss_scale() == 1.5e308
@@ -80,7 +80,7 @@ def test_growth_to_infinity_is_not_done():
 
 
 def test_an_update_cell_goes_on_from_the_scale_as_it_is():
-    """What a manager has learned is not lost when a cell takes over."""
+    """An update cell starts from the manager's current scale."""
     manager = DynamicLossScaleManager(1024, 4, 7)
     manager.update_loss_scale(True)  # noqa: FBT003  (MindSpore's signature)
     cell = manager.get_update_cell()
@@ -90,7 +90,7 @@ def test_an_update_cell_goes_on_from_the_scale_as_it_is():
 
 
 def test_a_manager_of_ones_own():
-    """MindSpore's three methods make a manager; overflowing updates are dropped by default."""
+    """A user's manager needs MindSpore's three methods, and skips overflows by default."""
 
     class Manager(LossScaleManager):
         def get_loss_scale(self):

@@ -52,7 +52,7 @@ def test_errors(call, error, message):
 
 
 def test_structures_are_kept():
-    """Tensors are scaled wherever they are nested; ``None`` stays; inputs are as before."""
+    """Nested tensors are scaled, ``None`` stays, and the inputs are unchanged."""
     tensors = {"a": [torch.ones(2), None], "b": (torch.ones(()).double(),)}
     scaled = StaticLossScaler(8.0).scale(tensors)
 
@@ -66,13 +66,13 @@ def test_structures_are_kept():
 
 @given(st.integers(0, 40), st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8))
 def test_unscale_undoes_scale(exponent, values):
-    """A power of two goes in and comes out without a trace."""
+    """Scaling and unscaling by a power of two is exact."""
     scaler, gradients = StaticLossScaler(2.0**exponent), torch.tensor(values)
     assert torch.equal(scaler.unscale(scaler.scale(gradients)), gradients)
 
 
 def test_a_scaled_loss_is_differentiable_after_an_adjustment():
-    """The gradient is multiplied by the scale that the loss was multiplied by."""
+    """Gradients have the scale that multiplied the loss, even after an adjustment."""
     scaler, weight = DynamicLossScaler(8.0, 2, 1), torch.ones((), requires_grad=True)
     scaled = scaler.scale(weight * 3)
     before = scaler.scale_value
@@ -104,7 +104,7 @@ def test_what_cannot_be_scaled(inputs, message, method):
 
 @pytest.mark.parametrize("inputs", [(), [None], 3.0, "x", [torch.ones(1), 2]], ids=str)
 def test_all_finite_needs_tensors(inputs):
-    """Without a tensor, or with anything else, there is no answer."""
+    """Inputs without a tensor, or with other values, are a TypeError."""
     with pytest.raises(TypeError, match="`inputs` must hold"):
         all_finite(inputs)
 
@@ -112,7 +112,7 @@ def test_all_finite_needs_tensors(inputs):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64], ids=str)
 def test_all_finite_in_any_dtype(dtype, bad):
-    """One element anywhere in a structure is found in every precision."""
+    """A non-finite element is found anywhere in a structure and in any dtype."""
     fine = {"a": [torch.zeros(3, dtype=dtype), None], "b": torch.arange(3)}
     assert all_finite(fine)
     fine["a"][0][1] = bad
@@ -120,7 +120,7 @@ def test_all_finite_in_any_dtype(dtype, bad):
 
 
 def test_nothing_waits():
-    """A step of one's own with a dynamic scaler reads nothing on the host."""
+    """A user's step with a dynamic scaler reads nothing on the host."""
     scaler = DynamicLossScaler(8.0, 2, 1)
     loss, gradients = torch.ones(()), (torch.ones(3), torch.ones(2))
     with HostReads() as host:
@@ -132,7 +132,7 @@ def test_nothing_waits():
 
 @pytest.mark.cuda
 def test_scaler_on_cuda():
-    """The scaler goes where its tensors are, once, and nothing waits there."""
+    """The scaler moves to the device of its tensors once, without synchronization."""
     scaler = DynamicLossScaler(8.0, 2, 1)
     gradients = (torch.ones(3, device="cuda"), torch.ones(2, device="cuda"))
     scaler.scale(gradients[0])

@@ -47,7 +47,7 @@ parts = st.tuples(*[st.integers(low, 9) for low in (0, 0, 1, 0)])
 
 @given(parts, st.sampled_from([None, 0.02]))
 def test_a_cool_down_is_its_parts(lengths, last):
-    """Linear, constant, torch's cosine, constant, and constant again, one after the other."""
+    """The phases are linear, constant, torch's cosine, and twice constant."""
     warm_up, keep, fall, hold = lengths
     stepped = optimizer(0.3)
     cosine = torch_schedules.CosineAnnealingLR(stepped, fall, eta_min=0.1)
@@ -74,7 +74,7 @@ def test_a_cool_down_is_its_parts(lengths, last):
 
 
 def test_a_cool_down_falls_over_what_is_left():
-    """Without a length of its own the fall ends where the hold begins, or is a part of the run."""
+    """The length of the fall is the rest of the run by default, or a share of the run."""
     given_as = {"warmup_steps": 2, "keep_steps": 3, "final_steps": 1, "total_steps": 10}
     rest = ConstantWithCoolDownLR(optimizer(1.0), **given_as, lr_end1=0.1, lr_end2=0.05)
     part = ConstantWithCoolDownLR(optimizer(1.0), **given_as, decay_ratio=0.25)
@@ -110,7 +110,7 @@ def test_warm_restarts_restart_on_time():
 
 
 def test_decay_cuts_a_cosine_off():
-    """From ``decay_steps`` on the rate is the last one, also where that is given as a part."""
+    """From ``decay_steps`` on the rate is ``lr_end``, also if it is set as a share of the run."""
     for given_as in (
         {"decay_steps": 6},
         {"decay_ratio": 0.6},

@@ -33,7 +33,7 @@ def test_each_group_has_its_own_rate():
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_a_tensor_as_rate(kind):
-    """A rate that is a tensor is changed in place, to the same numbers."""
+    """A learning rate that is a tensor is changed in place."""
     fixed = torch.full((), 0.3, dtype=torch.float64)
     stepped = SGD([torch.zeros(1, requires_grad=True)], lr=fixed, foreach=False)
     schedule = kind(stepped, **SETTINGS[kind])
@@ -46,7 +46,7 @@ def test_a_tensor_as_rate(kind):
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_state_goes_through_a_file(kind):
-    """The state holds numbers alone, loads without unpickling, and goes on where it was."""
+    """The state holds only numbers, loads with ``weights_only``, and continues the schedule."""
     saved, restored = (kind(optimizer(0.3), **SETTINGS[kind]) for _ in range(2))
     for _ in range(3):
         saved.optimizer.step()
@@ -72,7 +72,7 @@ def training(cell, kind):
 @pytest.mark.parametrize("cell", [MFTrainOneStepCell, TrainOneStepWithLossScaleCell])
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_the_cell_steps_it_for_applied_updates(kind, cell):
-    """A skipped update leaves the schedule where it is; every other takes the next rate."""
+    """A skipped update does not advance the schedule; each applied update does."""
     step, schedule = training(cell, kind)
     expected = iter(rates(kind, range(12), lr=0.3, **SETTINGS[kind]))
     used = []

@@ -17,7 +17,7 @@ from support.schedules import SETTINGS, TEN, rates
 
 
 def test_every_schedule_is_in_the_table():
-    """The table of names is the list of classes, and the tests know them all."""
+    """The table has every class by its name, and the tests cover all of them."""
     assert set(SCHEDULES.values()) == SETTINGS.keys()
     assert all(name == kind.__name__ for name, kind in SCHEDULES.items())
 

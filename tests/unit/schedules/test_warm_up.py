@@ -43,7 +43,7 @@ def test_polynomial_is_transformers(lengths, power):
 
 @given(run, st.floats(0.0, 0.9), st.integers(1, 60), st.data())
 def test_rates_stay_between_their_ends(lengths, lr_end, decay_steps, data):
-    """Whatever the settings, no rate is nan, above the group's or below the ends."""
+    """For any settings, every rate is between ``lr_end`` and the group's rate."""
     warm_up, total = lengths[0], sum(lengths)
     common = {"warmup_steps": warm_up, "total_steps": total, "lr_end": lr_end}
     begins = data.draw(st.integers(warm_up, total))
@@ -86,12 +86,12 @@ MENDED = {
 
 @pytest.mark.parametrize(("kind", "settings", "expected"), MENDED.values(), ids=MENDED)
 def test_mended_steps(kind, settings, expected):
-    """Where MindFormers' formula leaves its range, the rate is that of the nearer end."""
+    """Where MindFormers' formula leaves its range, the rate is clipped to the range."""
     assert rates(kind, list(expected), **settings) == pytest.approx(list(expected.values()))
 
 
 def test_a_ratio_takes_precedence():
-    """``warmup_ratio`` is a part of the run, rounded down."""
+    """``warmup_ratio`` is a share of the run, rounded down, and takes precedence."""
     schedule = LinearWithWarmUpLR(optimizer(1.0), total_steps=15, warmup_ratio=0.25, warmup_steps=9)
     assert schedule.warmup_steps == 3
     assert schedule.rate(1.0, 2) == pytest.approx(2 / 3)

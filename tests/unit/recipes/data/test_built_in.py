@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_docstrings_of_packages():
-    """Each docstring is there once, with its package."""
+    """Each docstring occurs once, with its package."""
     section = {"type": "package_docstrings", "most_of_a_package": 5, "eval_fraction": 0}
     data = recipe_of("sequence_classification", section, model={"config": {"model_type": "bert"}})
     rows = data.data.rows().train

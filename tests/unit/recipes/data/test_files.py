@@ -36,7 +36,7 @@ def test_text_files(tmp_path, monkeypatch):
     ],
 )
 def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
-    """A line that is no JSON object is named: key, file, number. The library says nothing."""
+    """A line that is not a JSON object is an error; the library itself logs nothing."""
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("path", "eval_path")}
     rows = [b'{"text": "a"}', b"", b'{"text": "c"}']
     for name, file in files.items():
@@ -51,7 +51,7 @@ def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
 
 
 def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
-    """What else the library refuses is a recipe's error, with what it says of the reason."""
+    """Other errors of the library become recipe errors with their reason."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"text": "a"}\n')
     Path("other.jsonl").write_text('{"text": "a", "more": 1}\n')
@@ -64,7 +64,7 @@ def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
 
 
 def test_datasets_of_a_folder(tmp_path):
-    """What ``save_to_disk`` has written is read, by split, with columns of the task's names."""
+    """A saved data set is read by split, and its columns are renamed."""
     parts = {
         name: Dataset.from_dict({"body": [f"{name} {n}" for n in range(4)]})
         for name in ("train", "validation")

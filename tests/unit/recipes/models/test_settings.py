@@ -18,7 +18,7 @@ SMALL_TYPES = {
 
 @pytest.mark.parametrize("kind", SMALL_TYPES)
 def test_sequences_fit_the_positions(json_lines, kind):
-    """Longer ones than a model has positions are refused; by default they are cut to these."""
+    """Sequences longer than the model's positions are an error; the default length fits."""
     section = json_lines([{"text": "a" * 100, "label": n % 2} for n in range(4)])
     config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     arguments = {"model": {"config": {"model_type": kind} | config | SMALL_TYPES[kind]}}
@@ -36,7 +36,7 @@ def test_sequences_fit_the_positions(json_lines, kind):
 
 
 def test_rotary_positions_go_on(json_lines):
-    """A Llama has no table of positions: its sequences may be longer than it says."""
+    """A model with rotary positions accepts sequences longer than its configuration says."""
     section = json_lines([{"text": "a" * 100}] * 4) | {"sequence_length": 90}
     trainer = trainer_of("causal_lm", section)
 
@@ -46,7 +46,7 @@ def test_rotary_positions_go_on(json_lines):
 
 
 def test_the_positions_of_a_checkpoint(json_lines, tmp_path):
-    """They are known when it is loaded, and the error is the recipe's all the same."""
+    """The positions of a checkpoint are checked when it is loaded, with a recipe error."""
     section = json_lines([{"text": "abc"}] * 4)
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
     trainer = trainer_of("causal_lm", section, model={"config": config, "tokenizer": "bytes"})
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_a_package_carries(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["package:no_such_package/m", "package:json/none", "package:../x"])
 def test_a_package_without_it(name):
-    """An error names the key."""
+    """A package or folder that does not exist is an error that names the key."""
     model = {"path": name}
     with pytest.raises(RecipeError, match=r"model\.path: must be a folder of an installed"):
         recipe_of("causal_lm", {"type": "python_topics"}, model=model)

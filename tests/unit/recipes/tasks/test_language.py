@@ -11,7 +11,7 @@ ENDS = "<|end|>"
 
 
 def targets(trainer) -> list[str]:
-    """Return the texts of what is to be predicted, row by row of the first batch."""
+    """Return the target texts of the rows of the first batch."""
     batch = next(iter(trainer.get_train_dataloader()))
     decode = trainer.processing_class.decode
     labels = batch["labels"].tolist()
@@ -19,7 +19,7 @@ def targets(trainer) -> list[str]:
 
 
 def test_prompts_are_masked(json_lines):
-    """Of a prompt and a completion the completion alone is to be predicted."""
+    """With prompt and completion, only the completion is a target."""
     rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
     trainer = trainer_of("supervised_tuning", json_lines(rows), max_length=32)
 
@@ -27,7 +27,7 @@ def test_prompts_are_masked(json_lines):
 
 
 def test_without_a_mask_prompts_are_predicted_too(json_lines):
-    """``completion_only_loss: false`` is heeded."""
+    """With ``completion_only_loss: false`` prompts are targets, too."""
     rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
     section = json_lines(rows)
     trainer = trainer_of("supervised_tuning", section, max_length=32, completion_only_loss=False)
@@ -56,7 +56,7 @@ def test_the_assistants_words_alone(json_lines):
 
 
 def test_trl_packs(json_lines):
-    """``training.packing`` puts texts behind each other."""
+    """``training.packing`` joins texts into sequences of equal length."""
     rows = [{"text": f"text number {n}"} for n in range(40)]
     section = json_lines(rows)
     strategy = {"packing": True, "packing_strategy": "wrapped", "max_length": 48}

@@ -12,7 +12,7 @@ SHIPPED = [yaml.safe_load(recipe.text) for recipe in shipped_recipes().values()]
 
 
 def test_peft_knows_the_tasks():
-    """Each name of a task in PEFT is one of PEFT's task types."""
+    """PEFT knows every task type in the table."""
     names = {task.peft_task_type for task in TASKS.values()} - {None}
 
     assert names == {"CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"}
