@@ -26,7 +26,7 @@ class Accumulated(NamedTuple):
     """Unscaled loss of this rank, detached, shape ``()``, float32."""
 
     normalizer: Normalizer | None
-    """Divisor that the gradients still lack beside the loss scale; ``None`` for 1."""
+    """Divisor of the gradients in addition to the loss scale; ``None`` for 1."""
 
 
 @final

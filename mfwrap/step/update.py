@@ -97,7 +97,7 @@ def measure(
         gradients: Scaled gradients, one for each parameter of `groups`; ``None`` counts as zeros.
         groups: Groups of local norms.
         loss_scale: Loss scale, shape ``()``, float32, on the training device.
-        normalizer: Divisor of the gradients beside the loss scale; ``None`` for 1.
+        normalizer: Divisor of the gradients in addition to the loss scale; ``None`` for 1.
         local_squares: Source of the norms of this rank's own gradients; ``None`` if `gradients`
             are this rank's own.
         agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
@@ -266,7 +266,7 @@ class StepUpdate:
 
         Args:
             loss: Loss to report, shape ``()``, float32, detached.
-            normalizer: Divisor of the gradients beside the loss scale; ``None`` for 1.
+            normalizer: Divisor of the gradients in addition to the loss scale; ``None`` for 1.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -295,7 +295,7 @@ class StepUpdate:
         """Read the gradients once. Does not synchronize with the device.
 
         Args:
-            normalizer: Divisor of the gradients beside the loss scale; ``None`` for 1.
+            normalizer: Divisor of the gradients in addition to the loss scale; ``None`` for 1.
             may_be_absent: Accept that no parameter has a gradient, and treat all as zeros, instead
                 of raising.
 
