@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import ExponentialMovingAverage, StepReport
 from mfwrap.arguments import check_bool
@@ -22,12 +22,13 @@ from mfwrap.callbacks.average.files import (
     saved_checkpoint,
 )
 from mfwrap.tensors.wrappers import unwrapped_optimizer
+from mfwrap.trainer import MonitorCallback
 
 __all__ = ["AppliedUpdates", "EMACallback", "EvaluatedAverages"]
 
 
 @final
-class EMACallback(TrainerCallback):
+class EMACallback(MonitorCallback):
     """Evaluate a model, choose the best checkpoint, and export with averaged weights.
 
     In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. Otherwise, and in a

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
@@ -14,6 +14,7 @@ from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.tensors.wrappers import trainable
+from mfwrap.trainer import MonitorCallback
 
 __all__ = ["TrainingStateMonitor"]
 
@@ -22,7 +23,7 @@ _TIMINGS = ("_runtime", "_per_second", "_time", "epoch")
 
 
 @final
-class TrainingStateMonitor(TrainerCallback, ExportableState):
+class TrainingStateMonitor(MonitorCallback, ExportableState):
     """Show the state of a training, and find the layer and rank at fault when a step goes wrong.
 
     The arguments are the fields of `TrainingStateSettings`, by keyword.

@@ -1,248 +1,282 @@
-"""How a Trainer's checkpoint is written, and where in its data and log a run stands."""
+"""How a Trainer's checkpoints are checked, written and removed."""
 
-import json
+import contextlib
+import functools
 import os
 import shutil
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim import Optimizer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import PreTrainedModel
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
-from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import (
     adopt_files,
+    complete_move,
     move_into_place,
     remove_checkpoints,
     staging_folder,
 )
-from mfwrap.checkpoints.manifest import write_manifest
-from mfwrap.checkpoints.random_states import random_states, restore_random_states
+from mfwrap.checkpoints.manifest import check_checkpoint, write_manifest
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
-from mfwrap.trainer.data_position import DataPosition
-from mfwrap.trainer.events import save_callbacks
+from mfwrap.trainer.events import monitors, restore_in_place
 
-__all__ = [
-    "StagedCheckpoint",
-    "TrainerPosition",
-    "check_average",
-    "check_parameter_groups",
-    "remove_old_checkpoints",
-]
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
 
-
-def _file_name(rank: int, num_ranks: int) -> str:
-    return f"mfwrap_position_{rank}.json" if num_ranks > 1 else "mfwrap_position.json"
+__all__ = ["Checkpoints", "check_average", "check_parameter_groups", "replaced"]
 
 
 @final
-class StagedCheckpoint:
-    """A checkpoint while it is written, beside those that are whole.
+class Checkpoints:
+    """Check, write and remove the checkpoints of an `MFTrainer`.
 
-    Within the ``with`` block the Trainer neither pushes nor deletes anything.
+    A checkpoint is written to a staging folder beside the others and renamed when it is complete,
+    so that a crash never leaves a partial checkpoint under the name of one.
 
     Args:
-        trainer: Who writes.
-        run_folder: Where its checkpoints lie.
+        trainer: The trainer that writes them.
+        keeps_average: Whether the trainer keeps an average of the weights.
     """
 
-    def __init__(self, trainer: Any, run_folder: Path) -> None:
+    def __init__(self, trainer: "MFTrainerMixin", *, keeps_average: bool) -> None:
         self._trainer = trainer
-        name = f"checkpoint-{trainer.state.global_step}"
-        self.folder = staging_folder(run_folder)
-        self._written = self.folder / name
-        self._final = run_folder / name
-        args = trainer.args
-        self._settings = {
-            "push_to_hub": args.push_to_hub,
-            "save_total_limit": args.save_total_limit,
-            "logging_nan_inf_filter": args.logging_nan_inf_filter,
-        }
+        self._keeps_average = keeps_average
+        self.staging: Path | None = None
+        """Folder in which a checkpoint is being written; ``None`` at any other time."""
+        self.saved_step: int | None = None
+        """Step of the last checkpoint of this training; ``None`` before the first one."""
 
-    def __enter__(self) -> Self:
+    def checked(self, asked_for: Any, trial: Any) -> Any:
+        """Return the checkpoint to resume from, once it is known to be complete and to fit.
+
+        Args:
+            asked_for: A folder, or ``True`` for the newest checkpoint of the run.
+            trial: Trial of a hyperparameter search; ``None`` for an ordinary training.
+
+        Raises:
+            ValueError: If there is no checkpoint, if it is incomplete or belongs to another
+                network, or if it holds an average and the trainer keeps none.
+        """
         trainer = self._trainer
-        if trainer.args.should_save or trainer.args.local_process_index == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        is_last = asked_for is True
+        run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
+        if trainer.args.local_process_index == 0:
+            complete_move(run_folder)
         trainer.accelerator.wait_for_everyone()
-        trainer.args.push_to_hub, trainer.args.save_total_limit = False, None
-        # What is saved with the model are the settings that the user gave.
-        trainer.args.logging_nan_inf_filter = trainer.step_log.filters
-        return self
+        checkpoint = get_last_checkpoint(str(run_folder)) if is_last else asked_for
+        if checkpoint is None:
+            msg = (
+                f"`output_dir` must hold a checkpoint to resume from, got {run_folder} without "
+                "one; leave `resume_from_checkpoint` out to train from the start"
+            )
+            raise ValueError(msg)
+        # A trial's `model_init` may make another network than the current one.
+        check_checkpoint(Path(checkpoint), trainer.model if trial is None else None)
+        check_average(Path(checkpoint), is_given=self._keeps_average)
+        return checkpoint
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for name, value in self._settings.items():
-            setattr(self._trainer.args, name, value)
+    def restore_callbacks(self) -> None:
+        """Restore the states of callbacks that the trainer has loaded."""
+        saved: Any = self._trainer.state.stateful_callbacks or {}
+        restore_in_place(self._trainer.callback_handler.callbacks, saved)
+        self._clear_callback_states()
 
-    def finish(self) -> None:
-        """Move what was written into place; then delete what is too old, and push."""
+    def _clear_callback_states(self) -> None:
+        """Make an empty entry for the state of each callback, in the form that the Trainer fills.
+
+        At a save the Trainer appends to a list that is already there, so that lists would grow, and
+        raises KeyError for a callback without an entry, such as one that was added after a resume.
+        """
         trainer = self._trainer
-        callbacks = trainer.callback_handler.callbacks
-        save_callbacks(callbacks, self._written, trainer.args, trainer.model)
+        exporting = [*trainer.callback_handler.callbacks, trainer.control]
+        names = [type(each).__name__ for each in exporting if isinstance(each, ExportableState)]
+        entries: Any = {name: [] if names.count(name) > 1 else {} for name in names}
+        trainer.state.stateful_callbacks = entries
+
+    @contextlib.contextmanager
+    def writing(self, run_folder: Path, *, logging_nan_inf_filter: bool) -> Iterator[None]:
+        """Let the Trainer write a checkpoint within the block, and then move it into place.
+
+        Within the block the Trainer neither pushes nor removes checkpoints; both are done once the
+        checkpoint is in place. Flushes the step first.
+
+        Args:
+            run_folder: Folder of the run's checkpoints.
+            logging_nan_inf_filter: The user's setting, which is saved with the model.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        trainer.attached.flush()
+        self._clear_callback_states()
+        staging = staging_folder(run_folder)
+        if args.should_save or args.local_process_index == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        self.staging = staging
+        try:
+            with replaced(
+                args,
+                push_to_hub=False,
+                save_total_limit=None,
+                logging_nan_inf_filter=logging_nan_inf_filter,
+            ):
+                yield
+        finally:
+            self.staging = None
+        name = f"checkpoint-{trainer.state.global_step}"
+        self._complete(staging / name, run_folder / name)
+        self.saved_step = trainer.state.global_step
+
+    def _complete(self, written: Path, final: Path) -> None:
+        """Move a checkpoint into place; then remove old checkpoints, and push."""
+        trainer, args = self._trainer, self._trainer.args
+        model: Any = trainer.model
+        for callback in monitors(trainer.callback_handler.callbacks):
+            callback.save_into(written, args, model)
         best_step = trainer.state.best_global_step
         if best_step:
-            best = self._final.parent / f"checkpoint-{best_step}"
-            if best == self._final or best.is_dir():
+            best = final.parent / f"checkpoint-{best_step}"
+            if best == final or best.is_dir():
                 trainer.state.best_model_checkpoint = str(best)
         trainer.accelerator.wait_for_everyone()
-        if trainer.args.should_save:
-            trainer.state.save_to_json(str(self._written / "trainer_state.json"))
-            write_manifest(self._written)
-            move_into_place(self._written, self._final)
-            remove_old_checkpoints(trainer, self._final.parent)
+        if args.should_save:
+            trainer.state.save_to_json(str(written / "trainer_state.json"))
+            write_manifest(written)
+            # Syncs all files to disk before it renames the checkpoint.
+            move_into_place(written, final)
+            self._remove_old(final.parent)
         trainer.accelerator.wait_for_everyone()
-        if trainer.args.local_process_index == 0 and not trainer.args.should_save:
-            adopt_files(self._written, self._final)
-        if trainer.args.push_to_hub:
-            trainer._push_from_checkpoint(str(self._final))
+        if args.local_process_index == 0 and not args.should_save:
+            adopt_files(written, final)
+        if args.push_to_hub:
+            trainer._push_from_checkpoint(str(final))
+
+    def _remove_old(self, run_folder: Path) -> None:
+        """Remove the checkpoints that the Trainer's own rule selects.
+
+        That rule deletes in place, file by file. It is therefore applied to empty folders of the
+        same names and times, and the checkpoints whose folders it deletes are then removed safely.
+        """
+        limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
+        if limit is None:
+            return
+        folders = [path for path in run_folder.glob("checkpoint-*") if path.is_dir()]
+        choice = staging_folder(run_folder) / "choice"
+        shutil.rmtree(choice, ignore_errors=True)
+        for folder in folders:
+            (choice / folder.name).mkdir(parents=True)
+            times = folder.stat()
+            os.utime(choice / folder.name, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if best is not None and Path(best).parent == run_folder:
+            best = str(choice / Path(best).name)
+        rotate_checkpoints(
+            output_dir=str(choice),
+            save_total_limit=limit,
+            best_model_checkpoint=best,
+            use_mtime=True,
+        )
+        selected = [folder for folder in folders if not (choice / folder.name).exists()]
+        shutil.rmtree(choice, ignore_errors=True)
+        remove_checkpoints(selected, run_folder)
+
+    @contextlib.contextmanager
+    def keeping_weight_names(self) -> Iterator[None]:
+        """Within the block, let the model save its weights as a checkpoint needs them.
+
+        Weights keep the network's own names, because the Trainer loads a checkpoint without
+        converting names. With ``save_on_each_node`` each process that is told to save writes them;
+        otherwise ``save_pretrained`` writes on rank 0 of all nodes only. Outside of `writing`, the
+        model saves as in a stock Trainer.
+        """
+        model: Any = self._trainer.model
+        if self.staging is None or not isinstance(model, PreTrainedModel):
+            yield
+            return
+        save = functools.partial(model.save_pretrained, save_original_format=False)
+        replaced: dict[str, Any] = {"save_pretrained": save}
+        if self._trainer.args.save_on_each_node:
+            replaced["should_save_on_this_rank"] = bool
+        vars(model).update(replaced)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                del vars(model)[name]
+
+    @contextlib.contextmanager
+    def finishing(self, run_folder: Path, *, keeps_last: bool) -> Iterator[None]:
+        """Let the Trainer end a training; then remove all checkpoints but the best if that is due.
+
+        With a ``save_total_limit`` of 1 the Trainer does so itself, but file by file.
+
+        Args:
+            run_folder: Folder of the run's checkpoints.
+            keeps_last: Remove none, so that a training that was interrupted can be resumed.
+        """
+        args = self._trainer.args
+        with replaced(args, save_total_limit=None):
+            yield
+        best = self._trainer.state.best_model_checkpoint
+        if best is None or args.save_total_limit != 1 or not args.should_save or keeps_last:
+            return
+        folders = sort_checkpoints(output_dir=str(run_folder), best_model_checkpoint=best)
+        others = [Path(each) for each in folders if not Path(each).samefile(best)]
+        remove_checkpoints(others, run_folder)
 
 
-def remove_old_checkpoints(trainer: Any, run_folder: Path) -> None:
-    """Delete the checkpoints that the Trainer's own rule gives up; each goes at once.
-
-    That rule deletes in place, file by file, so it is given empty folders to choose from.
-    """
-    if trainer.args.save_total_limit is None:
-        return
-    folders = [path for path in run_folder.glob("checkpoint-*") if path.is_dir()]
-    choice = staging_folder(run_folder) / "choice"
-    shutil.rmtree(choice, ignore_errors=True)
-    for folder in folders:
-        (choice / folder.name).mkdir(parents=True)
-        times = folder.stat()
-        os.utime(choice / folder.name, ns=(times.st_atime_ns, times.st_mtime_ns))
-    best = trainer.state.best_model_checkpoint
-    if best is not None and Path(best).parent == run_folder:
-        best = str(choice / Path(best).name)
-    rotate_checkpoints(
-        output_dir=str(choice),
-        save_total_limit=trainer.args.save_total_limit,
-        best_model_checkpoint=best,
-        use_mtime=True,
-    )
-    given_up = [folder for folder in folders if not (choice / folder.name).exists()]
-    shutil.rmtree(choice, ignore_errors=True)
-    remove_checkpoints(given_up, run_folder)
+@contextlib.contextmanager
+def replaced(target: object, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values within the block."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
 
 
 def check_average(folder: Path, *, is_given: bool) -> None:
-    """Check that an average in a checkpoint has one to go on in.
+    """Refuse a checkpoint with an average for a trainer without one.
+
+    Args:
+        folder: Folder of the checkpoint.
+        is_given: Whether the trainer keeps an average.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If the checkpoint holds an average and the trainer keeps none.
     """
     if not is_given and has_step_files(folder) and "ema" in read_step_parts(folder):
-        msg = f"`ema` must be given to go on from {folder}, which has an average, got none"
+        msg = (
+            f"cannot resume from {folder}: it holds an average of the weights, but `ema` is None; "
+            "give the trainer the `ema` that the checkpoint was written with"
+        )
         raise ValueError(msg)
 
 
 def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
-    """Check that an optimizer has its parameters in groups as a checkpoint's, if it holds one.
+    """Check that an optimizer has parameter groups of the same sizes as a checkpoint's.
+
+    Does nothing if the checkpoint holds no optimizer.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If the sizes differ.
     """
     path = folder / "optimizer.pt"
     if not path.is_file():
         return
-    # Of what is mapped, only the list of groups is read.
+    # With `mmap` the tensors are not read; only the list of groups is looked at.
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     expected = [len(group["params"]) for group in saved.get("param_groups", [])]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != expected:
         msg = (
-            f"the optimizer must have groups of {expected} parameters to go on from {path}, got "
-            f"{sizes}"
+            f"cannot resume from {path}: its parameter groups hold {expected} parameters, but "
+            f"those of the optimizer hold {sizes}"
         )
         raise ValueError(msg)
-
-
-@final
-class TrainerPosition:
-    """Where in its data and its log a run stands, beyond what the Trainer itself saves.
-
-    Args:
-        epoch_random_states: Of all generators at the begin of the epoch, which its order and the
-            seeds of its workers come from.
-        saved: What a checkpoint holds; ``None`` for a run that was not resumed.
-        is_own: Whether as many ranks wrote it as there are now.
-    """
-
-    def __init__(
-        self,
-        epoch_random_states: dict[str, Any],
-        saved: dict[str, Any] | None = None,
-        *,
-        is_own: bool = True,
-    ) -> None:
-        self._epoch_random_states = epoch_random_states
-        self._saved = saved
-        self._is_own = is_own
-
-    @classmethod
-    def now(cls) -> "TrainerPosition":
-        """Return the position at the begin of an epoch."""
-        return cls(random_states())
-
-    @property
-    def data(self) -> dict[str, Any] | None:
-        """What `DataPosition.state_dict` returned; ``None`` if it is not known of this rank."""
-        return self._saved.get("data") if self._saved is not None and self._is_own else None
-
-    def restore_epoch(self) -> None:
-        """Set the random generators to what they were at the begin of the epoch."""
-        restore_random_states(self._epoch_random_states)
-
-    @classmethod
-    def load(cls, folder: Path, rank: int, num_ranks: int) -> "TrainerPosition | None":
-        """Return a rank's position in a checkpoint; ``None`` if a stock Trainer wrote it.
-
-        If another number of ranks wrote it, that of rank 0 stands for those that are missing.
-        """
-        names = [_file_name(rank, num_ranks), _file_name(0, 1), _file_name(0, 2)]
-        path = next((folder / name for name in names if (folder / name).exists()), None)
-        if path is None:
-            return None
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved.get("num_ranks", 1) != num_ranks and rank == 0:
-            warnings.warn(
-                f"{folder} was written by {saved['num_ranks']} ranks and goes on with {num_ranks}: "
-                "which data come next, random numbers and the loss since the last log are not "
-                "exactly those of the run that was stopped",
-                stacklevel=callers_stacklevel(),
-            )
-        is_own = saved.get("num_ranks", 1) == num_ranks
-        return cls(saved["epoch_random_states"], saved, is_own=is_own)
-
-    def save(self, folder: Path, trainer: Any, data: DataPosition) -> None:
-        """Write the position of this rank; waits for the device."""
-        args = trainer.args
-        content = {
-            "num_ranks": args.world_size,
-            "epoch_random_states": self._epoch_random_states,
-            "loss_since_last_log": trainer._tr_loss.item(),
-            "loss_until_last_log": trainer._total_loss_scalar,
-            "last_logged": trainer._globalstep_last_logged,
-            "step_log": trainer.step_log.state_dict(),
-            "data": data.state_dict(),
-        }
-        # The rank that saves the model may still be about to make it.
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _file_name(args.process_index, args.world_size)
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-
-    def restore_log(self, trainer: Any) -> None:
-        """Let the log go on in the middle of what it was counting."""
-        if self._saved is None:
-            return
-        trainer._tr_loss.fill_(self._saved["loss_since_last_log"])
-        trainer._total_loss_scalar = self._saved["loss_until_last_log"]
-        trainer._globalstep_last_logged = self._saved["last_logged"]
-        trainer.step_log.load_state_dict(self._saved["step_log"])

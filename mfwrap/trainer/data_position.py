@@ -1,47 +1,188 @@
-"""Random numbers of batches that are made before they are trained on."""
+"""Where a training is in its data, so that a resumed one gets the same batches next."""
 
+import contextlib
+import functools
+import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import Sampler
+from transformers import TrainingArguments
 
-from mfwrap.checkpoints.random_states import HostStates
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.random_states import HostStates, random_states, restore_random_states
 
-__all__ = ["DataPosition"]
+__all__ = ["DataPosition", "TrainerPosition"]
+
+
+@final
+class TrainerPosition:
+    """Save and restore the position of a training in its data and its log, one file per rank.
+
+    The Trainer itself saves the step and the random states at that step. To continue exactly, a
+    resumed training also needs the random states at the start of the epoch (they decide its order
+    and the seeds of its workers), those of the batch that was made ahead (`DataPosition`), and
+    the sums of the log (`mfwrap.trainer.log.Losses`).
+    """
+
+    def __init__(self) -> None:
+        self._data = DataPosition()
+        self._epoch_random_states: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None
+        self.resumed_from: Path | None = None
+        """Checkpoint that the coming epoch resumes from; ``None`` for any other epoch."""
+
+    @contextlib.contextmanager
+    def of_training(self, checkpoint: str | None, args: TrainingArguments) -> Iterator[None]:
+        """Keep track of a training within the block; set random generators if it is resumed.
+
+        Args:
+            checkpoint: Checkpoint to resume from; ``None`` for a training from the start.
+            args: Tell the rank and the number of ranks.
+        """
+        self._saved = self._epoch_random_states = self.resumed_from = None
+        if checkpoint is not None:
+            self.resumed_from = Path(checkpoint)
+            self._saved = _read_position(self.resumed_from, args.process_index, args.world_size)
+        if self._saved is not None:
+            # The data loader draws the seed of its order when it is made, before the first epoch.
+            self._epoch_random_states = self._saved["epoch_random_states"]
+            restore_random_states(self._saved["epoch_random_states"])
+        try:
+            yield
+        finally:
+            self._data.release()
+
+    @property
+    def saved_log(self) -> dict[str, Any] | None:
+        """What `save` was given as the log, if the training is resumed from such a file."""
+        return self._saved
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this epoch has reached the resumed checkpoint, and restored its random states."""
+        return self._data.is_resumed
+
+    def begin_epoch(
+        self,
+        loader: Any,
+        load_random_states: Callable[[str], None],
+        *,
+        epoch: float | None,
+        skips_data: bool,
+    ) -> None:
+        """Note the random states that the order of an epoch comes from; set resumed ones first.
+
+        Args:
+            loader: Data loader of the epoch.
+            load_random_states: Sets the generators to the states that the Trainer saved in a
+                checkpoint, whose folder it gets.
+            epoch: Epochs done so far; a fraction if a checkpoint of the middle of an epoch is
+                resumed.
+            skips_data: The data loader makes the batches before the checkpoint again and skips
+                them.
+        """
+        saved, self._saved = self._saved, None
+        checkpoint, self.resumed_from = self.resumed_from, None
+        self._data.watch(loader)
+        if checkpoint is not None and float(epoch or 0).is_integer():
+            load_random_states(str(checkpoint))
+        elif checkpoint is not None and saved is not None:
+            restore_random_states(saved["epoch_random_states"])
+            if skips_data:
+                restore = functools.partial(load_random_states, str(checkpoint))
+                self._data.resume(saved.get("data"), restore)
+        self._epoch_random_states = random_states()
+
+    def save(
+        self, folder: Path, args: TrainingArguments, log: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Write this rank's file into a checkpoint; does nothing before the first epoch.
+
+        Args:
+            folder: The checkpoint; made if it is missing.
+            args: Tell the rank and the number of ranks.
+            log: Returns the state of the log.
+        """
+        if self._epoch_random_states is None:
+            return
+        content = {
+            "num_ranks": args.world_size,
+            "epoch_random_states": self._epoch_random_states,
+            **log(),
+            "data": self._data.state_dict(),
+        }
+        # The rank that saves the model may not have made the folder yet.
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _file_name(args.process_index, args.world_size)
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _file_name(rank: int, num_ranks: int) -> str:
+    return f"mfwrap_position_{rank}.json" if num_ranks > 1 else "mfwrap_position.json"
+
+
+def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
+    """Return the content of a rank's file; ``None`` if a stock Trainer wrote the checkpoint.
+
+    A rank that has no file, because fewer ranks wrote the checkpoint, gets that of rank 0.
+    """
+    names = [_file_name(rank, num_ranks), _file_name(0, 1), _file_name(0, 2)]
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    if path is None:
+        return None
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if saved.get("num_ranks", 1) != num_ranks:
+        # The batches of another rank say nothing about those of this one.
+        saved["data"] = None
+        if rank == 0:
+            warnings.warn(
+                f"{folder} was written by {saved['num_ranks']} ranks and is resumed by "
+                f"{num_ranks}: the order of the data, random numbers and the loss since the last "
+                "log will not be exactly those of the run that was stopped",
+                stacklevel=callers_stacklevel(),
+            )
+    return saved
 
 
 class _MadeBatch(NamedTuple):
     number: int
-    """Within its epoch and rank, from 0."""
+    """Number of the batch within its epoch on this rank, from 0."""
 
     states: HostStates
-    """Of the random generators, just before the batch was made."""
+    """States of the random generators just before the batch was made."""
 
 
 class _Resumed(NamedTuple):
     ahead: _MadeBatch
+    """The batch that had been made, but not trained on, when the checkpoint was written."""
+
     restore_rest: Callable[[], None]
+    """Sets the generators to their states when the checkpoint was written."""
 
 
 @final
 class DataPosition:
-    """What a data loader draws at random for the batches of an epoch, so that it can go on.
+    """Note the random states of each batch of an epoch, and replay those of a checkpoint.
 
-    accelerate's loaders make one batch ahead, to know the last one. A checkpoint is written after
-    that batch was made and before it was trained on, so a resumed run has to make it again, with
-    the numbers that it was made with, and must go on with those that came after.
+    accelerate's data loaders make one batch ahead, to know which batch is the last. A checkpoint is
+    written after that batch was made and before it is trained on. A resumed training has to make
+    that batch again with the random numbers of the first time, and then continue with the random
+    numbers that came after it.
 
-    Only loaders without workers draw from the generators of the process. Not covered: data sets
-    that are iterated over, and accelerate's dispatcher, where rank 0 draws for all.
+    Only data loaders without workers draw from the generators of this process. Iterable data sets,
+    and accelerate's dispatcher (where rank 0 draws for all ranks), are not covered.
     """
 
     def __init__(self) -> None:
         self._watched: Any = None
         self._made: _MadeBatch | None = None
         self._resumed: _Resumed | None = None
-        self.goes_on = False
-        """Whether this epoch goes on with the numbers of a checkpoint."""
+        self.is_resumed = False
+        """Whether this epoch has reached the batch that was made ahead of the checkpoint."""
 
     def watch(self, loader: Any) -> None:
         """Note the states of the generators before each batch of a loader's next epochs."""
@@ -49,52 +190,53 @@ class DataPosition:
         sampler = getattr(loader, "batch_sampler", None)
         draws_here = getattr(loader, "num_workers", 0) == 0
         dispatched = isinstance(loader, DataLoaderDispatcher)
-        # Anything that can be iterated over may stand for a sampler; a list takes no class.
+        # A `batch_sampler` may be any iterable, but only instances of a Python class (not a list,
+        # for example) let their class be replaced.
         if draws_here and not dispatched and isinstance(sampler, Sampler):
             self._watched = sampler
             sampler.__class__ = _watched_class(type(sampler))
             self._watched.position = self
 
     def release(self) -> None:
-        """Give the sampler back as it was."""
+        """Give the sampler its own class back."""
         if self._watched is not None:
             self._watched.__class__ = type(self._watched).unwatched
             del self._watched.position
         self._watched = self._made = self._resumed = None
-        self.goes_on = False
+        self.is_resumed = False
 
     def resume(self, saved: Mapping[str, Any] | None, restore_rest: Callable[[], None]) -> None:
-        """Let the coming epoch go on where a checkpoint was written.
+        """Replay the random states of a checkpoint in the coming epoch.
 
         Args:
             saved: What `state_dict` returned.
-            restore_rest: Sets the generators to what they were when it was written.
+            restore_rest: Sets the generators to their states when the checkpoint was written.
         """
         if saved is not None and self._watched is not None:
             ahead = _MadeBatch(saved["batch"], HostStates.decoded(saved["random_states"]))
             self._resumed = _Resumed(ahead, restore_rest)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return number and random states of the batch that was made last, as JSON can hold it.
+        """Return number and random states of the batch that was made last, ready for JSON.
 
-        ``None`` if there is none, or if no one watches.
+        ``None`` if no batch was made, or no sampler is watched.
         """
         if self._made is None:
             return None
         return {"batch": self._made.number, "random_states": self._made.states.encoded()}
 
     def before_batch(self, number: int) -> None:
-        """Take note of the states of the generators, resumed ones first."""
+        """Note the states of the generators, after setting those that a checkpoint has for it."""
         if self._resumed is not None and number == self._resumed.ahead.number:
             self._resumed.ahead.states.restore()
-            self.goes_on = True
-        elif self.goes_on:
+            self.is_resumed = True
+        elif self.is_resumed:
             self._restore_rest()
         self._made = _MadeBatch(number, HostStates.now())
 
     def after_batches(self) -> None:
-        """Go on with what came after the batches, if the last one was made ahead."""
-        if self.goes_on:
+        """Set the states that came after the last batch, if that batch was the one made ahead."""
+        if self.is_resumed:
             self._restore_rest()
 
     def _restore_rest(self) -> None:
@@ -104,8 +246,8 @@ class DataPosition:
 
 
 def _watched_class(sampler_class: Any) -> Any:
-    class Watched(sampler_class):  # type: ignore[misc]
-        """A sampler that tells, before it hands out the indices of a batch."""
+    class Watched(sampler_class):  # type: ignore[misc]  # (a base that is known at run time)
+        """A sampler that notes the random states before it hands out the indices of a batch."""
 
         unwatched = sampler_class
         position: DataPosition

@@ -1,52 +1,172 @@
-"""What the Trainer's log says of the steps since the last one."""
+"""What a Trainer's log says about losses and steps, and the mean loss of a training."""
 
-from collections.abc import Sequence
-from typing import Any, final
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
 from mfwrap.outputs import LocalNormStepOutput, StepReport
+from mfwrap.trainer.checkpoint import replaced
+from mfwrap.trainer.events import monitors
 
-__all__ = ["StepLog"]
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+__all__ = ["Losses", "StepLog"]
 
 
-# Losses that wait to be counted, at most: a few kilobytes.
-_MOST_PENDING = 64
+@final
+class Losses:
+    """Filter the losses of an `MFTrainer`, and correct the means that the Trainer logs.
+
+    The Trainer adds the losses of micro-batches up in ``_tr_loss``, and at each log moves that sum
+    to ``_total_loss_scalar``. A non-finite loss is added as 0 and counted by `StepLog`; the logged
+    means are then scaled up by the share of the losses that is missing in the sum.
+
+    Args:
+        trainer: The trainer, which already has its accelerator.
+    """
+
+    def __init__(self, trainer: "MFTrainerMixin") -> None:
+        self._trainer = trainer
+        self.step_log = StepLog(trainer.accelerator.device)
+        """Counts since the last log."""
+        self._training_loss: float | None = None
+
+    @contextlib.contextmanager
+    def filtering(self) -> Iterator[None]:
+        """Start counting anew; within the block, filter on the device instead of in the Trainer."""
+        args = self._trainer.args
+        filters = args.logging_nan_inf_filter
+        self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
+        # The Trainer's own filter reads each loss on the host.
+        with replaced(args, logging_nan_inf_filter=False):
+            yield
+
+    def share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
+        """Return the weight of a micro-batch in the loss of its update; weights add up to 1.
+
+        Args:
+            inputs: The micro-batch.
+            num_items: Targets in all micro-batches of the update; ``None`` if the Trainer weighs
+                micro-batches equally.
+        """
+        trainer = self._trainer
+        counts_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        # On several ranks, counting targets would cost a collective per micro-batch.
+        counts_here = self.step_log.filters and counts_items and trainer.args.world_size == 1
+        num_micro_batches = trainer.current_gradient_accumulation_steps
+        if num_items is None or not counts_here or num_micro_batches == 1:
+            return 1 / num_micro_batches
+        count = trainer._get_num_items_in_batch  # noqa: SLF001  (the Trainer's own count)
+        items = count([inputs], trainer.args.device)
+        # DataParallel repeats both counts once per device.
+        share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]
+        return share
+
+    def completed(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return a log entry of the Trainer, completed with what the step and callbacks know.
+
+        Only the Trainer's training log and its final entry change; entries that a user logs are
+        returned as they are. The training log synchronizes with the device.
+        """
+        trainer = self._trainer
+        report = trainer.attached.last_report
+        # Both keys together: a user may log a ``loss``, too.
+        if {"loss", "learning_rate"} <= logs.keys() and report is not None:
+            trainer.attached.flush()
+            num_steps = self.step_log.num_steps
+            logs, missing = self.step_log.completed(logs, report)
+            # Just before, the Trainer added its sum, in which filtered losses are 0, to its total.
+            trainer._total_loss_scalar += missing * num_steps
+            for callback in monitors(trainer.callback_handler.callbacks):
+                logs |= callback.values_to_log()
+            return logs
+        if "train_loss" in logs and self._training_loss is not None:
+            return logs | {"train_loss": self._training_loss}
+        return logs
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[float]:
+        """Yield the mean loss of the training, which the block's final log entry shows.
+
+        That mean covers all steps, in a resumed training also those before the checkpoint.
+        """
+        trainer = self._trainer
+        losses, total = trainer._tr_loss, trainer._total_loss_scalar
+        # Losses that were filtered since the last log would pull the mean down.
+        trainer._tr_loss = self.step_log.completed_sum(losses)
+        # The Trainer divides by the steps of this process (older releases: by all steps), but a
+        # resumed training has summed up the losses since `begin`.
+        num_steps = trainer.state.global_step - self.step_log.begin
+        self._training_loss = (total + trainer._tr_loss.item()) / max(num_steps, 1)
+        try:
+            yield self._training_loss
+        finally:
+            self._training_loss = None
+            # The Trainer has added one sum to the other. A checkpoint may still be written after
+            # the end of the training, and stores them separately.
+            trainer._tr_loss, trainer._total_loss_scalar = losses, total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all sums and counts of the log; synchronizes with the device."""
+        trainer = self._trainer
+        return {
+            "loss_since_last_log": trainer._tr_loss.item(),
+            "loss_until_last_log": trainer._total_loss_scalar,
+            "last_logged": trainer._globalstep_last_logged,
+            "step_log": self.step_log.state_dict(),
+        }
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Begin a training at the trainer's current step.
+
+        Args:
+            state: What `state_dict` returned, to continue counting in the middle of a logging
+                interval; ``None`` to count from this step on.
+        """
+        trainer = self._trainer
+        self.step_log.begin = trainer.state.global_step
+        if state is not None:
+            trainer._tr_loss.fill_(state["loss_since_last_log"])
+            trainer._total_loss_scalar = state["loss_until_last_log"]
+            trainer._globalstep_last_logged = state["last_logged"]
+            self.step_log.load_state_dict(state["step_log"])
+
+
+# Number of losses that are kept until they are counted together: a few kilobytes.
+_MAX_PENDING = 64
 
 
 @final
 class StepLog:
-    """Count on the device what the log reports, and leave losses out that are not finite.
+    """Count steps, overflows and non-finite losses on the device.
 
-    A micro-batch costs one operation; losses are counted together, when someone asks.
+    A micro-batch costs one kernel (``nan_to_num``). Its loss is kept, and all kept losses are
+    counted together when a number is needed.
 
     Args:
         device: The training device.
+        filters: Replace non-finite losses by 0.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, filters: bool = True) -> None:
         self._device = device
-        self.restart(filters=True)
-
-    def restart(self, *, filters: bool) -> None:
-        """Begin a training.
-
-        Args:
-            filters: Leave losses out that are not finite.
-        """
         self.filters = filters
+        """Whether non-finite losses are replaced by 0."""
         self.begin = 0
-        """After which step the losses begin that the Trainer has added up."""
+        """Step after which the losses begin that the Trainer has summed up."""
         self.num_steps = 0
         """Updates since the last log."""
         self._num_losses = 0
-        # Losses that are not counted yet, with their shares.
+        # Losses that are not counted yet, with their shares of the update.
         self._pending: list[tuple[Tensor, Tensor | float]] = []
-        # Since the last log: how many losses were left out, and of how many updates.
+        # Since the last log: number of filtered losses, and the sum of their shares of updates.
         self._left_out = self._zero()
         self._left_share = self._zero().double()
-        # In all.
+        # Since the training began.
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
 
@@ -54,20 +174,20 @@ class StepLog:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
     def filtered(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Return the loss of a micro-batch, or 0 if it is not finite and so left out.
+        """Return the loss of a micro-batch, with 0 in place of a non-finite value.
 
         Args:
-            loss: Shape ``()``. Not read on the host.
-            share: Of the update that the micro-batch is: shares of an update add up to 1.
+            loss: Shape ``()``. Does not synchronize with the device.
+            share: Weight of the micro-batch in the loss of its update.
         """
         self._num_losses += 1
         self._pending.append((loss, share))
-        if len(self._pending) == _MOST_PENDING:
+        if len(self._pending) == _MAX_PENDING:
             self._settle()
         return loss.nan_to_num(0.0, 0.0, 0.0) if self.filters else loss
 
     def _settle(self) -> None:
-        """Count the losses that wait."""
+        """Count the pending losses."""
         if not self._pending:
             return
         losses, shares = zip(*self._pending, strict=True)
@@ -76,7 +196,7 @@ class StepLog:
         self._non_finite_losses = self._non_finite_losses + bad.sum()
         if self.filters:
             self._left_out = self._left_out + bad.sum()
-            # Filled on the device: a copy from the host would wait for it.
+            # `torch.full` fills on the device; `torch.tensor` would copy from the host and wait.
             weights = [
                 torch.as_tensor(share, dtype=torch.float64)
                 if isinstance(share, Tensor)
@@ -91,10 +211,10 @@ class StepLog:
         self._overflows = self._overflows + report.output.overflow
 
     def completed_sum(self, losses: Tensor) -> Tensor:
-        """Return the sum of losses since the last log as if those left out were like the others.
+        """Scale a sum of losses up, as if the filtered losses were like the others.
 
         Args:
-            losses: Shape ``()``: the sum without them.
+            losses: Sum of the losses since the last log, shape ``()``, filtered losses being 0.
         """
         self._settle()
         kept = self.num_steps - self._left_share
@@ -103,15 +223,17 @@ class StepLog:
     def completed(
         self, logs: dict[str, float], report: StepReport
     ) -> tuple[dict[str, float], float]:
-        """Return the log of the steps since the last one, and begin anew. Waits for the device.
+        """Return the log of the steps since the last one, and restart the counts of that interval.
+
+        Synchronizes with the device once.
 
         Args:
-            logs: The Trainer's, with the mean loss of these steps.
-            report: Of the last one.
+            logs: The Trainer's log entry, with the mean loss of these steps.
+            report: Report of the last of these steps.
 
         Returns:
-            The log with the mean of the losses that were not left out, without a loss if all
-            were; and by how much that mean is larger than the Trainer's.
+            The log entry with the mean of the losses that were not filtered (without ``loss`` if
+            all were), and how much larger this mean is than the Trainer's.
         """
         self._settle()
         output = report.output
@@ -129,6 +251,7 @@ class StepLog:
         )
         keys = [*scalars, *(f"local_norm/{name}" for name in names)]
         logs = logs | dict(zip(keys, values, strict=True))
+        # All scalars but the loss scale are counts.
         for name in list(scalars)[1:]:
             logs[name] = int(logs[name])
         before = logs["loss"]
@@ -141,7 +264,7 @@ class StepLog:
         return logs, logs.get("loss", 0.0) - before
 
     def state_dict(self) -> dict[str, float]:
-        """Return all counts; waits for the device."""
+        """Return all counts; synchronizes with the device."""
         self._settle()
         return {
             "begin": self.begin,
@@ -165,7 +288,7 @@ class StepLog:
 
 
 def _read(scalars: Sequence[Tensor], vector: Tensor | None) -> list[float]:
-    """Return the values of all, with one wait."""
+    """Return all values as Python numbers, with one synchronization."""
     values = torch.stack([scalar.double() for scalar in scalars])
     if vector is not None:
         values = torch.cat((values, vector.double()))

@@ -1,11 +1,26 @@
-"""The Hugging Face Trainer with MindFormers' training step behind it."""
+"""The Hugging Face Trainer with MindFormers' training step."""
 
-import contextlib
-import functools
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainingArguments
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    BaseImageProcessor,
+    DataCollator,
+    EvalPrediction,
+    FeatureExtractionMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.setup import EMA
@@ -14,66 +29,77 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
-from mfwrap.outputs import StepReport
 from mfwrap.schedules.deferred import (
     DeferredSchedule,
     defer_schedule,
     is_stepped_with_a_metric,
-    undefer_schedule,
 )
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
-from mfwrap.trainer.checkpoint import StagedCheckpoint, TrainerPosition
-from mfwrap.trainer.data_position import DataPosition
-from mfwrap.trainer.events import TerminationCallback, announce_checkpoint, handler_class
-from mfwrap.trainer.log import StepLog
-from mfwrap.trainer.trainer_losses import LossMixin
-from mfwrap.trainer.trainer_saving import CheckpointMixin
-from mfwrap.trainer.trainer_settings import loop_settings
+from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
+from mfwrap.trainer.data_position import TrainerPosition
+from mfwrap.trainer.events import (
+    TerminationCallback,
+    add_step_to_events,
+    flushed_at_end,
+    monitors,
+)
+from mfwrap.trainer.log import Losses
 
-__all__ = ["MFTrainer", "MFTrainerMixin"]
+if TYPE_CHECKING:
+    import datasets
+
+    # The mixin is combined with a Trainer, so it has the Trainer's methods.
+    _Base = Trainer
+else:
+    _Base = object
+
+__all__ = ["MFTrainer", "MFTrainerMixin", "loop_settings"]
 
 
-class MFTrainerMixin(LossMixin, CheckpointMixin):
+class MFTrainerMixin(_Base):
     """Give a Trainer, or any subclass of it, MindFormers' training step.
 
-    Mixed in before the class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The arguments keep their
-    meaning and the results are those of the Trainer, with these differences:
+    Put it before the class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The Trainer's arguments
+    keep their meaning, and its results stay the same, with these differences:
 
-    - An update whose gradients are not finite is skipped in every precision; the schedule and
-      the average stay where they are.
-    - Clipping reads the gradients once and is folded into the optimizer's own pass. It comes from
-      ``args.max_grad_norm``; 0 reports the norm and does not clip.
-    - With ``args.logging_nan_inf_filter`` a loss that is not finite is left out of the logged mean
-      and counted, without a read on the host.
-    - The log gains ``loss_scale``, ``applied_updates``, ``skipped_updates``, ``overflows``,
+    - An update with non-finite gradients is skipped, in any precision: float16, bfloat16 or
+      float32. The schedule and the average of the weights do not advance then.
+    - ``args.max_grad_norm`` is folded into the optimizer's own pass over the gradients, which are
+      read once. With 0 the norm is reported and nothing is clipped.
+    - With ``args.logging_nan_inf_filter``, a non-finite loss is counted and left out of the logged
+      mean. This does not synchronize with the device.
+    - The log gains ``loss_scale``, ``applied_updates``, ``skipped_updates``, ``overflows`` and
       ``non_finite_losses``, and with ``step.local_norm`` a ``local_norm/<group>`` for each group.
-    - Callbacks get ``step_output`` and ``step_report`` in ``on_step_end``.
-    - The ``train_loss`` of a resumed run is the mean over all of its steps, also those before.
-    - Checkpoints are written beside and moved into place, and one that is damaged or of another
-      network is refused by name. A resumed run is the run that was not stopped; callbacks' states
-      are restored in place.
-    - At SIGTERM the step is finished, a checkpoint saved, and the process exits with status 0; of
-      several ranks one signal at any of them stops all after the same step. A second SIGTERM ends
-      a process at once.
+    - Callbacks get ``step_output`` and ``step_report`` as keywords of ``on_step_end``.
+    - The ``train_loss`` of a resumed training is the mean over all its steps, including those
+      before the checkpoint.
+    - A checkpoint is written to a temporary folder and renamed. A damaged checkpoint, or one of
+      another network, is refused with an error that names it. A resumed training continues as if it
+      had never stopped, and the states of callbacks are restored in place.
+    - At SIGTERM the current step is finished, a checkpoint is saved, and the process exits with
+      status 0. With several ranks, a signal to any rank stops all of them after the same step. A
+      second SIGTERM ends the process at once.
 
     Args:
-        args: As the Trainer's.
-        step: Settings of the step. Its `gradient_accumulation_steps` and `max_grad_norm` are those
-            of ``args``, or left alone; how losses are normalised is the Trainer's own affair.
-        ema: Follows the weights: a callable that makes an average of the prepared model, or an
-            average of its parameters. The attribute ``ema`` holds it.
-        scale_sense: The loss scale: a number, a tensor or an update cell. By default
-            ``DynamicLossScaleUpdateCell(65536, 2, 2000)`` with ``args.fp16``, on every device, and
-            1 otherwise.
-        communication_hook: ``(state, hook)``, which DistributedDataParallel reduces gradients with
-            once their local norms are taken; ``None`` for the usual all-reduce.
-        kwargs: As the Trainer's.
+        args: Positional arguments of the Trainer.
+        step: Settings of the step. Leave `gradient_accumulation_steps` and `max_grad_norm` at their
+            defaults, or give the values of the training arguments. The Trainer itself normalizes
+            losses.
+        ema: Average of the weights, updated after each applied update: an average of the model's
+            parameters, or a callable that gets the prepared model and returns one. Available as the
+            attribute ``ema``.
+        scale_sense: Loss scale: a number, a tensor or an update cell. Defaults to
+            ``DynamicLossScaleUpdateCell(65536, 2, 2000)`` with ``fp16`` training arguments, on
+            every device, and to 1 otherwise.
+        communication_hook: ``(state, hook)`` with which DistributedDataParallel reduces gradients
+            after their local norms are taken; ``None`` for the usual all-reduce.
+        kwargs: Keyword arguments of the Trainer.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a setting contradicts ``args``.
+        ValueError: If a setting contradicts the training arguments.
     """
 
     def __init__(
@@ -88,46 +114,43 @@ class MFTrainerMixin(LossMixin, CheckpointMixin):
         if step is not None and not isinstance(step, StepConfig):
             msg = f"`step` must be a StepConfig or None, got {described(step)}"
             raise TypeError(msg)
-        self._step_arguments = (StepConfig() if step is None else step, ema, scale_sense)
-        self._communication_hook = communication_hook
-        self._keeps_average = ema is not None
+        # The Trainer's own __init__ calls `create_accelerator_and_postprocess`, which needs these.
+        self._step_config = StepConfig() if step is None else step
+        self._step_arguments = (ema, scale_sense, communication_hook)
+        self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
+        self._position = TrainerPosition()
         self._termination = RankTermination()
-        self._position: TrainerPosition | None = None
-        self._data_position = DataPosition()
-        self._resumed_from: str | None = None
-        self._staged: StagedCheckpoint | None = None
-        self._saved_step: int | None = None
-        self._training_loss: float | None = None
         super().__init__(*args, **kwargs)
-        handler: Any = self.callback_handler
-        handler.__class__ = handler_class(type(handler))
-        handler.steps = self
-        # Behind the Trainer's own, which asks for evaluations, and before the user's, which may
-        # make ready for them.
-        handler.callbacks.insert(1, TerminationCallback(self._termination))
+        add_step_to_events(self, self._before_event)
+        # After the Trainer's own callback, which decides when to evaluate, and before the user's,
+        # which may prepare for an evaluation.
+        self.callback_handler.callbacks.insert(1, TerminationCallback(self._termination))
 
-    # What the Trainer builds
+    @property
+    def ema(self) -> ExponentialMovingAverage | None:
+        """Average of the weights; ``None`` without one, and until a callable has made it."""
+        return self.attached.ema
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and attach the step to it."""
         super().create_accelerator_and_postprocess()
-        config, ema, scale_sense = self._step_arguments
+        ema, scale_sense, communication_hook = self._step_arguments
         if ema is not None and self.args.n_gpu > 1:
             msg = (
-                "`ema` must be None with DataParallel, got an average on "
-                f"{self.args.n_gpu} devices of one process; start it with torchrun"
+                f"`ema` must be None with DataParallel, got one with {self.args.n_gpu} GPUs in one "
+                "process; start the training with torchrun, one process per GPU"
             )
             raise ValueError(msg)
         if scale_sense is None:
             scale_sense = DynamicLossScaleUpdateCell(65536, 2, 2000) if self.args.fp16 else 1.0
         self.attached: AttachedStep = attach(
             self.accelerator,
-            loop_settings(config, self.args),
+            loop_settings(self._step_config, self.args),
             ema,
             scale_sense=scale_sense,
-            communication_hook=self._communication_hook,
+            communication_hook=communication_hook,
         )
-        self.step_log = StepLog(self.accelerator.device)
+        self._losses = Losses(self)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule; it advances once it is known that an update was applied."""
@@ -140,53 +163,21 @@ class MFTrainerMixin(LossMixin, CheckpointMixin):
             steps.schedules.append(schedule)
         return schedule
 
-    @property
-    def ema(self) -> ExponentialMovingAverage | None:
-        """The average of the weights; ``None`` without one, and before training has begun."""
-        return self.attached.ema
+    # Training
 
-    # What callbacks are told
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train as the Trainer does; first check the checkpoint to resume from.
 
-    def report_of_step(self) -> StepReport | None:
-        """Return the report of the last update."""
-        return self.attached.last_report
-
-    def answer_late(self, *, late: bool) -> None:
-        """Let ``optimizer_step_was_skipped`` say False instead of waiting, or no longer."""
-        self.attached.answers_late = late
-
-    def before_event(self, event: str) -> None:
-        """Take over where a checkpoint has left off, and count steps."""
-        if event == "on_train_begin" and self._resumed_from is not None:
-            announce_checkpoint(self.callback_handler.callbacks, Path(self._resumed_from))
-        if event == "on_train_begin":
-            self.step_log.begin = self.state.global_step
-            if self._position is not None:
-                self._position.restore_log(self)
-        elif event == "on_epoch_begin":
-            self._begin_epoch()
-        elif event == "on_step_end" and self.attached.last_report is not None:
-            self.step_log.count(self.attached.last_report)
-
-    def _begin_epoch(self) -> None:
-        """Note the random generators, which an epoch's order comes from; resumed ones first."""
-        checkpoint, self._resumed_from = self._resumed_from, None
-        self._data_position.watch(self.callback_handler.train_dataloader)
-        if checkpoint is not None and float(self.state.epoch).is_integer():
-            self._load_rng_state(checkpoint)
-        elif checkpoint is not None and self._position is not None:
-            self._position.restore_epoch()
-            if not self.args.ignore_data_skip:
-                restore = functools.partial(super()._load_rng_state, checkpoint)
-                self._data_position.resume(self._position.data, restore)
-        self._position = TrainerPosition.now()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        # The Trainer asks once the first batches are made, which draws from what it sets.
-        if not self._data_position.goes_on:
-            super()._load_rng_state(checkpoint)
-
-    # A training
+        Raises:
+            ValueError: If the checkpoint is incomplete, belongs to another network, or holds an
+                average while the trainer keeps none. Nothing has been loaded then. The message
+                names the newest complete checkpoint.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)
+        return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)
 
     def _inner_training_loop(
         self,
@@ -196,75 +187,128 @@ class MFTrainerMixin(LossMixin, CheckpointMixin):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        filters = self.args.logging_nan_inf_filter
-        self.step_log.restart(filters=filters)
-        self._position, self._resumed_from = None, resume_from_checkpoint
-        self._saved_step = None
-        if resume_from_checkpoint is not None:
-            self._position = TrainerPosition.load(
-                Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
+        self._checkpoints.saved_step = None
+        with (
+            self._losses.filtering(),
+            self._position.of_training(resume_from_checkpoint, self.args),
+            flushed_at_end(self.attached, self.callback_handler.callbacks),
+            self._termination,
+        ):
+            result = super()._inner_training_loop(
+                batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
-        if self._position is not None:
-            # The order of the data comes from the seed that was set when its loader was made.
-            self._position.restore_epoch()
-        # The Trainer's own filter reads each loss on the host.
-        self.args.logging_nan_inf_filter = False
-        try:
-            with self._termination:
-                result = super()._inner_training_loop(
-                    batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
-                )
-                is_told_to_end = self._termination.conclude(self.accelerator.device)
-                if is_told_to_end and self._saved_step != self.state.global_step:
-                    trained: Any = self.model
-                    self._save_checkpoint(trained, trial)
-            self.attached.flush()
-        except BaseException:
-            # The schedule's last step is due, whatever else went wrong.
-            with contextlib.suppress(RuntimeError):
-                self.attached.flush()
-            self._put_weights_back()
-            raise
-        finally:
-            self.args.logging_nan_inf_filter = filters
-            self._data_position.release()
-            self._hand_schedules_back()
-        if is_told_to_end:
+            must_exit = self._termination.conclude(self.accelerator.device)
+            if must_exit and self._checkpoints.saved_step != self.state.global_step:
+                trained: Any = self.model
+                self._save_checkpoint(trained, trial)
+        if must_exit:
             raise SystemExit(0)
         return result
 
-    def _hand_schedules_back(self) -> None:
-        """Let schedules step at once again: after a training they are their owner's."""
-        for schedule in self.attached.step.schedules:
-            if isinstance(schedule, DeferredSchedule):
-                undefer_schedule(schedule)
-        self.attached.step.schedules.clear()
+    def _before_event(self, event: str) -> None:
+        """Bring the log and the data position up to date before callbacks are called."""
+        if event == "on_train_begin":
+            if self._position.resumed_from is not None:
+                for callback in monitors(self.callback_handler.callbacks):
+                    callback.resume_from(self._position.resumed_from)
+            self._losses.begin(self._position.saved_log)
+        elif event == "on_epoch_begin":
+            self._position.begin_epoch(
+                self.callback_handler.train_dataloader,
+                super()._load_rng_state,
+                epoch=self.state.epoch,
+                skips_data=not self.args.ignore_data_skip,
+            )
+        elif event == "on_step_end" and self.attached.last_report is not None:
+            self._losses.step_log.count(self.attached.last_report)
 
-    def _put_weights_back(self) -> None:
-        """Let callbacks that hold other weights in the model end that."""
-        for callback in self.callback_handler.callbacks:
-            put_back = getattr(callback, "put_weights_back", None)
-            if put_back is not None:
-                put_back()
+    # Losses
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
+        share = self._losses.share_of_update(inputs, num_items_in_batch)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return self._losses.step_log.filtered(loss, share)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; the training log also has what the step and the callbacks know."""
+        super().log(self._losses.completed(logs), *args, **kwargs)
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        run_folder, keeps_last = Path(self._get_output_dir(trial)), self._termination.is_stopping
+        with (
+            self._losses.finishing() as loss,
+            self._checkpoints.finishing(run_folder, keeps_last=keeps_last),
+        ):
+            result = super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]  # (transformers)
+        return TrainOutput(result.global_step, loss, result.metrics | {"train_loss": loss})
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._checkpoints.staging or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with self._checkpoints.writing(
+            Path(self._get_output_dir(trial)), logging_nan_inf_filter=self._losses.step_log.filters
+        ):
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with self._checkpoints.keeping_weight_names():
+            super()._save(*args, **kwargs)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        if self.attached.has_grad_scaler:
+            super()._save_scaler(output_dir)
+        self.attached.save_files(folder, each_node=self.args.save_on_each_node)
+        self._position.save(folder, self.args, self._losses.state_dict)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if model is None:
+            # The Trainer loads the weights first and the optimizer later. Checking the optimizer
+            # here means that a checkpoint that does not fit changes nothing.
+            self.create_optimizer()
+            optimizer: Any = self.optimizer
+            check_parameter_groups(Path(resume_from_checkpoint), unwrapped_optimizer(optimizer))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with replaced(self.attached, is_loading=True):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.attached.load_files(Path(checkpoint))
+
+    def _load_callback_state(self) -> None:
+        self._checkpoints.restore_callbacks()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # The Trainer calls this once the first batches are made. The states of the checkpoint are
+        # set by then, and making those batches has advanced them.
+        if not self._position.is_resumed:
+            super()._load_rng_state(checkpoint)
 
 
 class MFTrainer(MFTrainerMixin, Trainer):
-    """`transformers.Trainer` with MindFormers' training step; see `MFTrainerMixin`.
+    """`transformers.Trainer` with MindFormers' training step.
+
+    `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense`` and
+    ``communication_hook``) and what differs from the Trainer; the other arguments are the
+    Trainer's.
 
     Example:
         >>> import torch
-        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
         >>> from mfwrap import ExponentialMovingAverage, StepConfig
         >>> from mfwrap.trainer import MFTrainer
-        >>> model = LlamaForCausalLM(
-        ...     LlamaConfig(
-        ...         vocab_size=8,
-        ...         hidden_size=8,
-        ...         intermediate_size=8,
-        ...         num_hidden_layers=1,
-        ...         num_attention_heads=1,
-        ...     )
-        ... )
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1))
         >>> tokens = torch.arange(8)
         >>> trainer = MFTrainer(
         ...     model,
@@ -280,3 +324,74 @@ class MFTrainer(MFTrainerMixin, Trainer):
         >>> trainer.attached.last_output.overflow
         tensor(False)
     """
+
+    def __init__(  # noqa: PLR0917  (the Trainer's signature)
+        self,
+        model: PreTrainedModel | nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: "Dataset[Any] | IterableDataset[Any] | datasets.Dataset | None" = None,
+        eval_dataset: "Dataset[Any] | dict[str, Dataset[Any]] | datasets.Dataset | None" = None,
+        processing_class: PreTrainedTokenizerBase
+        | BaseImageProcessor
+        | FeatureExtractionMixin
+        | ProcessorMixin
+        | None = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[
+            torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None
+        ] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        step: StepConfig | None = None,
+        ema: EMA | None = None,
+        scale_sense: ScaleSense | None = None,
+        communication_hook: CommunicationHook | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+            step=step,
+            ema=ema,
+            scale_sense=scale_sense,
+            communication_hook=communication_hook,
+        )
+
+
+def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
+    """Return the settings of the step without those that the Trainer takes care of.
+
+    Raises:
+        ValueError: If a setting contradicts `args`.
+    """
+    if config.calculate_per_token_loss:
+        msg = (
+            "`calculate_per_token_loss` must be False in a Trainer, which divides by the number "
+            "of tokens itself, got True"
+        )
+        raise ValueError(msg)
+    defaults = {"gradient_accumulation_steps": 1, "max_grad_norm": StepConfig().max_grad_norm}
+    for name, default in defaults.items():
+        value, expected = getattr(config, name), getattr(args, name)
+        if value not in (default, expected):
+            msg = (
+                f"`{name}` must be {default} (the default) or {expected}, as in `args`, got {value}"
+            )
+            raise ValueError(msg)
+    # The Trainer counts micro-batches and calls the clipping; the accelerator must not do so again.
+    return dataclasses.replace(config, gradient_accumulation_steps=1)

@@ -204,10 +204,13 @@ class OneGroup(MFTrainer):
 
 
 CHANGED = {
-    "no average": ({"trainer_settings": {"ema": None}}, "`ema` must be given to go on from {}"),
+    "no average": (
+        {"trainer_settings": {"ema": None}},
+        "resume from {}: it holds an average",
+    ),
     "one group": (
         {"kind": OneGroup},
-        r"groups of \[10, 18\] parameters to go on from {}/optimizer.pt, got \[28\]$",
+        r"{}/optimizer.pt: .* groups hold \[10, 18\] .* of the optimizer hold \[28\]$",
     ),
 }
 

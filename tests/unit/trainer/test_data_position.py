@@ -89,7 +89,7 @@ def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
     position.resume(json.loads(saved), functools.partial(restore_random_states, at_checkpoint))
 
     assert seen(skip_first_batches(resumed, num_done)) == expected
-    assert position.goes_on
+    assert position.is_resumed
 
 
 def test_watching_changes_nothing():
@@ -148,4 +148,4 @@ def test_without_a_saved_batch_nothing_is_restored():
 
     list(loader)
 
-    assert not position.goes_on
+    assert not position.is_resumed

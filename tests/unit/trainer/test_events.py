@@ -1,20 +1,27 @@
-"""The Trainer's events with the step in them, and callbacks that are restored in place."""
+"""Callbacks get the step in the Trainer's events, are asked for their files, and are restored."""
 
 import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from mfwrap import StepOutput, StepReport
+from mfwrap.callbacks import EMACallback, TrainingStateMonitor
 from mfwrap.termination import RankTermination
+from mfwrap.trainer import MonitorCallback
 from mfwrap.trainer.events import (
     StepCallbackHandler,
     TerminationCallback,
-    handler_class,
+    add_step_to_events,
+    flushed_at_end,
+    monitors,
     restore_in_place,
 )
 
@@ -34,85 +41,76 @@ def report() -> StepReport:
     )
 
 
-class Steps:
-    """A trainer as its events see it; notes what it is told."""
-
-    def __init__(self, last: StepReport | None) -> None:
-        self.last = last
-        self.heard: list[Any] = []
-
-    def report_of_step(self) -> StepReport | None:
-        return self.last
-
-    def answer_late(self, *, late: bool) -> None:
-        self.heard.append(late)
-
-    def before_event(self, event: str) -> None:
-        self.heard.append(event)
-
-
 class Listener(TrainerCallback):
-    """Notes the step's keywords, and what the trainer had been told by then."""
+    """Record the step's keywords, and in `order` each call of the callback."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []
-        self._steps = steps
+        self.order: list[str] = []
+        self.attached: Any = None
+        self.answered_late: list[bool] = []
 
-    def _note(self, keywords: dict[str, Any]) -> None:
+    def _record(self, keywords: dict[str, Any]) -> None:
         self.got.append({k: v for k, v in keywords.items() if k.startswith("step_")})
-        self._steps.heard.append("callback")
+        self.order.append("callback")
+        self.answered_late.append(self.attached.answers_late)
 
     def on_step_end(self, *_, **keywords):
-        self._note(keywords)
+        self._record(keywords)
 
     def on_optimizer_step(self, *_, **keywords):
-        self._note(keywords)
+        self._record(keywords)
 
 
-def handler_of(steps: Steps) -> tuple[CallbackHandler, Listener]:
-    """Return a handler with the step in its events, and its one callback."""
-    listener = Listener(steps)
+def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]:
+    """Return a handler with the step in its events, its only callback, and the attached step."""
+    listener = Listener()
     handler = CallbackHandler([listener], None, None, None, None)
-    handler.__class__ = handler_class(type(handler))
-    handler.steps = steps
-    return handler, listener
+    attached = SimpleNamespace(last_report=last, answers_late=False)
+    listener.attached = attached
+    trainer = SimpleNamespace(callback_handler=handler, attached=attached)
+    add_step_to_events(trainer, listener.order.append)
+    return handler, listener, attached
 
 
 def send(handler: CallbackHandler, event: str) -> TrainerControl:
-    """Call an event, and return what the callbacks want."""
+    """Send an event, and return the control that the callbacks changed."""
     return handler.call_event(event, None, TrainerState(), TrainerControl())
 
 
-def test_the_class_of_a_handler_stays_what_it_was_too():
-    """Whoever asks sees a handler of the same kind, and of ours."""
+def test_the_handler_keeps_its_own_class():
+    """A handler of a user's class is still an instance of that class, with its attributes."""
 
     class Own(CallbackHandler):
         pass
 
-    kind = handler_class(Own)
+    handler = Own([], None, None, None, None)
+    handler.train_dataloader = "loader"
+    add_step_to_events(SimpleNamespace(callback_handler=handler, attached=None), print)
 
-    assert issubclass(kind, Own)
-    assert issubclass(kind, StepCallbackHandler)
-    assert kind.__name__ == "StepOwn"
+    assert isinstance(handler, Own)
+    assert isinstance(handler, StepCallbackHandler)
+    assert type(handler).__name__ == "StepOwn"
+    assert handler.train_dataloader == "loader"
 
 
 def test_the_end_of_a_step_has_output_and_report():
-    """The report of the last update, and its output."""
-    steps = Steps(report())
-    handler, listener = handler_of(steps)
+    """Callbacks get the report of the last update, and its output, in ``on_step_end``."""
+    last = report()
+    handler, listener, _ = handler_of(last)
 
     send(handler, "on_step_end")
 
     (got,) = listener.got
-    assert got["step_report"] is steps.last
-    assert got["step_output"] is steps.last.output
+    assert got["step_report"] is last
+    assert got["step_output"] is last.output
 
 
-def test_no_other_event_has_them():
-    """Nor the end of a step before the first update."""
-    handler, listener = handler_of(Steps(report()))
+def test_no_other_event_has_output_and_report():
+    """Other events do not have them, and neither has ``on_step_end`` before the first update."""
+    handler, listener, _ = handler_of(report())
     send(handler, "on_optimizer_step")
-    before, other = handler_of(Steps(None))
+    before, other, _ = handler_of(None)
     send(before, "on_step_end")
 
     assert listener.got == other.got == [{}]
@@ -120,32 +118,114 @@ def test_no_other_event_has_them():
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_optimizer_step"])
 def test_answers_are_late_only_right_after_the_optimizer(event):
-    """Callbacks that ask get the truth; only the Trainer, right after this event, does not."""
-    steps = Steps(report())
-    handler, _ = handler_of(steps)
+    """The trainer acts before the callbacks, and only the Trainer itself gets a late answer."""
+    handler, listener, attached = handler_of(report())
+    attached.answers_late = True
 
     send(handler, event)
 
-    assert steps.heard == [False, event, "callback", event == "on_optimizer_step"]
+    assert listener.order == [event, "callback"]
+    assert listener.answered_late == [False]
+    assert attached.answers_late is (event == "on_optimizer_step")
 
 
-def test_what_callbacks_want_comes_back():
-    """As from the Trainer's own handler."""
+def test_callbacks_change_the_control():
+    """The control that a callback changed is returned, as by the Trainer's own handler."""
 
     class Saves(TrainerCallback):
         def on_step_end(self, _args, _state, control, **_):
             control.should_save = True
 
-    handler, _ = handler_of(Steps(report()))
+    handler, _, _ = handler_of(report())
     handler.add_callback(Saves())
 
     assert send(handler, "on_step_end").should_save
     assert not send(handler, "on_optimizer_step").should_save
 
 
+def test_the_monitors_with_files_or_values_are_monitor_callbacks():
+    """The list keeps the order of the callbacks and leaves out those of any other class."""
+    average, state = EMACallback(), TrainingStateMonitor()
+
+    assert monitors([average, TrainerCallback(), state]) == [average, state]
+
+
+def test_by_default_a_monitor_callback_does_nothing(tmp_path):
+    """Every method may be called on a callback that overrides none."""
+    monitor = MonitorCallback()
+
+    monitor.save_into(tmp_path, None, nn.Linear(1, 1))
+    monitor.resume_from(Path("checkpoint-1"))
+    monitor.put_weights_back()
+
+    assert monitor.values_to_log() == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+class Attached:
+    """Count the flushes of a step; the `failing` first ones raise."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.step = SimpleNamespace(schedules=["not deferred"])
+        self.num_flushes = 0
+        self._failing = failing
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+        if self.num_flushes <= self._failing:
+            msg = "too many skips"
+            raise RuntimeError(msg)
+
+
+class PutsBack(MonitorCallback):
+    """Count how often the raw weights are put back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def put_weights_back(self) -> None:
+        self.count += 1
+
+
+def test_a_training_ends_with_a_flush():
+    """The step is flushed once, callbacks keep the weights, and schedules are forgotten."""
+    attached, callback = Attached(), PutsBack()
+
+    with flushed_at_end(attached, [callback]):
+        assert attached.num_flushes == 0
+
+    assert (attached.num_flushes, callback.count, attached.step.schedules) == (1, 0, [])
+
+
+def test_after_an_error_the_weights_are_put_back():
+    """An error of the training is raised, not the error of the flush after it."""
+    attached, callback, key = Attached(failing=1), PutsBack(), "the first"
+
+    with (
+        pytest.raises(KeyError, match=key),
+        flushed_at_end(attached, [TrainerCallback(), callback]),
+    ):
+        raise KeyError(key)
+
+    assert (attached.num_flushes, callback.count, attached.step.schedules) == (1, 1, [])
+
+
+def test_an_error_of_the_last_flush_is_raised():
+    """The error reaches the user, and the weights are put back."""
+    attached, callback = Attached(failing=1), PutsBack()
+
+    with (
+        pytest.raises(RuntimeError, match="too many skips"),
+        flushed_at_end(attached, [callback]),
+    ):
+        pass
+
+    assert (attached.num_flushes, callback.count, attached.step.schedules) == (2, 1, [])
+
+
 @pytest.mark.parametrize("is_requested", [False, True])
-def test_at_the_end_of_the_process_a_step_asks_for_a_checkpoint(is_requested):
-    """And for the end of training, with the evaluation that is due; otherwise for nothing."""
+def test_after_sigterm_a_step_asks_for_a_checkpoint_and_the_end(is_requested):
+    """Without a SIGTERM it asks for nothing; an evaluation that is due stays due."""
     control = TrainerControl(should_evaluate=True)
 
     with RankTermination() as termination:
@@ -158,7 +238,7 @@ def test_at_the_end_of_the_process_a_step_asks_for_a_checkpoint(is_requested):
 
 
 class Named(TrainerCallback, ExportableState):
-    """Has a state, and something that is none."""
+    """Export `value` as state, but not `name`."""
 
     def __init__(self, name: str = "") -> None:
         self.name, self.value = name, 0
@@ -168,7 +248,7 @@ class Named(TrainerCallback, ExportableState):
 
 
 def attributes(*numbers: int) -> list[dict[str, Any]]:
-    """Return saved states."""
+    """Return saved states with these values."""
     return [{"args": {"name": "saved"}, "attributes": {"value": number}} for number in numbers]
 
 
@@ -179,14 +259,14 @@ def attributes(*numbers: int) -> list[dict[str, Any]]:
         ({"Unknown": attributes(5)[0]}, [0, 0]),
         ({"Named": attributes(5)[0]}, [5, 0]),
         ({"Named": attributes(5, 6)}, [5, 6]),
-        # As the Trainer leaves it after two checkpoints.
+        # As the stock Trainer saves it in the third checkpoint.
         ({"Named": attributes(1, 2, 3, 4, 5, 6)}, [5, 6]),
         ({"Named": {}}, [0, 0]),
     ],
     ids=["nothing", "another class", "one", "two", "last of several", "no attributes"],
 )
 def test_states_go_to_callbacks_of_their_class_in_order(saved, expected):
-    """Callbacks themselves stay, with what is no part of their state."""
+    """Callbacks are not replaced, and attributes outside of their state stay as they are."""
     callbacks = [Named("first"), TrainerCallback(), Named("second")]
 
     restore_in_place(list(callbacks), saved)
@@ -197,7 +277,7 @@ def test_states_go_to_callbacks_of_their_class_in_order(saved, expected):
 
 
 def test_the_state_of_a_class_of_transformers_is_restored():
-    """As it exports it itself."""
+    """`EarlyStoppingCallback` gets its counter back and keeps its own patience."""
     stopped, fresh = EarlyStoppingCallback(3), EarlyStoppingCallback(7)
     stopped.early_stopping_patience_counter = 2
 

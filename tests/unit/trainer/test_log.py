@@ -1,16 +1,19 @@
-"""What the log of MFTrainer says beside what the stock Trainer's does."""
+"""What the log of MFTrainer adds to the stock Trainer's log, and how it counts losses."""
 
 import json
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.log import StepLog
 from support.trainer_runs import Counting, Run, new_trainer, spoilt_llama, tiny_llama, train, values
 
 NAN, INF = float("nan"), float("inf")
@@ -268,3 +271,58 @@ def test_tensorboard_gets_what_the_log_has(tmp_path, monkeypatch):
     for tag in tags:
         found = {event.step: event.value for event in events.Scalars(f"train/{tag}")}
         assert found == pytest.approx({e["step"]: e[tag] for e in run.log[:-1]}, rel=1e-6), tag
+
+
+CPU = torch.device("cpu")
+ANY_LOSS = st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from([NAN, INF, -INF]))
+
+
+@given(updates=st.lists(st.tuples(ANY_LOSS, ANY_LOSS, st.floats(0.01, 0.99)), max_size=90))
+def test_the_sum_is_completed_by_the_share_of_filtered_losses(updates):
+    """The result equals a count one by one in float64, for shares as numbers and as tensors."""
+    log = StepLog(CPU)
+    kept = total = torch.zeros((), dtype=torch.float64)
+    left_out = 0
+    for first, second, share in updates:
+        shares = (share, torch.tensor(1 - share, dtype=torch.float64))
+        for loss, part in zip((first, second), shares, strict=True):
+            filtered = log.filtered(torch.tensor(loss), part)
+            assert filtered.item() == (loss if math.isfinite(loss) else 0)
+            total = total + filtered.double()
+            kept = kept + (part if math.isfinite(loss) else 0)
+            left_out += not math.isfinite(loss)
+        log.num_steps += 1
+
+    completed = log.completed_sum(total)
+
+    if left_out == 2 * len(updates):
+        assert completed == total
+    else:
+        expected = total * (len(updates) / kept)
+        torch.testing.assert_close(completed, expected, rtol=1e-9, atol=1e-9)
+    state = log.state_dict()
+    assert (state["left_out"], state["non_finite_losses"]) == (left_out, left_out)
+    assert state["num_losses"] == 2 * len(updates)
+
+
+@pytest.mark.parametrize("pending", [1, 63, 64, 65, 200])
+def test_a_state_includes_pending_losses(pending):
+    """Loading a state drops the losses that were pending before."""
+    log, other = StepLog(CPU), StepLog(CPU)
+    for _ in range(pending):
+        log.filtered(torch.tensor(NAN), 0.25)
+        other.filtered(torch.tensor(INF), 0.5)
+
+    other.load_state_dict(log.state_dict())
+
+    assert other.state_dict() == log.state_dict()
+    assert other.state_dict()["left_share"] == pending / 4
+
+
+def test_without_the_filter_losses_are_counted_and_kept():
+    """A non-finite loss is returned as it is; none counts as filtered."""
+    log = StepLog(CPU, filters=False)
+
+    assert log.filtered(torch.tensor(INF), 0.5).isinf()
+    state = log.state_dict()
+    assert (state["non_finite_losses"], state["left_out"], state["left_share"]) == (1, 0, 0)

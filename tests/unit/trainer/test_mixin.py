@@ -1,10 +1,11 @@
 """Settings of the step in a Trainer: those of its arguments, or left alone."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
@@ -13,7 +14,7 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.trainer_settings import loop_settings
+from mfwrap.trainer.mixin import loop_settings
 from support.trainer_runs import new_trainer, tiny_llama, train
 
 
@@ -46,11 +47,11 @@ def test_settings_that_agree_are_kept(config):
     [
         (
             StepConfig(gradient_accumulation_steps=2),
-            "`gradient_accumulation_steps` must be the 4 of `args`, or left at 1, got 2",
+            r"`gradient_accumulation_steps` must be 1 \(the default\) or 4, as in `args`, got 2",
         ),
         (
             StepConfig(max_grad_norm=2.0),
-            r"`max_grad_norm` must be the 0.5 of `args`, or left at 1.0, got 2.0",
+            r"`max_grad_norm` must be 1.0 \(the default\) or 0.5, as in `args`, got 2.0",
         ),
         (
             StepConfig(calculate_per_token_loss=True),
@@ -116,6 +117,36 @@ def test_the_first_loss_scale(settings, expected, tmp_path):
     trainer = new_trainer(MFTrainer, tmp_path, **settings)
 
     assert trainer.attached.loss_scale.item() == expected
+
+
+def test_the_trainers_own_parameters_are_declared():
+    """Names, order, kinds and defaults are those of the installed Trainer, before the step's."""
+    expected = list(inspect.signature(Trainer.__init__).parameters.values())
+    found = list(inspect.signature(MFTrainer.__init__).parameters.values())
+    form = [(each.name, each.kind, each.default) for each in found]
+
+    assert form[: len(expected)] == [(each.name, each.kind, each.default) for each in expected]
+    added = {each.name: each for each in found[len(expected) :]}
+    assert list(added) == ["step", "ema", "scale_sense", "communication_hook"]
+    assert all(each.kind is each.KEYWORD_ONLY and each.default is None for each in added.values())
+
+
+def test_every_parameter_reaches_the_trainer(monkeypatch):
+    """Each argument arrives under its own name."""
+    arrived = {}
+    signature = inspect.signature(Trainer.__init__)
+
+    def note(self, *args, **keywords):
+        arrived.update(signature.bind(self, *args, **keywords).arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "__init__", note)
+    given = {name: object() for name in list(signature.parameters)[1:]}
+
+    with pytest.raises(KeyboardInterrupt):
+        MFTrainer(**given)
+
+    assert {name: value for name, value in arrived.items() if name != "self"} == given
 
 
 def test_the_average_is_there_when_training_has_begun(tmp_path):
