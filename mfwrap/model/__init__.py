@@ -1,7 +1,11 @@
 """MindSpore's training loop: `Model`, its callbacks and metrics."""
 
-from mfwrap.model.callback import Callback, CallbackParameters, RunContext
-from mfwrap.model.callback_adapter import as_trainer_callback
+from mfwrap.model.callback import (
+    Callback,
+    CallbackParameters,
+    RunContext,
+    as_trainer_callback,
+)
 from mfwrap.model.model import Model
 from mfwrap.outputs import named_output
 

@@ -1,17 +1,31 @@
-"""MindSpore's callbacks: what they are told of a run, and how they ask it to stop."""
+"""MindSpore's callbacks: what a run gives them, and an adapter to the Trainer's events."""
 
+import math
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, final
 
-__all__ = ["Callback", "CallbackParameters", "RunContext"]
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
+
+from mfwrap.arguments import described
+
+__all__ = [
+    "AdaptedCallback",
+    "Callback",
+    "CallbackParameters",
+    "RunContext",
+    "as_trainer_callback",
+]
 
 
 @final
 class CallbackParameters(dict[str, Any]):
-    """What a callback is told of a run, by key and by attribute.
+    """Facts of a run for its callbacks, by key and by attribute.
 
-    Source: MindSpore's ``cb_params``, where a missing attribute raises ``KeyError``, so that
-    ``hasattr`` and a default of ``getattr`` fail.
+    Source: MindSpore's ``cb_params``. There a missing attribute raises ``KeyError``, so that
+    ``hasattr`` and ``getattr`` with a default fail; here it raises ``AttributeError``.
 
     Example:
         >>> parameters = CallbackParameters(cur_step_num=3)
@@ -23,7 +37,7 @@ class CallbackParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            msg = f"this run tells its callbacks no `{name}`, but {sorted(self)}"
+            msg = f"the parameters of this run have no `{name}`; they have {sorted(self)}"
             raise AttributeError(msg) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -32,12 +46,12 @@ class CallbackParameters(dict[str, Any]):
 
 @final
 class RunContext:
-    """What a callback is given: facts of the run, and a way to stop it.
+    """The argument of each callback method: facts of the run, and a way to stop it.
 
     Source: MindSpore, ``train.RunContext``.
 
     Args:
-        original_args: What the run tells its callbacks; changed in place as it goes on.
+        original_args: Facts of the run; updated in place during the run.
     """
 
     def __init__(self, original_args: CallbackParameters) -> None:
@@ -45,17 +59,18 @@ class RunContext:
         self._stop_requested = False
 
     def original_args(self) -> CallbackParameters:
-        """Return what the run tells its callbacks.
+        """Return the facts of the run.
 
-        In a training: ``network``, ``train_network``, ``optimizer``, ``loss_fn``, ``epoch_num``,
-        ``batch_num``, ``cur_epoch_num`` and ``cur_step_num`` (from 1), ``net_outputs`` (tensors on
-        the training device, which wait when they are read), ``train_dataset``, ``list_callback``,
-        ``mode`` and, after an evaluation, ``metrics`` and ``eval_results``.
+        In a training these are ``network``, ``train_network``, ``optimizer``, ``loss_fn``,
+        ``epoch_num``, ``batch_num``, ``cur_epoch_num`` and ``cur_step_num`` (from 1),
+        ``net_outputs`` (tensors on the training device; reading one synchronizes with it),
+        ``train_dataset``, ``list_callback``, ``mode`` and, after an evaluation, ``metrics`` and
+        ``eval_results``.
         """
         return self._original_args
 
     def request_stop(self) -> None:
-        """Ask the run to stop: after this step, or after this epoch if it is ending."""
+        """Ask the run to stop after this step, or after this epoch if it is at its end."""
         self._stop_requested = True
 
     def get_stop_requested(self) -> bool:
@@ -64,13 +79,15 @@ class RunContext:
 
 
 class Callback:
-    """What is called in the course of a run; each method does nothing until it is overridden.
+    """Base class of MindSpore's callbacks; each method does nothing until it is overridden.
 
-    ``on_train_*`` is called by `Model.train` and `Model.fit`, ``on_eval_*`` by `Model.eval` and
-    `Model.fit`. Unless they are overridden, both call the older names ``begin``, ``epoch_begin``,
-    ``step_begin``, ``step_end``, ``epoch_end`` and ``end``, which cannot tell the two apart and are
-    therefore refused by `Model.fit`. A callback is entered before a run and left after it, also
-    when the run raises.
+    `Model.train` and `Model.fit` call ``on_train_*``; `Model.eval` and `Model.fit` call
+    ``on_eval_*``. By default both kinds call the methods with the older names: ``begin``,
+    ``epoch_begin``, ``step_begin``, ``step_end``, ``epoch_end`` and ``end``. The older names do not
+    distinguish training from evaluation, so `Model.fit` refuses callbacks that override them.
+
+    A callback is entered as a context manager before a run and left after it, also when the run
+    raises.
 
     Source: MindSpore, ``train.Callback``.
 
@@ -127,11 +144,11 @@ class Callback:
         self.step_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Called after an epoch of a training, and after the evaluation that is due then."""
+        """Called after an epoch of a training, and after the evaluation of that epoch if any."""
         self.epoch_end(run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Called after a training, also one that was asked to stop."""
+        """Called after a training, also if a callback stopped it."""
         self.end(run_context)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
@@ -139,7 +156,7 @@ class Callback:
         self.begin(run_context)
 
     def on_eval_epoch_begin(self, run_context: RunContext) -> None:
-        """Called before the pass over the data of an evaluation."""
+        """Called before an evaluation reads its data."""
         self.epoch_begin(run_context)
 
     def on_eval_step_begin(self, run_context: RunContext) -> None:
@@ -151,9 +168,180 @@ class Callback:
         self.step_end(run_context)
 
     def on_eval_epoch_end(self, run_context: RunContext) -> None:
-        """Called after the pass over the data of an evaluation."""
+        """Called after the last batch of an evaluation, before its metrics are computed."""
         self.epoch_end(run_context)
 
     def on_eval_end(self, run_context: RunContext) -> None:
-        """Called after an evaluation, when its metrics are known."""
+        """Called after an evaluation, with its metrics."""
         self.end(run_context)
+
+
+def as_trainer_callback(callback: Callback) -> TrainerCallback:
+    """Adapt a MindSpore callback to the Hugging Face Trainer.
+
+    The callback gets the ``on_train_*`` calls. ``net_outputs`` is the step's output in an
+    `MFTrainer`, and ``None`` in a stock Trainer, which does not give callbacks its output. If an
+    evaluation follows an epoch, ``on_train_epoch_end`` is called after it, with its ``metrics``.
+
+    Args:
+        callback: The callback to adapt.
+
+    Raises:
+        TypeError: If `callback` is not a `Callback`.
+
+    Example:
+        >>> as_trainer_callback(Callback()).on_train_begin  # doctest: +ELLIPSIS
+        <bound method AdaptedCallback.on_train_begin of ...>
+    """
+    if not isinstance(callback, Callback):
+        msg = f"`callback` must be a Callback, got {described(callback)}"
+        raise TypeError(msg)
+    # A class per adapted class: a Trainer warns about two callbacks of the same class.
+    kind: type[AdaptedCallback] = type(f"Adapted{type(callback).__name__}", (AdaptedCallback,), {})
+    return kind(callback)
+
+
+class AdaptedCallback(TrainerCallback):
+    """A MindSpore callback in transformers' events; made by `as_trainer_callback`.
+
+    `Model` gives each event its own ``run_context``. A Trainer has none; the facts of the run then
+    come from the Trainer's state and arguments.
+
+    Args:
+        callback: The callback to adapt.
+    """
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback = callback
+        """The adapted callback."""
+        self._context = RunContext(CallbackParameters())
+        self._awaits_evaluation = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        run_context: RunContext | None = None,
+        **facts: Any,
+    ) -> None:
+        """Begin a run."""
+        own = RunContext(CallbackParameters(mode="train", net_outputs=None))
+        self._context = own if run_context is None else run_context
+        self._awaits_evaluation = False
+        if run_context is None:
+            self._set_facts(args, state, facts)
+        self.callback.on_train_begin(self._context)
+        self._apply_stop(control)
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        run_context: RunContext | None = None,
+        **_: Any,
+    ) -> None:
+        """Begin an epoch; first end the previous epoch if its evaluation did not take place."""
+        del args
+        self._end_epoch(control)
+        if run_context is None:
+            # `state.epoch` counts the epochs that are done.
+            self._parameters.cur_epoch_num = math.floor(state.epoch or 0) + 1
+        self.callback.on_train_epoch_begin(self._context)
+        self._apply_stop(control)
+
+    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Begin an update."""
+        del args, state
+        self.callback.on_train_step_begin(self._context)
+        self._apply_stop(control)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        run_context: RunContext | None = None,
+        step_output: Any = None,
+        **_: Any,
+    ) -> None:
+        """End an update."""
+        del args
+        if run_context is None:
+            self._parameters.update(cur_step_num=state.global_step, net_outputs=step_output)
+        self.callback.on_train_step_end(self._context)
+        self._apply_stop(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """End an epoch, at once or after the evaluation that is due."""
+        del args, state
+        self._awaits_evaluation = True
+        if not control.should_evaluate:
+            self._end_epoch(control)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        run_context: RunContext | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """End the epoch that this evaluation belongs to, with its metrics."""
+        del args, state
+        if run_context is None:
+            results = dict(metrics or {})
+            self._parameters.update(metrics=results, eval_results=results)
+        self._end_epoch(control)
+        if run_context is None:
+            # The next epoch may have no evaluation.
+            self._parameters.pop("metrics")
+
+    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """End a run."""
+        del args, state
+        self._end_epoch(control)
+        self.callback.on_train_end(self._context)
+
+    @property
+    def _parameters(self) -> CallbackParameters:
+        return self._context.original_args()
+
+    def _end_epoch(self, control: TrainerControl) -> None:
+        if self._awaits_evaluation:
+            self._awaits_evaluation = False
+            self.callback.on_train_epoch_end(self._context)
+            self._apply_stop(control)
+
+    def _apply_stop(self, control: TrainerControl) -> None:
+        if self._context.get_stop_requested():
+            control.should_training_stop = True
+
+    def _set_facts(
+        self, args: TrainingArguments, state: TrainerState, facts: Mapping[str, Any]
+    ) -> None:
+        """Set the facts that stay the same during a Trainer's run."""
+        dataset = facts.get("train_dataloader")
+        network: nn.Module | None = facts.get("model")
+        optimizer = facts.get("optimizer")
+        epochs = math.ceil(state.num_train_epochs)
+        num_batches = math.ceil(state.max_steps / max(epochs, 1))
+        if dataset is not None and has_length(dataset):
+            num_batches = math.ceil(len(dataset) / args.gradient_accumulation_steps)
+        self._parameters.update(
+            network=network,
+            train_network=network,
+            # The optimizer itself, not accelerate's wrapper around it.
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            loss_fn=None,
+            train_dataset=dataset,
+            epoch_num=epochs,
+            batch_num=num_batches,
+            cur_epoch_num=math.floor(state.epoch or 0) + 1,
+            cur_step_num=state.global_step,
+            device_number=args.world_size,
+            list_callback=[self.callback],
+            is_world_process_zero=state.is_world_process_zero,
+        )

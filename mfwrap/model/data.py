@@ -16,45 +16,26 @@ from mfwrap.step.forward import NetworkCall
 __all__ = ["Batches", "check_sink_size", "pair_of"]
 
 
-def check_sink_size(sink_size: object, *, sink_mode: object) -> None:
-    """Check the number of batches of an epoch in sink mode.
-
-    Raises:
-        TypeError: If `sink_size` is not an int, or `sink_mode` not a bool.
-        ValueError: If it is 0 or below -1, or is given without sink mode.
-    """
-    check_bool("dataset_sink_mode", sink_mode)
-    if isinstance(sink_size, bool) or not isinstance(sink_size, int):
-        msg = f"`sink_size` must be an int, got {described(sink_size)}"
-        raise TypeError(msg)
-    if sink_size == 0 or sink_size < -1:
-        msg = f"`sink_size` must be -1 or > 0, got {sink_size}"
-        raise ValueError(msg)
-    if sink_size != -1 and not sink_mode:
-        msg = f"`sink_size` must be -1 with dataset_sink_mode=False, got {sink_size}"
-        raise ValueError(msg)
-
-
 @final
 class Batches:
-    """A dataset in epochs, each batch as a call of the network.
+    """Split a dataset into epochs, each batch being the arguments of a call of the network.
 
-    On several ranks a ``DataLoader`` that accelerate has not prepared is divided among them; any
-    other iterable is each rank's own.
+    On several ranks, a ``DataLoader`` that accelerate has not prepared is divided among the ranks.
+    Any other iterable must yield each rank's own batches.
 
     Args:
-        name: Of the dataset, for messages.
-        dataset: Yields batches. A tuple or list is a batch's columns, a mapping its named columns,
-            anything else its one column.
-        accelerator: Knows the ranks.
-        device: Where batches go.
-        sink_mode: Copy batches to the device without waiting for them.
-        sink_size: Batches of an epoch, the next one going on where the last has ended; -1 for one
-            pass over the dataset.
-        even: Give all ranks equally many batches, some of them twice.
+        name: Name of the dataset in error messages.
+        dataset: Yields batches. A tuple or list is the columns of a batch, a mapping its named
+            columns, anything else its only column.
+        accelerator: Tells the rank and the number of ranks.
+        device: Device that batches are moved to.
+        sink_mode: Copy batches to the device without synchronizing.
+        sink_size: Batches per epoch; each epoch continues where the previous one ended. -1 for one
+            pass over the dataset per epoch.
+        even: Give each rank the same number of batches, by repeating some.
 
     Raises:
-        TypeError: If `dataset` yields nothing, or has no length and `sink_size` is -1.
+        TypeError: If `dataset` is not iterable, or has no length while `sink_size` is -1.
         ValueError: If `dataset` is empty.
     """
 
@@ -73,35 +54,35 @@ class Batches:
             msg = f"`{name}` must yield batches, got {described(dataset)}"
             raise TypeError(msg)
         self.dataset = _divided(dataset, accelerator, even=even)
-        """What is iterated."""
+        """The dataset, or this rank's part of it."""
         self._name = name
         self._device = device
         self._sink_mode = sink_mode
         self.sinks = sink_size > 0
-        """Whether an epoch is something else than one pass over the dataset."""
+        """Whether the length of an epoch is `sink_size` and not that of the dataset."""
         self._pass: Iterator[Any] | None = None
         self._num_passes = 0
         self.num_batches = sink_size if self.sinks else self._length()
-        """Batches of an epoch."""
+        """Batches per epoch."""
 
     def _length(self) -> int:
         if not has_length(self.dataset):
             msg = (
                 f"`{self._name}` must have a length, got {type(self.dataset).__name__} without "
-                "one; dataset_sink_mode=True and `sink_size` say how long an epoch is"
+                "one; set the length of an epoch by dataset_sink_mode=True and `sink_size`"
             )
             raise TypeError(msg)
         length = len(self.dataset)
         if length == 0:
-            raise self._is_empty()
+            raise self._empty_error()
         return length
 
-    def _is_empty(self) -> ValueError:
+    def _empty_error(self) -> ValueError:
         return ValueError(f"`{self._name}` must yield batches, got none")
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a batch, if the dataset says so."""
+        """Samples per batch; ``None`` if the dataset does not say."""
         size = getattr(self.dataset, "batch_size", None)
         return size if isinstance(size, int) else None
 
@@ -124,10 +105,10 @@ class Batches:
         self._pass = self._next_pass()
         for batch in self._pass:
             return batch
-        raise self._is_empty()
+        raise self._empty_error()
 
     def _next_pass(self) -> Iterator[Any]:
-        # The order of accelerate's loaders comes from the number of the pass.
+        # accelerate's loaders shuffle by the number of the pass.
         if isinstance(self.dataset, (DataLoaderShard, DataLoaderDispatcher)):
             self.dataset.set_epoch(self._num_passes)
         self._num_passes += 1
@@ -142,19 +123,6 @@ class Batches:
         return NetworkCall(columns, {})
 
 
-def pair_of(name: str, call: NetworkCall) -> NetworkCall:
-    """Return data and label of a batch, which a loss function is for.
-
-    Raises:
-        ValueError: If the batch has not two columns.
-    """
-    columns = (*call.arguments, *call.keywords.values())
-    if len(columns) != 2:
-        msg = f"`{name}` must have two columns, data and label, with `loss_fn`, got {len(columns)}"
-        raise ValueError(msg)
-    return NetworkCall(columns, {})
-
-
 def _divided(dataset: Iterable[Any], accelerator: Accelerator, *, even: bool) -> Any:
     ready = isinstance(dataset, (DataLoaderShard, DataLoaderDispatcher))
     if accelerator.num_processes == 1 or ready or not isinstance(dataset, DataLoader):
@@ -166,3 +134,39 @@ def _divided(dataset: Iterable[Any], accelerator: Accelerator, *, even: bool) ->
         rng_types=["generator"],
         even_batches=even,
     )
+
+
+def pair_of(name: str, call: NetworkCall) -> NetworkCall:
+    """Return the two columns of a batch, data and label, as positional arguments.
+
+    Args:
+        name: Name of the dataset in error messages.
+        call: The batch.
+
+    Raises:
+        ValueError: If the batch does not have exactly two columns.
+    """
+    columns = (*call.arguments, *call.keywords.values())
+    if len(columns) != 2:
+        msg = f"`{name}` must have two columns, data and label, with `loss_fn`, got {len(columns)}"
+        raise ValueError(msg)
+    return NetworkCall(columns, {})
+
+
+def check_sink_size(sink_size: object, *, sink_mode: object) -> None:
+    """Check the number of batches per epoch in sink mode.
+
+    Raises:
+        TypeError: If `sink_size` is not an int, or `sink_mode` is not a bool.
+        ValueError: If `sink_size` is 0 or below -1, or is not -1 without sink mode.
+    """
+    check_bool("dataset_sink_mode", sink_mode)
+    if isinstance(sink_size, bool) or not isinstance(sink_size, int):
+        msg = f"`sink_size` must be an int, got {described(sink_size)}"
+        raise TypeError(msg)
+    if sink_size == 0 or sink_size < -1:
+        msg = f"`sink_size` must be -1 or > 0, got {sink_size}"
+        raise ValueError(msg)
+    if sink_size != -1 and not sink_mode:
+        msg = f"`sink_size` must be -1 with dataset_sink_mode=False, got {sink_size}"
+        raise ValueError(msg)

@@ -1,4 +1,4 @@
-"""One evaluation of `Model`: batches through a network into metrics."""
+"""Evaluations of `Model`: batches through a network into metrics."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -10,63 +10,165 @@ from torch import Tensor, nn
 from mfwrap.arguments import check_bool
 from mfwrap.model.callback import Callback, CallbackParameters, RunContext
 from mfwrap.model.data import Batches, pair_of
-from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, Metric, named_metrics
+from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, named_metrics
 from mfwrap.model.train_network import EvaluationNetwork, TrainNetwork
 
-__all__ = [
-    "Evaluation",
-    "EvaluationResult",
-    "Evaluator",
-    "checked_indexes",
-    "evaluating",
-]
-
-
-_EVAL_LOSS = "eval_loss"
+__all__ = ["EvaluationResult", "Evaluator", "checked_indexes", "evaluating"]
 
 
 class EvaluationResult(NamedTuple):
-    """What an evaluation has found."""
+    """Metrics of an evaluation."""
 
     metrics: dict[str, Any]
-    """The metrics that were asked for."""
+    """The metrics that the model was given."""
 
     results: dict[str, Any]
-    """The same, with ``eval_loss`` where the network's outputs have a loss."""
+    """The same, with ``eval_loss`` if the network's outputs have a loss."""
 
 
-def checked_indexes(
-    eval_indexes: Sequence[int] | None, eval_network: nn.Module | None
-) -> tuple[int, int, int] | None:
-    """Return where loss, output and label are in an evaluation network's outputs.
+@final
+class Evaluator:
+    """Evaluate a network by metrics.
+
+    Args:
+        trained: The trained network and its device.
+        loss_fn: Called with the network's output and the label; ``None`` for none.
+        metrics: Metrics; see `mfwrap.model.metrics.named_metrics`.
+        eval_network: Called instead of the network with `loss_fn`.
+        eval_indexes: Which outputs of `eval_network` are loss, output and label; ``None`` gives
+            each metric all outputs.
+        accelerator: Tells the rank and the number of ranks.
 
     Raises:
-        TypeError: If `eval_network` is no module, or an index no int.
-        ValueError: If there are not three indexes from 0 on, or there is no `eval_network`.
+        ImportError: If a metric needs torchmetrics, which is not installed.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a metric's name is unknown, or `eval_indexes` does not fit.
     """
-    if eval_network is not None and not isinstance(eval_network, nn.Module):
-        msg = f"`eval_network` must be a torch.nn.Module or None, got {type(eval_network).__name__}"
-        raise TypeError(msg)
-    if eval_indexes is None:
-        return None if eval_network is not None else (0, 1, 2)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in eval_indexes):
-        msg = f"`eval_indexes` must be ints, got {eval_indexes!r}"
-        raise TypeError(msg)
-    if eval_network is None:
-        msg = f"`eval_indexes` must go with `eval_network`, got {eval_indexes!r} without one"
-        raise ValueError(msg)
-    if len(eval_indexes) != 3 or min(eval_indexes) < 0:
-        msg = f"`eval_indexes` must be those of loss, output and label, got {eval_indexes!r}"
-        raise ValueError(msg)
-    loss, output, label = eval_indexes
-    return loss, output, label
+
+    def __init__(
+        self,
+        trained: TrainNetwork,
+        *,
+        loss_fn: Callable[..., Tensor] | None,
+        metrics: Mapping[str, Any] | Collection[str] | None,
+        eval_network: nn.Module | None,
+        eval_indexes: Sequence[int] | None,
+        accelerator: Accelerator,
+    ) -> None:
+        metrics_by_name = named_metrics(metrics)
+        self._names = tuple(metrics_by_name)
+        self._indexes = checked_indexes(eval_indexes, eval_network)
+        self._metrics = dict(metrics_by_name)
+        if self._indexes is not None:
+            self._metrics.setdefault("eval_loss", MeanLoss())
+        self._device = trained.device
+        self._accelerator = accelerator
+        self.network: nn.Module | None = None
+        """What an evaluation calls; ``None`` without a loss function."""
+        if eval_network is not None:
+            self.network = eval_network.to(trained.device)
+        elif loss_fn is not None:
+            self.network = EvaluationNetwork(trained.network, loss_fn, trained.precision.dtype)
+
+    def batches(self, valid_dataset: Iterable[Any], *, sink_mode: bool) -> Batches:
+        """Return the batches of a dataset to evaluate.
+
+        Args:
+            valid_dataset: Yields batches.
+            sink_mode: Copy batches to the device without synchronizing.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If the model has no metrics or no network to evaluate, or the dataset is
+                empty.
+        """
+        if not self._names:
+            msg = "`metrics` must be given to evaluate, got none"
+            raise ValueError(msg)
+        self._checked_network()
+        return Batches(
+            "valid_dataset",
+            valid_dataset,
+            self._accelerator,
+            self._device,
+            sink_mode=check_bool("dataset_sink_mode", sink_mode),
+            even=False,
+        )
+
+    def run(
+        self, batches: Batches, callbacks: Sequence[Callback], facts: Mapping[str, Any]
+    ) -> EvaluationResult:
+        """Evaluate once.
+
+        Args:
+            batches: The data.
+            callbacks: Get the ``on_eval_*`` calls.
+            facts: Further facts for the callbacks.
+        """
+        network = self._checked_network()
+        parameters = CallbackParameters(
+            mode="eval",
+            network=network,
+            eval_network=network,
+            valid_dataset=batches.dataset,
+            batch_num=batches.num_batches,
+            epoch_num=1,
+            cur_epoch_num=1,
+            cur_step_num=0,
+            list_callback=list(callbacks),
+            **facts,
+        )
+        context = RunContext(parameters)
+        metrics = EvaluationMetrics(self._metrics, self._indexes, self._device)
+        with evaluating(network):
+            for callback in callbacks:
+                callback.on_eval_begin(context)
+            for callback in callbacks:
+                callback.on_eval_epoch_begin(context)
+            self._read(batches, callbacks, context, metrics)
+            for callback in callbacks:
+                callback.on_eval_epoch_end(context)
+            results = metrics.compute()
+            named = {name: results[name] for name in self._names}
+            parameters.update(metrics=named, eval_results=results)
+            for callback in callbacks:
+                callback.on_eval_end(context)
+        return EvaluationResult(named, results)
+
+    def _read(
+        self,
+        batches: Batches,
+        callbacks: Sequence[Callback],
+        context: RunContext,
+        metrics: EvaluationMetrics,
+    ) -> None:
+        """Update the metrics by each batch, until the data ends or a callback stops the run."""
+        network, parameters = self._checked_network(), context.original_args()
+        for batch in batches.epoch():
+            takes_pairs = isinstance(network, EvaluationNetwork)
+            call = pair_of("valid_dataset", batch) if takes_pairs else batch
+            parameters.cur_step_num += 1
+            for callback in callbacks:
+                callback.on_eval_step_begin(context)
+            parameters.net_outputs = network(*call.arguments, **call.keywords)
+            metrics.update(parameters.net_outputs)
+            for callback in callbacks:
+                callback.on_eval_step_end(context)
+            if context.get_stop_requested():
+                break
+
+    def _checked_network(self) -> nn.Module:
+        if self.network is None:
+            msg = "`loss_fn` or `eval_network` must be given to evaluate, got neither"
+            raise ValueError(msg)
+        return self.network
 
 
 class evaluating:  # noqa: N801  (a context manager, read as a verb)
-    """Hold networks in eval mode and without gradients; afterwards each module is as it was.
+    """Put networks into eval mode without gradients; afterwards restore each module's mode.
 
     Args:
-        networks: Of any number.
+        networks: The networks.
     """
 
     def __init__(self, *networks: nn.Module) -> None:
@@ -85,168 +187,31 @@ class evaluating:  # noqa: N801  (a context manager, read as a verb)
             module.training = True
 
 
-@final
-class Evaluation:
-    """A network, data and metrics, to be run any number of times.
-
-    Args:
-        network: Called with the columns of each batch.
-        batches: The data.
-        metrics: By name.
-        indexes: Which outputs are loss, output and label; ``None`` gives each metric all of them.
-        device: Where metrics are computed.
-        takes_pairs: A batch must have two columns.
-        facts: What callbacks are told beside.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        batches: Batches,
-        metrics: Mapping[str, Metric],
-        indexes: tuple[int, int, int] | None,
-        device: torch.device,
-        *,
-        takes_pairs: bool,
-        facts: Mapping[str, Any],
-    ) -> None:
-        self._network = network
-        self._batches = batches
-        self._asked = tuple(metrics)
-        self._metrics = dict(metrics)
-        if indexes is not None:
-            self._metrics.setdefault(_EVAL_LOSS, MeanLoss())
-        self._indexes = indexes
-        self._device = device
-        self._takes_pairs = takes_pairs
-        self._facts = facts
-
-    def run(self, callbacks: Sequence[Callback]) -> EvaluationResult:
-        """Evaluate once.
-
-        Args:
-            callbacks: Get the ``on_eval_*`` calls.
-        """
-        told = CallbackParameters(
-            mode="eval",
-            network=self._network,
-            eval_network=self._network,
-            valid_dataset=self._batches.dataset,
-            batch_num=self._batches.num_batches,
-            epoch_num=1,
-            cur_epoch_num=1,
-            cur_step_num=0,
-            list_callback=list(callbacks),
-            **self._facts,
-        )
-        context = RunContext(told)
-        metrics = EvaluationMetrics(self._metrics, self._indexes, self._device)
-        with evaluating(self._network):
-            for callback in callbacks:
-                callback.on_eval_begin(context)
-            for callback in callbacks:
-                callback.on_eval_epoch_begin(context)
-            self._pass(callbacks, context, metrics)
-            for callback in callbacks:
-                callback.on_eval_epoch_end(context)
-            values = metrics.compute()
-            asked = {name: values[name] for name in self._asked}
-            told.update(metrics=asked, eval_results=values)
-            for callback in callbacks:
-                callback.on_eval_end(context)
-        return EvaluationResult(asked, values)
-
-    def _pass(
-        self, callbacks: Sequence[Callback], context: RunContext, metrics: EvaluationMetrics
-    ) -> None:
-        told = context.original_args()
-        for call in self._batches.epoch():
-            if self._takes_pairs:
-                call = pair_of("valid_dataset", call)  # noqa: PLW2901  (the same batch)
-            told.cur_step_num += 1
-            for callback in callbacks:
-                callback.on_eval_step_begin(context)
-            told.net_outputs = self._network(*call.arguments, **call.keywords)
-            metrics.update(told.net_outputs)
-            for callback in callbacks:
-                callback.on_eval_step_end(context)
-            if context.get_stop_requested():
-                break
-
-
-@final
-class Evaluator:
-    """The network that an evaluation calls, its metrics, and where its data goes.
-
-    Args:
-        trained: Has the network and its device.
-        loss_fn: Called with the network's output and the label; ``None`` for none.
-        metrics: As of `mfwrap.model.metrics.named_metrics`.
-        eval_network: Called in the place of the network with `loss_fn`.
-        eval_indexes: Which outputs of `eval_network` are loss, output and label.
-        accelerator: Knows the ranks.
+def checked_indexes(
+    eval_indexes: Sequence[int] | None, eval_network: nn.Module | None
+) -> tuple[int, int, int] | None:
+    """Return the positions of loss, output and label in an evaluation network's outputs.
 
     Raises:
-        ImportError: If a metric needs torchmetrics, which is not installed.
-        TypeError: If an argument has the wrong type.
-        ValueError: If there is no such metric, or indexes do not fit.
+        TypeError: If `eval_network` is not a module, or an index is not an int.
+        ValueError: If there are not three indexes >= 0, or there is no `eval_network`.
     """
-
-    def __init__(
-        self,
-        trained: TrainNetwork,
-        *,
-        loss_fn: Callable[..., Tensor] | None,
-        metrics: Mapping[str, Any] | Collection[str] | None,
-        eval_network: nn.Module | None,
-        eval_indexes: Sequence[int] | None,
-        accelerator: Accelerator,
-    ) -> None:
-        self._metrics = named_metrics(metrics)
-        self._indexes = checked_indexes(eval_indexes, eval_network)
-        self._device = trained.device
-        self._accelerator = accelerator
-        self.network: nn.Module | None = None
-        """What an evaluation calls; ``None`` without a loss function."""
-        if eval_network is not None:
-            self.network = eval_network.to(trained.device)
-        elif loss_fn is not None:
-            self.network = EvaluationNetwork(trained.network, loss_fn, trained.precision.dtype)
-
-    def evaluation(
-        self, valid_dataset: Iterable[Any], *, sink_mode: bool, facts: Mapping[str, Any]
-    ) -> Evaluation:
-        """Return the evaluation of a dataset.
-
-        Args:
-            valid_dataset: Yields batches.
-            sink_mode: Copy batches to the device without waiting for them.
-            facts: What callbacks are told beside.
-
-        Raises:
-            TypeError: If an argument has the wrong type.
-            ValueError: If there are no metrics or nothing to evaluate, or the dataset is empty.
-        """
-        if not self._metrics:
-            msg = "`metrics` must be given to evaluate, got none"
-            raise ValueError(msg)
-        if self.network is None:
-            msg = "`loss_fn` or `eval_network` must be given to evaluate, got neither"
-            raise ValueError(msg)
-        batches = Batches(
-            "valid_dataset",
-            valid_dataset,
-            self._accelerator,
-            self._device,
-            sink_mode=check_bool("dataset_sink_mode", sink_mode),
-            even=False,
+    if eval_network is not None and not isinstance(eval_network, nn.Module):
+        msg = f"`eval_network` must be a torch.nn.Module or None, got {type(eval_network).__name__}"
+        raise TypeError(msg)
+    if eval_indexes is None:
+        return None if eval_network is not None else (0, 1, 2)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in eval_indexes):
+        msg = f"`eval_indexes` must be ints, got {eval_indexes!r}"
+        raise TypeError(msg)
+    if eval_network is None:
+        msg = f"`eval_indexes` must go with `eval_network`, got {eval_indexes!r} without one"
+        raise ValueError(msg)
+    if len(eval_indexes) != 3 or min(eval_indexes) < 0:
+        msg = (
+            "`eval_indexes` must be those of loss, output and label (three ints >= 0), got "
+            f"{eval_indexes!r}"
         )
-        return Evaluation(
-            self.network,
-            batches,
-            self._metrics,
-            self._indexes,
-            self._device,
-            takes_pairs=isinstance(self.network, EvaluationNetwork),
-            facts=facts,
-        )
+        raise ValueError(msg)
+    loss, output, label = eval_indexes
+    return loss, output, label

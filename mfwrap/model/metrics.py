@@ -15,23 +15,153 @@ __all__ = ["EvaluationMetrics", "MeanLoss", "Metric", "named_metrics"]
 
 @runtime_checkable
 class Metric(Protocol):
-    """What is updated batch by batch; every ``torchmetrics.Metric`` is one."""
+    """An object that is updated batch by batch, such as any ``torchmetrics.Metric``."""
 
     def update(self, *args: Any) -> None:
-        """Take one batch: the network's output and the label."""
+        """Add a batch: the network's output and the label."""
 
     def compute(self) -> Any:
-        """Return the value over all batches since the last reset, on all ranks."""
+        """Return the value over all batches of all ranks since the last reset."""
 
     def reset(self) -> None:
         """Forget all batches."""
 
 
+def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[str, Metric]:
+    """Return metric objects by name.
+
+    Args:
+        metrics: A set of MindSpore's names, or a dict from names of your choice to such names or
+            to objects with ``update``, ``compute`` and ``reset``. ``"accuracy"`` (``"acc"``),
+            ``"top_1_accuracy"``, ``"top_5_accuracy"``, ``"mae"``, ``"mse"`` and ``"loss"`` give
+            one number; ``"precision"``, ``"recall"`` and ``"F1"`` one number per class;
+            ``"confusion_matrix"`` one row per class.
+
+    Raises:
+        ImportError: If a metric needs torchmetrics, which is not installed.
+        TypeError: If `metrics`, or a metric in it, has the wrong type.
+        ValueError: If a name is unknown.
+
+    Example:
+        >>> named_metrics({"loss"})["loss"].__class__.__name__
+        'MeanLoss'
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, str) or not isinstance(metrics, Collection):
+        msg = f"`metrics` must be a dict or a set of names, got {described(metrics)}"
+        raise TypeError(msg)
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        # The order of a set differs between processes, but `compute` is a collective: all ranks
+        # must compute the metrics in the same order.
+        names = sorted(metrics, key=str) if isinstance(metrics, (set, frozenset)) else metrics
+        named = {name: name for name in names}
+    return {name: _metric(metric) for name, metric in named.items()}
+
+
+def _metric(metric: object) -> Metric:
+    if isinstance(metric, str):
+        if metric not in _NAMED:
+            msg = (
+                f"`metrics` must name one of {sorted(_NAMED)}, got {metric!r}; pass any other "
+                "metric as an object, for example one of torchmetrics"
+            )
+            raise ValueError(msg)
+        return _NAMED[metric]()
+    if isinstance(metric, type) or not isinstance(metric, Metric):
+        msg = f"a metric must have update, compute and reset, got {described(metric)}"
+        raise TypeError(msg)
+    return metric
+
+
+@final
+class EvaluationMetrics:
+    """The metrics of one evaluation.
+
+    Args:
+        metrics: Metrics by name; they are reset.
+        indexes: Which outputs of the evaluation network are loss, output and label; ``None`` gives
+            each metric all outputs.
+        device: Device to compute metrics on.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        indexes: tuple[int, int, int] | None,
+        device: torch.device,
+    ) -> None:
+        self._metrics = metrics
+        self._indexes = indexes
+        for metric in metrics.values():
+            metric.reset()
+            if isinstance(metric, nn.Module):
+                metric.to(device)
+
+    def update(self, outputs: Any) -> None:
+        """Add the outputs of the evaluation network for a batch.
+
+        Raises:
+            TypeError: If the metric ``loss`` is used, but the network's output is neither a tensor
+                nor has a ``loss``.
+            ValueError: If there are fewer outputs than the indexes need.
+        """
+        values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+        if self._indexes is None:
+            for metric in self._metrics.values():
+                if isinstance(metric, MeanLoss) and len(values) == 1:
+                    metric.update(_loss_of(values[0]))
+                else:
+                    metric.update(*values)
+            return
+        if len(values) <= max(self._indexes):
+            msg = (
+                f"`eval_network` must return an output for each of `eval_indexes` "
+                f"{list(self._indexes)}, got {len(values)} outputs"
+            )
+            raise ValueError(msg)
+        loss, output, label = (values[index] for index in self._indexes)
+        for metric in self._metrics.values():
+            if isinstance(metric, MeanLoss):
+                metric.update(loss, _num_samples(label))
+            else:
+                metric.update(output, label)
+
+    def compute(self) -> dict[str, Any]:
+        """Return the values as Python numbers and lists; synchronizes with the device."""
+        return {name: _number(metric.compute()) for name, metric in self._metrics.items()}
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Return the network's output if it is a tensor, otherwise the ``loss`` in it."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor):
+        msg = (
+            "`eval_network` must return a loss, or an output with `loss`, for the metric `loss`, "
+            f"got {type(output).__name__} without one (a Hugging Face model computes a loss if its "
+            "batch has `labels`)"
+        )
+        raise TypeError(msg)
+    return loss
+
+
+def _num_samples(label: Any) -> int:
+    if isinstance(label, Tensor) and label.dim() > 0:
+        return label.shape[0]
+    return 1
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
 @final
 class MeanLoss:
-    """Mean loss over all samples, on all ranks.
+    """Mean loss over all samples of all ranks.
 
-    Source: MindSpore, ``train.Loss``, which counts a smaller last batch as much as a whole one.
+    Source: MindSpore, ``train.Loss``, which gives a smaller last batch the weight of a full one.
     """
 
     def __init__(self) -> None:
@@ -43,7 +173,7 @@ class MeanLoss:
         self._num_samples = 0
 
     def update(self, loss: Tensor, num_samples: int = 1) -> None:
-        """Take the mean loss of a batch; does not wait for the device."""
+        """Add the mean loss of a batch; does not synchronize with the device."""
         part = loss.detach().double().mean() * num_samples
         self._sum = part if self._sum is None else self._sum + part
         self._num_samples += num_samples
@@ -60,10 +190,10 @@ class MeanLoss:
 
 @final
 class _ClassMetric:
-    """A metric of classes whose number is that of the first output's columns.
+    """A metric of classes, made when the first batch tells the number of classes.
 
     Args:
-        make: Makes the metric for a number of classes.
+        make: Returns the metric for a number of classes.
     """
 
     def __init__(self, make: Callable[[int], Any]) -> None:
@@ -71,7 +201,7 @@ class _ClassMetric:
         self._metric: Any = None
 
     def update(self, scores: Tensor, label: Tensor) -> None:
-        """Take scores of shape ``(N, C, ...)`` and classes, or one-hot labels of their shape."""
+        """Add scores of shape ``(N, C, ...)``, and labels as classes or one-hot in that shape."""
         if scores.dim() < 2:
             msg = f"scores must have shape (N, C, ...), got {tuple(scores.shape)}"
             raise ValueError(msg)
@@ -103,6 +233,14 @@ def _of_numbers(kind: str) -> Callable[[], Metric]:
     return make
 
 
+def _torchmetrics(part: str) -> Any:
+    try:
+        return importlib.import_module(f"torchmetrics.{part}")
+    except ImportError as error:
+        msg = "metrics by name need torchmetrics; run pip install 'mfwrap[metrics]'"
+        raise ImportError(msg) from error
+
+
 _NAMED: Mapping[str, Callable[[], Metric]] = {
     "loss": MeanLoss,
     "accuracy": _of_classes("MulticlassAccuracy", "micro"),
@@ -118,139 +256,3 @@ _NAMED: Mapping[str, Callable[[], Metric]] = {
     "mae": _of_numbers("MeanAbsoluteError"),
     "mse": _of_numbers("MeanSquaredError"),
 }
-
-
-def _torchmetrics(part: str) -> Any:
-    try:
-        return importlib.import_module(f"torchmetrics.{part}")
-    except ImportError as error:
-        msg = "metrics by name need torchmetrics; pip install 'mfwrap[metrics]'"
-        raise ImportError(msg) from error
-
-
-def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[str, Metric]:
-    """Return metrics by name.
-
-    Args:
-        metrics: Metrics by a name of one's own, each an object or one of MindSpore's names; or a
-            set of such names. ``"accuracy"`` (``"acc"``), ``"top_1_accuracy"``,
-            ``"top_5_accuracy"``, ``"mae"``, ``"mse"`` and ``"loss"`` are one number,
-            ``"precision"``, ``"recall"`` and ``"F1"`` one for each class, ``"confusion_matrix"`` a
-            row for each class.
-
-    Raises:
-        ImportError: If one needs torchmetrics, which is not installed.
-        TypeError: If `metrics` or one of them is of another type.
-        ValueError: If there is no metric of a name.
-
-    Example:
-        >>> named_metrics({"loss"})["loss"].__class__.__name__
-        'MeanLoss'
-    """
-    if metrics is None:
-        return {}
-    if isinstance(metrics, str) or not isinstance(metrics, Collection):
-        msg = f"`metrics` must be a dict or a set of names, got {described(metrics)}"
-        raise TypeError(msg)
-    if isinstance(metrics, Mapping):
-        named = dict(metrics)
-    else:
-        # A set of names has an order of its own in each process, and ranks compute in turn.
-        names = sorted(metrics, key=str) if isinstance(metrics, (set, frozenset)) else metrics
-        named = {name: name for name in names}
-    return {name: _metric(metric) for name, metric in named.items()}
-
-
-def _metric(metric: object) -> Metric:
-    if isinstance(metric, str):
-        if metric not in _NAMED:
-            msg = (
-                f"`metrics` must name one of {sorted(_NAMED)}, got {metric!r}; give another one "
-                "as an object, of torchmetrics for example"
-            )
-            raise ValueError(msg)
-        return _NAMED[metric]()
-    if isinstance(metric, type) or not isinstance(metric, Metric):
-        msg = f"a metric must have update, compute and reset, got {described(metric)}"
-        raise TypeError(msg)
-    return metric
-
-
-@final
-class EvaluationMetrics:
-    """The metrics of one evaluation.
-
-    Args:
-        metrics: By name; reset at once.
-        indexes: Which outputs of the evaluation network are loss, output and label; ``None`` gives
-            each metric all of them.
-        device: Where metrics are computed.
-    """
-
-    def __init__(
-        self,
-        metrics: Mapping[str, Metric],
-        indexes: tuple[int, int, int] | None,
-        device: torch.device,
-    ) -> None:
-        self._metrics = metrics
-        self._indexes = indexes
-        for metric in metrics.values():
-            metric.reset()
-            if isinstance(metric, nn.Module):
-                metric.to(device)
-
-    def update(self, outputs: Any) -> None:
-        """Take what the evaluation network has returned for a batch.
-
-        Raises:
-            TypeError: If a loss is asked for and it is none and has none.
-            ValueError: If it lacks what the indexes name.
-        """
-        values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
-        if self._indexes is None:
-            for metric in self._metrics.values():
-                if isinstance(metric, MeanLoss) and len(values) == 1:
-                    metric.update(_loss_of(values[0]))
-                else:
-                    metric.update(*values)
-            return
-        if len(values) <= max(self._indexes):
-            msg = (
-                f"`eval_network` must return what `eval_indexes` {list(self._indexes)} name, got "
-                f"{len(values)} outputs"
-            )
-            raise ValueError(msg)
-        loss, output, label = (values[index] for index in self._indexes)
-        for metric in self._metrics.values():
-            if isinstance(metric, MeanLoss):
-                metric.update(loss, _num_samples(label))
-            else:
-                metric.update(output, label)
-
-    def compute(self) -> dict[str, Any]:
-        """Return the values as Python numbers and lists; waits for the device."""
-        return {name: _number(metric.compute()) for name, metric in self._metrics.items()}
-
-
-def _loss_of(output: Any) -> Tensor:
-    """Return the loss that an evaluation network returns, or has in its output by that name."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    if not isinstance(loss, Tensor):
-        msg = (
-            "`eval_network` must return a loss, or an output with `loss`, for the metric `loss`, "
-            f"got {type(output).__name__} without one (a Hugging Face model computes it when it "
-            "gets `labels`)"
-        )
-        raise TypeError(msg)
-    return loss
-
-
-def _num_samples(label: Any) -> int:
-    if isinstance(label, Tensor) and label.dim() > 0:
-        return label.shape[0]
-    return 1
-
-
-def _number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""One training of `Model`: what its callbacks of both kinds are told, and when it stops."""
+"""A training of `Model`: calls of its callbacks of both kinds, its updates, and when it stops."""
 
 import contextlib
 import warnings
@@ -15,8 +15,13 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from mfwrap.arguments import described
 from mfwrap.mindspore.managers import LossScaleManager
-from mfwrap.model.callback import Callback, CallbackParameters, RunContext
-from mfwrap.model.callback_adapter import AdaptedCallback, as_trainer_callback
+from mfwrap.model.callback import (
+    AdaptedCallback,
+    Callback,
+    CallbackParameters,
+    RunContext,
+    as_trainer_callback,
+)
 from mfwrap.model.data import Batches
 from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
@@ -25,6 +30,7 @@ from mfwrap.step.forward import NetworkCall
 from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.wrappers import unwrapped_optimizer
+from mfwrap.trainer.events import monitors
 
 __all__ = [
     "ModelCallback",
@@ -36,85 +42,29 @@ __all__ = [
 
 
 ModelCallback = Callback | TrainerCallback
-"""A callback of MindSpore's kind or of transformers'."""
+"""A callback of MindSpore or of transformers."""
 
-
-def checked_callbacks(callbacks: object) -> list[ModelCallback]:
-    """Return callbacks as a list.
-
-    Args:
-        callbacks: One, a list or tuple of them, or ``None``.
-
-    Raises:
-        TypeError: If one is of neither kind.
-    """
-    if callbacks is None:
-        return []
-    listed: list[Any] = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    for callback in listed:
-        if not isinstance(callback, (Callback, TrainerCallback)):
-            msg = (
-                "`callbacks` must be Callbacks of mfwrap.callbacks or transformers.TrainerCallbacks"
-                f", got {described(callback)}"
-            )
-            raise TypeError(msg)
-    return listed
-
-
-def refuse_older_hooks(callbacks: Sequence[ModelCallback]) -> None:
-    """Refuse callbacks with only the older names of methods, where training and evaluation mix.
-
-    Source: MindSpore, ``Model.fit``.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            continue
-        overridden = [
-            name for name in _OLDER if getattr(type(callback), name) is not getattr(Callback, name)
-        ]
-        if overridden:
-            msg = (
-                "`callbacks` of `fit` must override on_train_* and on_eval_*, which older names "
-                f"cannot tell apart, got {type(callback).__name__} with {overridden}"
-            )
-            raise ValueError(msg)
-
-
-_OLDER = ("begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "end")
-
-
-_UNHEARD: Mapping[str, str] = {
+_IGNORED: Mapping[str, str] = {
     "should_evaluate": "`valid_frequency` of `fit` says when it evaluates",
     "should_save": "give it a ModelCheckpoint, or train with MFTrainer",
 }
-"""Wishes of transformers' callbacks that nothing comes of, and what to do."""
-
-
-class _LoopDecides(DefaultFlowCallback):
-    """In place of the Trainer's own flow, without which its handler warns."""
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Decide nothing."""
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Decide nothing."""
+"""Switches of transformers' control that `Model` ignores, and what to use instead."""
 
 
 @final
 class ModelRun:
-    """Tells callbacks of a training, in transformers' events.
+    """Call the callbacks of a training in transformers' events.
+
+    MindSpore's callbacks are adapted by `as_trainer_callback` and get the ``on_train_*`` calls.
 
     Args:
-        callbacks: Of both kinds, called in their order.
-        trained: Has a cell.
+        callbacks: Callbacks of both kinds, called in this order.
+        trained: Network with a training cell.
         batches: The training data.
-        accelerator: Knows the ranks.
+        accelerator: Tells the rank and the number of ranks.
         epoch: Number of the last epoch.
-        initial_epoch: Epochs done before.
-        facts: What MindSpore's callbacks are told beside.
+        initial_epoch: Number of epochs that are already done.
+        facts: Further facts for MindSpore's callbacks.
     """
 
     def __init__(
@@ -149,14 +99,14 @@ class ModelRun:
             initial_step=0,
             last_save_ckpt_step=None,
             latest_ckpt_file=None,
-            # As MindSpore spells it.
+            # MindSpore's spelling.
             loss_scale_mananger=trained.manager,
             device_number=accelerator.num_processes,
             parallel_mode="data_parallel" if accelerator.num_processes > 1 else "stand_alone",
             is_world_process_zero=main,
             **facts,
         )
-        """What MindSpore's callbacks are told."""
+        """Facts of the run for MindSpore's callbacks."""
         self.context = RunContext(self.parameters)
         self._state = TrainerState(
             epoch=float(initial_epoch),
@@ -168,15 +118,15 @@ class ModelRun:
             is_world_process_zero=main,
         )
         self._control = TrainerControl()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._args = _arguments(epoch)
         self._handler = CallbackHandler([_LoopDecides()], trained.network, None, optimizer, None)
-        # Not by `add_callback`, which makes objects of classes and warns of two of one class.
+        # Not by `add_callback`, which warns about two callbacks of the same class.
         self._handler.callbacks += [
             as_trainer_callback(callback) if isinstance(callback, Callback) else callback
             for callback in callbacks
         ]
-        # A callback that asks for its length wants that of an epoch.
+        # Callbacks take the length of the loader for that of an epoch, which is wrong with a sink.
         self._handler.train_dataloader = None if batches.sinks else batches.dataset
 
     def __enter__(self) -> Self:
@@ -192,11 +142,9 @@ class ModelRun:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            for callback in self._handler.callbacks:
-                # Averages that an evaluation has put into the model.
-                put_back = getattr(callback, "put_weights_back", None)
-                if put_back is not None:
-                    put_back()
+            # An evaluation may have put averages into the model.
+            for callback in monitors(self._handler.callbacks):
+                callback.put_weights_back()
         self._entered.__exit__(kind, error, traceback)
 
     @property
@@ -208,77 +156,90 @@ class ModelRun:
 
     @property
     def epoch_stops(self) -> bool:
-        """Whether this epoch is to be broken off, or the training."""
+        """Whether a callback has asked this epoch, or the training, to stop."""
         return self._control.should_epoch_stop or self.stops
 
     def begin(self) -> None:
-        """Tell of the begin of the training."""
-        self._tell("on_train_begin")
+        """Call ``on_train_begin``."""
+        self._send("on_train_begin")
 
     def begin_epoch(self, number: int) -> None:
-        """Tell of the begin of an epoch, which has a number from 1."""
+        """Call ``on_epoch_begin``; epochs count from 1."""
         self._control.should_epoch_stop = False
         self.parameters.cur_epoch_num = number
-        self._tell("on_epoch_begin")
+        self._send("on_epoch_begin")
 
     def begin_step(self) -> None:
-        """Tell that a batch is there."""
+        """Call ``on_step_begin``."""
         self.parameters.cur_step_num += 1
-        self._tell("on_step_begin")
+        self._send("on_step_begin")
 
     def end_step(self, outputs: Any) -> None:
-        """Tell of an update and of what the cell has returned."""
+        """Call ``on_step_end`` with the outputs of the cell."""
         self.parameters.net_outputs = outputs
         self._state.global_step += 1
         self._state.epoch = self._state.global_step / self._num_batches
         report = getattr(self._cell, "last_report", None)
-        self._tell("on_step_end", step_output=_output_with_loss(outputs), step_report=report)
+        self._send("on_step_end", step_output=_output_with_loss(outputs), step_report=report)
 
     def end_epoch(self, *, evaluates: bool) -> None:
-        """Tell of the end of an epoch, and whether an evaluation follows."""
+        """Call ``on_epoch_end``; with `evaluates`, an evaluation follows."""
         self._control.should_evaluate = evaluates
-        self._tell("on_epoch_end", evaluates=evaluates)
+        self._send("on_epoch_end", evaluates=evaluates)
 
     def evaluated(self, metrics: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-        """Tell of an evaluation.
+        """Call ``on_evaluate`` after an evaluation.
 
         Args:
-            metrics: Those that the model was given.
-            results: The same with ``eval_loss``.
+            metrics: Metrics that the model was given.
+            results: The same, with ``eval_loss``.
         """
         self.parameters.update(metrics=dict(metrics), eval_results=dict(results))
-        # As the Trainer names them.
+        # The Trainer's names.
         named = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
         self._control.should_evaluate = False
-        self._tell("on_evaluate", metrics=named)
+        self._send("on_evaluate", metrics=named)
         self.parameters.pop("metrics")
 
     def end(self) -> None:
-        """Tell of the end of the training."""
-        self._tell("on_train_end")
+        """Call ``on_train_end``."""
+        self._send("on_train_end")
 
     @property
     def mindspore_callbacks(self) -> list[Callback]:
-        """Callbacks of MindSpore's kind."""
+        """MindSpore's callbacks, in their order."""
         adapted = (c for c in self._handler.callbacks if isinstance(c, AdaptedCallback))
         return [callback.callback for callback in adapted]
 
-    def _tell(self, event: str, *, evaluates: bool = False, **facts: Any) -> None:
+    def _send(self, event: str, *, evaluates: bool = False, **facts: Any) -> None:
         self._control = self._handler.call_event(
             event, self._args, self._state, self._control, run_context=self.context, **facts
         )
-        for wish, instead in _UNHEARD.items():
-            if not getattr(self._control, wish) or (evaluates and wish == "should_evaluate"):
+        for switch, instead in _IGNORED.items():
+            if not getattr(self._control, switch) or (evaluates and switch == "should_evaluate"):
                 continue
-            setattr(self._control, wish, False)
-            if wish not in self._said:
-                self._said.add(wish)
-                msg = f"a callback set `{wish}` in {event}, which Model does not heed; {instead}"
+            setattr(self._control, switch, False)
+            if switch not in self._warned:
+                self._warned.add(switch)
+                msg = f"a callback set `{switch}` in {event}, which Model ignores; {instead}"
                 warnings.warn(msg, stacklevel=2)
 
 
+class _LoopDecides(DefaultFlowCallback):
+    """Replace the callback by which a Trainer decides when to log, save and evaluate.
+
+    The handler warns if it has no `DefaultFlowCallback`.
+    """
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Decide nothing."""
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Decide nothing."""
+
+
 def _arguments(epoch: int) -> TrainingArguments:
-    """Return arguments for callbacks that read them; the loop itself reads none."""
+    """Return arguments for callbacks that read them; `Model` itself uses none of them."""
     return TrainingArguments(
         output_dir=".",
         num_train_epochs=epoch,
@@ -286,13 +247,13 @@ def _arguments(epoch: int) -> TrainingArguments:
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
-        # Otherwise it would set up devices anew, and accelerate would forget the ranks.
+        # By default the arguments set up accelerate's state anew, which would forget the ranks.
         accelerator_config={"use_configured_state": True},
     )
 
 
 def _output_with_loss(outputs: Any) -> Any:
-    """Return what a monitor can read: a named tuple with a loss, or the loss alone."""
+    """Return the outputs as monitors read them: something with a ``loss``, or the loss itself."""
     outputs = named_output(outputs)
     if isinstance(outputs, Tensor) or hasattr(outputs, "loss"):
         return outputs
@@ -301,10 +262,10 @@ def _output_with_loss(outputs: Any) -> Any:
 
 @final
 class Updates:
-    """Does updates, as long as the context lasts; what is pending then is brought up to date.
+    """Do updates within a ``with`` block, at whose end pending reads are flushed.
 
     Args:
-        trained: Has a cell.
+        trained: Network with a training cell.
     """
 
     def __init__(self, trained: TrainNetwork) -> None:
@@ -313,17 +274,18 @@ class Updates:
         self._dividing = _dividing(unwrapped_optimizer(self._cell.optimizer), trained.divisor)
 
     def __call__(self, call: NetworkCall) -> Any:
-        """Do one update; return what the cell returns.
+        """Do one update; return the cell's outputs.
 
         Raises:
-            RuntimeError: If a dynamic manager has heard of too many overflows in a row.
+            RuntimeError: If too many updates in a row overflowed for a dynamic manager.
         """
-        outputs = self._cell(*call.arguments, **call.keywords)  # type: ignore[operator]
+        cell: Any = self._cell
+        outputs = cell(*call.arguments, **call.keywords)
         self._follower.follow(outputs)
         return outputs
 
     def flush(self) -> None:
-        """Wait for the last update: step the schedule, tell the manager.
+        """Synchronize with the last update: step the schedule, and update the manager.
 
         Raises:
             RuntimeError: If too many updates in a row were skipped.
@@ -343,19 +305,19 @@ class Updates:
         traceback: TracebackType | None,
     ) -> None:
         self._dividing.__exit__(kind, error, traceback)
-        # The schedule's last step is due, whatever else went wrong.
+        # The schedule's last step is due after an error, too. A second error would hide the first.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             self.flush()
 
 
 @final
 class _ManagerFollower:
-    """Keeps a manager on the host in step with the update cell on the device.
+    """Update a loss-scale manager on the host from the overflow flags on the device.
 
-    The manager hears of a step when the device does the next one.
+    A flag is read while the device computes the next step, so that the host does not wait for it.
 
     Args:
-        manager: Is told of overflows; ``None``, or one that drops no update, is told nothing.
+        manager: The manager. ``None``, or a manager that skips no update, needs no flags.
         device: The training device.
     """
 
@@ -365,7 +327,7 @@ class _ManagerFollower:
         self._reads = DeferredReads(device)
 
     def follow(self, outputs: Any) -> None:
-        """Take a cell's outputs."""
+        """Submit the overflow flag of a cell's outputs, after reading the previous one."""
         if self._manager is None:
             return
         self._reads.flush()
@@ -375,13 +337,13 @@ class _ManagerFollower:
         )
 
     def flush(self) -> None:
-        """Wait for what is pending, and tell it."""
+        """Read the pending flag, and update the manager."""
         self._reads.flush()
 
 
 @contextlib.contextmanager
 def _dividing(optimizer: Optimizer, divisor: float) -> Iterator[None]:
-    """Divide gradients just before the optimizer runs, as long as the context lasts.
+    """Within the block, divide gradients just before the optimizer runs.
 
     Source: MindSpore, the argument ``loss_scale`` of its optimizers.
     """
@@ -390,11 +352,61 @@ def _dividing(optimizer: Optimizer, divisor: float) -> Iterator[None]:
         return
 
     def divide(*_: Any) -> None:
-        held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        torch._foreach_mul_([p.grad for p in held if p.grad is not None], 1 / divisor)
+        parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / divisor)
 
     handle = optimizer.register_step_pre_hook(divide)
     try:
         yield
     finally:
         handle.remove()
+
+
+_OLDER = ("begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "end")
+
+
+def checked_callbacks(callbacks: object) -> list[ModelCallback]:
+    """Return callbacks as a list.
+
+    Args:
+        callbacks: A callback, a list or tuple of callbacks, or ``None``.
+
+    Raises:
+        TypeError: If one is neither MindSpore's nor transformers'.
+    """
+    if callbacks is None:
+        return []
+    listed: list[Any] = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in listed:
+        if not isinstance(callback, (Callback, TrainerCallback)):
+            msg = (
+                "`callbacks` must be instances of mfwrap.callbacks.Callback or "
+                f"transformers.TrainerCallback, got {described(callback)}"
+            )
+            raise TypeError(msg)
+    return listed
+
+
+def refuse_older_hooks(callbacks: Sequence[ModelCallback]) -> None:
+    """Refuse callbacks that override methods with the older names.
+
+    `Model.fit` both trains and evaluates, and the older names do not distinguish the two.
+
+    Source: MindSpore, ``Model.fit``.
+
+    Raises:
+        ValueError: If a callback overrides one of these methods.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            continue
+        overridden = [
+            name for name in _OLDER if getattr(type(callback), name) is not getattr(Callback, name)
+        ]
+        if overridden:
+            msg = (
+                "`callbacks` of `fit` must override on_train_* or on_eval_* methods, because the "
+                "older names do not distinguish training from evaluation, got "
+                f"{type(callback).__name__} with {overridden}"
+            )
+            raise ValueError(msg)

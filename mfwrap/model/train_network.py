@@ -1,4 +1,4 @@
-"""A network, its loss and its optimizer as one training cell, and as one network to evaluate."""
+"""A network with its loss and its optimizer: the training cell, and the network to evaluate."""
 
 import contextlib
 from collections.abc import Callable
@@ -34,34 +34,34 @@ __all__ = [
 
 
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]
-"""How `Model` mixes precisions; see `precision_of`."""
+"""Mixed precision of a `Model`; see `precision_of`."""
 
 
 class Precision(NamedTuple):
-    """What a level means on a device."""
+    """Meaning of an `AmpLevel` on a device."""
 
     dtype: torch.dtype | None
-    """Type that matrix products are computed in; ``None`` for the weights' own."""
+    """Type of matrix products; ``None`` for that of the weights."""
 
     scales_loss: bool
-    """A dynamic loss scale belongs to it, unless another one is given."""
+    """Whether it comes with a dynamic loss scale, unless another loss scale is given."""
 
 
 def precision_of(amp_level: AmpLevel, device: torch.device) -> Precision:
-    """Return what a level means.
+    """Return what an `AmpLevel` means on a device.
 
-    Weights stay as they are, float32, at every level: MindSpore's ``to_float`` casts what is
-    computed, too. ``"O0"`` computes in the weights' type. ``"O1"``, ``"O2"`` and ``"O3"`` compute
-    in float16 wherever torch's autocast holds it safe, which takes the place of MindSpore's lists
-    of operators; ``"O2"`` brings a dynamic loss scale along. ``"auto"`` is bfloat16 on a device
-    that computes in it, ``"O2"`` on another one, and ``"O0"`` on a CPU.
+    ``"O0"`` computes in the type of the weights. ``"O1"``, ``"O2"`` and ``"O3"`` compute in float16
+    where torch's autocast considers it safe; autocast replaces MindSpore's lists of operators.
+    ``"O2"`` comes with a dynamic loss scale. ``"auto"`` is bfloat16 on a device that supports it,
+    ``"O2"`` on any other accelerator, and ``"O0"`` on a CPU. At every level the weights keep their
+    type, as in MindSpore, whose ``to_float`` casts inputs of operators and not weights.
 
     Args:
         amp_level: The level.
-        device: Where the network is.
+        device: Device of the network.
 
     Raises:
-        ValueError: If there is no such level.
+        ValueError: If the level is unknown.
 
     Example:
         >>> precision_of("O2", torch.device("cpu"))
@@ -81,100 +81,44 @@ def precision_of(amp_level: AmpLevel, device: torch.device) -> Precision:
     return Precision(torch.float16, scales_loss=amp_level == "O2")
 
 
-class AutocastNetwork(nn.Module):
-    """A network in mixed precision that returns float32, so that its loss is computed in float32.
-
-    Args:
-        network: The network.
-        dtype: Type that matrix products are computed in; ``None`` for the weights' own.
-    """
-
-    def __init__(self, network: nn.Module, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.network = network
-        self._dtype = dtype
-
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the network; what it returns in half precision comes back in float32."""
-        if self._dtype is None:
-            return self.network(*inputs, **keywords)
-        with self._autocast():
-            return _in_float32(self.network(*inputs, **keywords))
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        parameter = next(self.network.parameters(), None)
-        kind = "cpu" if parameter is None else parameter.device.type
-        return torch.autocast(kind, dtype=self._dtype)
-
-
-def _in_float32(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        half = outputs.dtype in {torch.float16, torch.bfloat16}
-        return outputs.float() if half else outputs
-    if isinstance(outputs, dict):
-        # Also of a Hugging Face model's output, which is rebuilt as what it is.
-        return type(outputs)(**{name: _in_float32(value) for name, value in outputs.items()})
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*map(_in_float32, outputs))
-    if isinstance(outputs, (tuple, list)):
-        return type(outputs)(map(_in_float32, outputs))
-    return outputs
-
-
 TrainingCell = TrainOneStepCell | LossScaleHooks
-"""What does one update of a network when it is called."""
+"""A cell that does one update of a network per call."""
 
 
 class TrainNetwork(NamedTuple):
-    """A network, and what trains it."""
+    """A network and its training cell."""
 
     network: nn.Module
-    """Without wrappers and loss function, on the training device."""
+    """The network without wrappers and loss function, on the training device."""
 
     device: torch.device
     """The training device."""
 
     precision: Precision
-    """What the network computes in."""
+    """Precision of the network."""
 
     cell: TrainingCell | None
-    """What does an update; ``None`` without an optimizer."""
+    """The training cell; ``None`` without an optimizer."""
 
     manager: LossScaleManager | None = None
-    """Told on the host of the cell's overflows; ``None`` for none."""
+    """Loss-scale manager on the host, which follows the cell's overflows; ``None`` for none."""
 
     loss_fn: Callable[..., Tensor] | None = None
     """Called with the network's output and the label; ``None`` if the network returns its loss."""
 
     divisor: float = 1.0
-    """What the optimizer has to divide gradients by; 1 where the cell does it."""
+    """Number that gradients are divided by before the optimizer runs; 1 if the cell does it."""
 
     def checked_cell(self) -> TrainingCell:
-        """Return the cell.
+        """Return the training cell.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If there is no optimizer.
         """
         if self.cell is None:
             msg = "`optimizer` must be given to train, got None"
             raise RuntimeError(msg)
         return self.cell
-
-
-def plain_accelerator() -> Accelerator:
-    """Return an accelerator that leaves precisions alone.
-
-    Raises:
-        ValueError: If the one that was made before mixes them.
-    """
-    accelerator = Accelerator()
-    if accelerator.mixed_precision != "no":
-        msg = (
-            "`amp_level` says how precisions are mixed, and an Accelerator must not, got one with "
-            f"mixed_precision={accelerator.mixed_precision!r}"
-        )
-        raise ValueError(msg)
-    return accelerator
 
 
 def build_train_network(
@@ -187,26 +131,27 @@ def build_train_network(
     lr_scheduler: Schedule | None,
     accelerator: Accelerator,
 ) -> TrainNetwork:
-    """Return a network with its training cell.
+    """Build the training cell of a network.
 
-    Without a manager that is `TrainOneStepCell`, which drops no update; a precision that scales
-    its loss brings ``DynamicLossScaleManager()``. With a manager that drops overflowing updates it
-    is `TrainOneStepWithLossScaleCell`.
+    Without a loss-scale manager it is a `TrainOneStepCell`, which applies every update. With a
+    manager that skips overflowing updates it is a `TrainOneStepWithLossScaleCell`. A level with a
+    dynamic loss scale uses ``DynamicLossScaleManager()`` unless another manager is given.
 
     Source: MindSpore, ``amp.build_train_network``.
 
     Args:
-        network: Returns the loss, or what `loss_fn` takes; or a training cell, used as it is.
-        optimizer: Of the network's parameters.
+        network: A network that returns its loss, or an output for `loss_fn`; or a training cell,
+            which is used as it is.
+        optimizer: Optimizer of the network's parameters.
         loss_fn: Called with the network's output and the label.
-        amp_level: How precisions are mixed.
-        loss_scale_manager: The loss scale, ``None`` for that of the level.
+        amp_level: Mixed precision.
+        loss_scale_manager: The loss scale; ``None`` for that of `amp_level`.
         lr_scheduler: Stepped once per applied update.
-        accelerator: Has the device, and prepares the network for several ranks.
+        accelerator: Tells the device, and wraps the network for several ranks.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If two arguments do not go together, or there is no such level.
+        ValueError: If the level is unknown, or two arguments exclude each other.
     """
     if loss_fn is not None and not callable(loss_fn):
         msg = f"`loss_fn` must be callable or None, got {described(loss_fn)}"
@@ -239,7 +184,7 @@ def build_train_network(
         manager = DynamicLossScaleManager()
     trained = network if precision.dtype is None else AutocastNetwork(network, precision.dtype)
     if loss_fn is not None:
-        # Any callable will do; a module's own weights would be the network's, too.
+        # Any callable works. If `loss_fn` is a module, its weights become part of the network.
         trained = WithLossCell(trained, cast("nn.Module", loss_fn))
     cell, divisor = _cell(
         accelerator.prepare_model(trained), unwrapped_optimizer(optimizer), manager, lr_scheduler
@@ -252,7 +197,7 @@ def _around_cell(cell: TrainingCell) -> TrainNetwork:
     inner = unwrapped_network(cell.network)
     own_loss: Callable[..., Tensor] | None = None
     if isinstance(inner, WithLossCell):
-        # As in MindSpore, where a cell with a loss leaves the names of weights as they are.
+        # As in MindSpore, where a cell around the loss does not change the names of weights.
         inner, own_loss = inner.backbone_network, cast("nn.Module", inner.loss_fn)
     return TrainNetwork(inner, device, precision_of("O0", device), cell, loss_fn=own_loss)
 
@@ -263,7 +208,7 @@ def _cell(
     manager: LossScaleManager | None,
     lr_scheduler: Schedule | None,
 ) -> tuple[TrainingCell, float]:
-    """Return the cell, and what the optimizer has to divide gradients by."""
+    """Return the cell, and the number that gradients are divided by before the optimizer."""
     if manager is None:
         return TrainOneStepCell(network, optimizer, lr_scheduler=lr_scheduler), 1.0
     update_cell = manager.get_update_cell()
@@ -278,21 +223,78 @@ def _refuse_beside_cell(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             msg = (
-                f"`{name}` must be left alone where `network` is a training cell, which has its "
-                f"own, got {described(value)}"
+                f"`{name}` must be left out if `network` is a training cell, which has its own, "
+                f"got {described(value)}"
             )
             raise ValueError(msg)
 
 
+def plain_accelerator() -> Accelerator:
+    """Return an accelerator without mixed precision.
+
+    Raises:
+        ValueError: If an Accelerator with mixed precision was made before, whose settings are
+            shared by all accelerators of the process.
+    """
+    accelerator = Accelerator()
+    if accelerator.mixed_precision != "no":
+        msg = (
+            "`Model` needs an Accelerator without mixed precision, got one with "
+            f"mixed_precision={accelerator.mixed_precision!r}; use `amp_level` instead"
+        )
+        raise ValueError(msg)
+    return accelerator
+
+
+class AutocastNetwork(nn.Module):
+    """Run a network under autocast and return float32, so that its loss is computed in float32.
+
+    Args:
+        network: The network.
+        dtype: Type of matrix products; ``None`` for that of the weights, without autocast.
+    """
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.network = network
+        self._dtype = dtype
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Call the network; convert its float16 and bfloat16 outputs to float32."""
+        if self._dtype is None:
+            return self.network(*inputs, **keywords)
+        with self._autocast():
+            return _in_float32(self.network(*inputs, **keywords))
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        parameter = next(self.network.parameters(), None)
+        kind = "cpu" if parameter is None else parameter.device.type
+        return torch.autocast(kind, dtype=self._dtype)
+
+
+def _in_float32(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        half = outputs.dtype in {torch.float16, torch.bfloat16}
+        return outputs.float() if half else outputs
+    if isinstance(outputs, dict):
+        # Includes the output classes of Hugging Face models, which are dicts.
+        return type(outputs)(**{name: _in_float32(value) for name, value in outputs.items()})
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(_in_float32, outputs))
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(map(_in_float32, outputs))
+    return outputs
+
+
 class EvaluationNetwork(nn.Module):
-    """A network with its loss, for evaluation.
+    """Return loss, output and label of a batch, for evaluation.
 
     Source: MindSpore, ``nn.WithEvalCell``.
 
     Args:
         network: Called with the data.
         loss_fn: Called with the network's output and the label.
-        dtype: What the network computes in; ``None`` for the weights' own type.
+        dtype: Type of matrix products in the network; ``None`` for that of the weights.
     """
 
     def __init__(
@@ -303,6 +305,6 @@ class EvaluationNetwork(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, data: Any, label: Any) -> tuple[Tensor, Any, Any]:
-        """Return loss, output and label."""
+        """Compute the loss; return loss, output and label."""
         outputs = self.network(data)
         return self.loss_fn(outputs, label), outputs, label

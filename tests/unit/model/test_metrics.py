@@ -128,7 +128,7 @@ def test_outputs_that_lack_what_indexes_name_are_refused():
     """With how many there were."""
     metrics = EvaluationMetrics(named_metrics({"loss"}), (0, 1, 2), CPU)
 
-    with pytest.raises(ValueError, match=r"`eval_indexes` \[0, 1, 2\] name, got 2 outputs"):
+    with pytest.raises(ValueError, match=r"each of `eval_indexes` \[0, 1, 2\], got 2 outputs"):
         metrics.update((0, 0))
     accuracy = EvaluationMetrics(named_metrics({"accuracy"}), (0, 1, 2), CPU)
     with pytest.raises(ValueError, match=r"shape \(N, C, ...\), got \(3,\)"):

@@ -6,6 +6,7 @@ from transformers import TrainerCallback
 
 from mfwrap import FixedLossScaleManager, Model
 from mfwrap.callbacks import Callback
+from mfwrap.trainer import MonitorCallback
 from support.model_runs import Notes, ScriptedMetric, batches, classifier, sgd
 
 
@@ -167,7 +168,7 @@ class Wishes(TrainerCallback):
 def test_a_wish_that_nothing_comes_of_is_told_once(wish):
     """The training goes on, and an epoch ends when it ends."""
     notes = Notes()
-    with pytest.warns(UserWarning, match=f"`{wish}` in on_step_end, which Model does not") as told:
+    with pytest.warns(UserWarning, match=f"`{wish}` in on_step_end, which Model ignores") as told:
         model().train(2, batches(2), callbacks=[Wishes(wish), notes])
 
     assert len(told) == 1
@@ -206,7 +207,7 @@ def test_callbacks_are_left_when_a_run_raises():
         def on_train_step_end(self, run_context):
             raise KeyError
 
-    class Averages(TrainerCallback):
+    class Averages(MonitorCallback):
         def put_weights_back(self):
             left.append("weights")
 
