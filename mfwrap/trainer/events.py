@@ -94,7 +94,7 @@ def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], 
 
     Args:
         trainer: A trainer that has its callback handler.
-        before_event: Called with the name of each event, before the callbacks are called.
+        before_event: Called with the name of each event, before the callbacks.
     """
     handler: Any = trainer.callback_handler
     kind = type(handler)

@@ -173,7 +173,7 @@ class MFTrainerMixin(_Base):
         Raises:
             ValueError: If the checkpoint is incomplete, belongs to another network, or holds an
                 average while the trainer keeps none. Nothing has been loaded then. The message
-                names the newest complete checkpoint.
+                names the newest complete checkpoint before it.
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)

@@ -25,12 +25,12 @@ __all__ = ["start_process"]
 def start_process(
     folder: Path, settings: RunSettings, *, waits: bool = False
 ) -> "subprocess.Popen[str]":
-    """Start training in `folder`, from the last checkpoint there; read what it tells line by line.
+    """Start training in `folder` in a process that prints its events line by line.
 
     Args:
-        folder: Gets checkpoints, and ``end.pt`` at the end.
-        settings: What the run consists of.
-        waits: Let the process read a line from stdin within each micro-batch.
+        folder: Folder for checkpoints, and for ``end.pt`` at the end.
+        settings: Settings of the run.
+        waits: Whether the process reads a line from stdin within each micro-batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     task = {"settings": asdict(settings), "waits": waits}
@@ -49,36 +49,36 @@ def _tell(what: str, step: int) -> None:
 
 
 class Telling(TrainerCallback):
-    """Tell of each event of a step.
+    """Print each event of a step.
 
     Args:
-        waits: Read a line after each micro-batch.
+        waits: Whether to read a line after each micro-batch.
     """
 
     def __init__(self, *, waits: bool) -> None:
         self._waits = waits
 
     def on_substep_end(self, _args, state, _control, **_: Any) -> None:
-        """Tell that a micro-batch is done."""
+        """Print that a micro-batch is done."""
         _tell("micro-batch", state.global_step)
         if self._waits:
             sys.stdin.readline()
 
     def on_optimizer_step(self, _args, state, _control, **_: Any) -> None:
-        """Tell that the optimizer is."""
+        """Print that the optimizer has run."""
         _tell("optimizer", state.global_step)
 
     def on_step_end(self, _args, state, _control, **_: Any) -> None:
-        """Tell that the step is."""
+        """Print that the step is done."""
         _tell("step", state.global_step)
 
     def on_save(self, _args, state, _control, **_: Any) -> None:
-        """Tell that a checkpoint is."""
+        """Print that the checkpoint is written."""
         _tell("saved", state.global_step)
 
 
 class TellingTrainer(MFTrainer):
-    """Tell of each file of a checkpoint, before it is written."""
+    """Print each file of a checkpoint before it is written."""
 
     def save_model(self, *args: Any, **keywords: Any) -> None:
         """Save the model."""

@@ -25,12 +25,12 @@ def data(size: int) -> TensorDataset:
 
 
 def loader(size: int, batch_size: int) -> DataLoader:
-    """Return all of the data in their order."""
+    """Return a loader of all data in order."""
     return DataLoader(data(size), batch_size)
 
 
 def run_rank(rank: int, folder: str, port: int) -> None:
-    """Train and evaluate as one of the ranks, and leave the results in the folder."""
+    """Train and evaluate as one of the ranks, and write the results to the folder."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -39,15 +39,15 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
     }
-    # The network must not outlive the group: the last one to let go of it waits, with Python's lock
-    # in its hand, for a thread that may be waiting for that lock.
+    # The network must not outlive the process group. Whoever frees it last would hold Python's lock
+    # while waiting for a thread that may be waiting for that lock.
     torch.save(_train(rank, folder), Path(folder) / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 def _train(rank: int, folder: str) -> dict[str, Any]:
     network = classifier()
-    if rank:  # Wrapping for several ranks makes the weights those of the first.
+    if rank:  # DistributedDataParallel copies the weights of rank 0 to all ranks.
         nn.init.zeros_(network[0].weight)
     model = Model(
         network,

@@ -1,4 +1,4 @@
-"""Small models to train with `Model`, and a callback that notes what it hears."""
+"""Small models to train with `Model`, and a callback that records its calls."""
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,13 @@ HOOKS = tuple(
 
 
 def classifier() -> nn.Module:
-    """Return a small network that is the same each time."""
+    """Return a small network, always the same."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def sgd(network: nn.Module, **settings: object) -> torch.optim.Optimizer:
-    """Return an optimizer with a state."""
+    """Return an optimizer with state."""
     return torch.optim.SGD(
         network.parameters(), **{"lr": 0.1, "momentum": 0.9, "fused": True} | settings
     )
@@ -31,7 +31,7 @@ def sgd(network: nn.Module, **settings: object) -> torch.optim.Optimizer:
 def losses_by_hand(
     network: nn.Module, optimizer: torch.optim.Optimizer, batches: list, epochs: int = 1
 ) -> list[Tensor]:
-    """Train with torch alone."""
+    """Train with torch alone, and return the losses."""
     losses = []
     for data, label in batches * epochs:
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ def losses_by_hand(
 
 
 class Notes(Callback):
-    """Notes each call, and what the run says then."""
+    """Record each call, and facts of the run at that time."""
 
     def __init__(self, *keys: str, stop_at: int | None = None) -> None:
         self.calls: list[str] = []
@@ -69,7 +69,7 @@ class Notes(Callback):
 
 
 class ScriptedMetric:
-    """A metric whose value of each evaluation is given."""
+    """A metric that returns the given values, one per evaluation."""
 
     def __init__(self, *values: float) -> None:
         self._values = list(values)

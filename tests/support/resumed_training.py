@@ -1,4 +1,4 @@
-"""Trainings that are stopped and resumed, and all that such a training leaves behind."""
+"""Trainings that are stopped and resumed, and everything that such a training leaves behind."""
 
 import json
 import random
@@ -44,11 +44,11 @@ NUM_STEPS, STEPS_AN_EPOCH = 12, 6
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run consists of, in words that a JSON file holds."""
+    """Settings of a run, as values that JSON can hold."""
 
     optim: str = "adamw_torch_fused"
     spoilt_rows: tuple[int, ...] = (3, 17, 30)
-    """Whose losses are NaN: the update that meets one is skipped."""
+    """Rows with a NaN loss, whose updates are skipped."""
 
     dynamic_scale: bool = True
     max_grad_norm: float = 0.5
@@ -59,15 +59,15 @@ class RunSettings:
     save_steps: int = 1
     logging_steps: int = 1
     evaluates: bool = False
-    """Every other step, with callbacks that keep a state."""
+    """Evaluate every other step, with callbacks that have a state."""
 
 
 PLAIN = RunSettings(spoilt_rows=(), max_grad_norm=0.0, dynamic_scale=False, ema=False)
-"""Nothing is skipped, clipped, scaled or averaged: what a stock Trainer does, to the bit."""
+"""Settings without skips, clipping, scaling and average: bit-identical to a stock Trainer."""
 
 
 class StopAfter(TrainerCallback):
-    """Save and stop after a step, as a job with a time limit does.
+    """Save and stop after a step, like a job with a time limit.
 
     Args:
         step: Number of updates.
@@ -77,7 +77,7 @@ class StopAfter(TrainerCallback):
         self._step = step
 
     def on_step_end(self, _args, state, control, **_: Any) -> None:
-        """Ask for it."""
+        """Ask for a checkpoint and for the end."""
         if state.global_step == self._step:
             control.should_save = control.should_training_stop = True
 
@@ -93,17 +93,17 @@ def new_trainer(
     model: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Return a silent trainer on CPU that shares no settings with those before it.
+    """Return a silent trainer on CPU that shares no state with earlier ones.
 
     Args:
-        folder: Where checkpoints go.
-        settings: What the run consists of.
+        folder: Folder for checkpoints.
+        settings: Settings of the run.
         kind: Class of the trainer.
-        seed: Of the weights that it begins with.
-        callbacks: The user's.
+        seed: Seed of the initial weights.
+        callbacks: Callbacks of the user.
         trainer_settings: Further keywords of the trainer.
-        model: Trained; by default a new one as `settings` say.
-        arguments: Of ``TrainingArguments``, over what `settings` say.
+        model: Model to train; by default a new one with `settings`.
+        arguments: Keywords of ``TrainingArguments``, which override `settings`.
     """
     settings = RunSettings() if settings is None else settings
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -125,7 +125,7 @@ def new_trainer(
 
 
 def _arguments(settings: RunSettings) -> dict[str, Any]:
-    """Return what `settings` say as ``TrainingArguments`` call it."""
+    """Return the ``TrainingArguments`` of `settings`."""
     evaluations = {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -155,7 +155,7 @@ def _arguments(settings: RunSettings) -> dict[str, Any]:
 
 
 def _step_keywords(settings: RunSettings) -> dict[str, Any]:
-    """Return what an `MFTrainer` takes beside the stock Trainer's keywords."""
+    """Return the keywords of an `MFTrainer` that a stock Trainer does not have."""
     average = (lambda m: ExponentialMovingAverage(m, 0.9, warmup=True)) if settings.ema else None
     return {
         "ema": average,
@@ -167,7 +167,7 @@ def _step_keywords(settings: RunSettings) -> dict[str, Any]:
 
 
 def trained(folder: Path, settings: RunSettings | None = None, **keywords: Any) -> Any:
-    """Return a trainer that has trained to the end; keywords as `new_trainer`'s."""
+    """Return a trainer that has trained to the end; takes the keywords of `new_trainer`."""
     trainer = new_trainer(folder, settings, **keywords)
     trainer.train()
     return trainer
@@ -176,9 +176,9 @@ def trained(folder: Path, settings: RunSettings | None = None, **keywords: Any) 
 def resume(
     checkpoint: Path, folder: Path, settings: RunSettings | None = None, **keywords: Any
 ) -> Any:
-    """Return a trainer that has gone on from a checkpoint to the end.
+    """Return a trainer that has resumed a checkpoint and trained to the end.
 
-    It begins with other weights and other random states, so that all must come from the checkpoint.
+    It starts with other weights and random states, so that all must come from the checkpoint.
     """
     trainer = new_trainer(folder, settings, seed=1, **keywords)
     spoil_random_states()
@@ -187,7 +187,7 @@ def resume(
 
 
 def spoil_random_states() -> None:
-    """Give every generator another state than any that a run has had, of the same seed."""
+    """Give every generator a state that no run has had."""
     torch.rand(12345)
     random.seed(99)
     np.random.seed(99)  # noqa: NPY002  (the one that collators use)
@@ -197,7 +197,7 @@ _TIMES = ("runtime", "per_second")
 
 
 def logged(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the log without times, and without the summary of each call of ``train``."""
+    """Return the log without times, and without the final entry of each call of ``train``."""
     history = [entry for entry in trainer.state.log_history if "train_loss" not in entry]
     return [
         {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
@@ -206,7 +206,7 @@ def logged(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 class _Rest:
-    """What a trainer keeps beside weights, optimizer and schedule."""
+    """State of a trainer other than weights, optimizer and schedule."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -215,7 +215,7 @@ class _Rest:
         state = self._trainer.state
         numpy_state = np.random.get_state()  # noqa: NPY002  (a checkpoint holds its state)
         rest = {
-            # As text, in which a NaN equals a NaN and every bit of a number shows.
+            # As text: a NaN equals a NaN, and every bit of a number counts.
             "log": json.dumps(logged(self._trainer), sort_keys=True),
             "progress": [state.global_step, state.epoch, state.total_flos],
             "training losses": [

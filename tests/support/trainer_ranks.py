@@ -42,11 +42,11 @@ SETTINGS = RunSettings(logging_steps=4)
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a training is told to end.
+    """When a training gets a SIGTERM.
 
     Args:
-        event: During which the signal comes.
-        steps: By rank: after how many updates, ``None`` for a rank that gets none.
+        event: Event at which the signal comes.
+        steps: For each rank, the number of updates before the signal; ``None`` for no signal.
         stopped: After which step all ranks stop: the first one in which a rank knows, or the next,
             which another has begun by then.
     """
@@ -68,11 +68,11 @@ ENDINGS = {
 
 
 class Signalled(TrainerCallback):
-    """Send this process a SIGTERM at an event, once, and draw numbers that no other rank draws.
+    """Send this process a SIGTERM once, at an event, and draw numbers that differ between ranks.
 
     Args:
-        rank: This one.
-        ending: When.
+        rank: Number of this rank.
+        ending: Time of the signal.
     """
 
     def __init__(self, rank: int, ending: Ending | None) -> None:
@@ -88,21 +88,21 @@ class Signalled(TrainerCallback):
         return control
 
     def on_step_begin(self, _args, _state, _control, **_: Any) -> None:
-        """Draw; each rank another number of times."""
+        """Draw random numbers, a different count on each rank."""
         for _ in range(1 + self._rank):
             torch.rand(())
             random.random()  # noqa: S311  (a number, no secret)
 
 
 def free_port() -> int:
-    """Return a port that nobody uses."""
+    """Return a port that is not in use."""
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     return store.port
 
 
 @contextmanager
 def as_rank(rank: int, port: int) -> Iterator[None]:
-    """Be one of the ranks, as a process that ``torchrun`` starts."""
+    """Act as a rank that ``torchrun`` has started."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(NUM_RANKS),
@@ -138,7 +138,7 @@ def _resumed(checkpoint: Path, folder: Path, rank: int, **keywords: Any) -> Any:
 
 
 def run_rank(rank: int, folder: str, port: int) -> None:
-    """Do everything as one of the ranks, and leave the results in the folder."""
+    """Run all trainings as one of the ranks, and write the results to the folder."""
     root = Path(folder)
     with as_rank(rank, port):
         alone = _trainer(root / "alone", rank)
@@ -181,7 +181,7 @@ def _tell(folder: Path, rank: int, ending: Ending) -> dict[str, Any]:
 
 
 def _refuse(root: Path, rank: int) -> list[str]:
-    """Return what is said of a checkpoint with an average, without one; the same on all ranks."""
+    """Return the error for a checkpoint with an average, in a trainer without one."""
     keywords: Any = {"trainer_settings": {"ema": None}}
     try:
         _resumed(root / "alone" / "checkpoint-2", root / "refused", rank, **keywords)
@@ -191,7 +191,7 @@ def _refuse(root: Path, rank: int) -> list[str]:
 
 
 def _on_two_nodes(root: Path, rank: int) -> dict[str, Sequence[str]]:
-    """Return what lies on the disk of a node with one process, with and without saving there."""
+    """Return the files on the disk of a node with one process, with and without saving there."""
     _place(local_rank=0, on_node=1)
     found = {}
     for each_node in (False, True):
@@ -210,13 +210,13 @@ class SignalledTwice(TrainerCallback):
     """Send this process two SIGTERMs within a step."""
 
     def on_substep_end(self, _args, _state, _control, **_: Any) -> None:
-        """Send them; the second one does not return."""
+        """Send the signals; the second one does not return."""
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def told_twice(rank: int, folder: str, port: int) -> None:
-    """Train, and let the last rank be told to end twice."""
+    """Train, and send the last rank two signals."""
     with as_rank(rank, port):
         trainer = _trainer(Path(folder), rank)
         if rank == NUM_RANKS - 1:
@@ -225,15 +225,15 @@ def told_twice(rank: int, folder: str, port: int) -> None:
 
 
 class Telling(TrainerCallback):
-    """Tell of each step and each checkpoint."""
+    """Print each step and each checkpoint."""
 
     def on_step_end(self, args, state, _control, **_: Any) -> None:
-        """Tell whoever listens to rank 0."""
+        """Print the step on rank 0."""
         if args.process_index == 0:
             print(f"step {state.global_step}", flush=True)  # noqa: T201  (the test reads this process's output)
 
     def on_save(self, _args, state, _control, **_: Any) -> None:
-        """Tell on all ranks."""
+        """Print the checkpoint on all ranks."""
         print(f"saved checkpoint-{state.global_step}", flush=True)  # noqa: T201  (the test reads this process's output)
 
 

@@ -1,4 +1,4 @@
-"""Short trainings by the stock Trainer and by MFTrainer, and how two of them are compared."""
+"""Short trainings by the stock Trainer and by MFTrainer, and how to compare two of them."""
 
 import math
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ VOCABULARY = 32
 
 
 class Counting(Dataset):
-    """Rows of numbers that count on by a stride of their own.
+    """Rows of numbers, each row counting with a stride of its own.
 
     Args:
         num_rows: Number of rows.
-        length: Of each row; by default 5 to 12.
+        length: Length of each row; by default 5 to 12.
     """
 
     def __init__(self, num_rows: int, length: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Counting(Dataset):
 
 
 class EndlessCounting(IterableDataset):
-    """The same rows over and over, without a length."""
+    """The same rows again and again, without a length."""
 
     def __iter__(self):
         while True:
@@ -69,7 +69,7 @@ class EndlessCounting(IterableDataset):
 
 
 def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return rows as one batch, padded at their ends; padding is no target."""
+    """Return rows as one batch, padded at their ends; padding is not a target."""
     inputs, labels = ([row[name] for row in rows] for name in ("input_ids", "labels"))
     return {
         "input_ids": pad_sequence(inputs, batch_first=True),
@@ -94,10 +94,10 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def spoilt_llama(factors: Sequence[float]) -> LlamaForCausalLM:
-    """Return the tiny Llama with its losses in training multiplied by something.
+    """Return the tiny Llama whose losses in training are multiplied by factors.
 
     Args:
-        factors: For successive micro-batches; after them 1.
+        factors: Factors of successive micro-batches; later ones have factor 1.
     """
     model = tiny_llama()
     left = iter(factors)
@@ -111,7 +111,7 @@ def spoilt_llama(factors: Sequence[float]) -> LlamaForCausalLM:
 
 
 class Run(NamedTuple):
-    """What a training leaves behind."""
+    """The results of a training."""
 
     trainer: Trainer
     result: Any
@@ -134,16 +134,17 @@ def new_trainer(
     extras: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Trainer:
-    """Return a silent trainer on CPU that shares no settings with those before it.
+    """Return a silent trainer on CPU that shares no state with earlier ones.
 
     Args:
-        kind: Its class.
-        folder: Where checkpoints would go.
-        model: Trained; a new tiny Llama by default.
-        data: What it is trained and evaluated on.
-        callbacks: The user's.
+        kind: Class of the trainer.
+        folder: Folder for checkpoints.
+        model: Model to train; by default a new tiny Llama.
+        data: Training data; by default 64 rows of `Counting`.
+        callbacks: Callbacks of the user.
         extras: Further keywords of the trainer.
-        arguments: Of ``TrainingArguments``; by default, each update is logged, nothing is saved.
+        arguments: Keywords of ``TrainingArguments``. By default each update is logged, and no
+            checkpoint is saved.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -175,14 +176,14 @@ def new_trainer(
 
 
 def train(trainer: Trainer, resume: Path | None = None) -> Run:
-    """Train, and note what comes of it."""
+    """Train, and return the results."""
     result = trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return Run(trainer, result, trainer.state.log_history, weights)
 
 
 def values(run: Run, name: str) -> list[Any]:
-    """Return one value of the log, from each entry that has it."""
+    """Return a value of the log, from each entry that has it."""
     return [entry[name] for entry in run.log if name in entry]
 
 
@@ -190,11 +191,11 @@ _TIMES = ("_runtime", "_per_second")
 
 
 def assert_same_log(stock: Run, ours: Run, *, relative: float = 1e-6) -> None:
-    """Fail if what the stock Trainer logs is not in our log as well; it may hold more.
+    """Fail unless our log has everything in the stock Trainer's log; it may have more.
 
     Args:
-        stock: Of the stock Trainer.
-        ours: Of the other one.
+        stock: Run of the stock Trainer.
+        ours: Run of the other trainer.
         relative: Largest relative difference of a number; learning rates have none.
     """
     assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
@@ -210,7 +211,7 @@ def assert_same_log(stock: Run, ours: Run, *, relative: float = 1e-6) -> None:
 
 
 def assert_same_weights(stock: Run, ours: Run, *, difference: float = 0.0) -> None:
-    """Fail if weights differ by more than `difference`; by default they are the same bits."""
+    """Fail if weights differ by more than `difference`; by default they must be bit-identical."""
     assert list(ours.weights) == list(stock.weights)
     for name, expected in stock.weights.items():
         actual = ours.weights[name]

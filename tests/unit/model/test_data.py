@@ -1,4 +1,4 @@
-"""Batches in epochs of a known length, as calls of a network."""
+"""Batches form epochs of a known length, each batch as the arguments of a network."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def batches(dataset, **settings) -> Batches:
 
 
 def test_columns_become_arguments():
-    """Tuples and lists are positional, mappings named, anything else the one argument."""
+    """Tuples and lists become positional arguments, mappings keywords, other data one argument."""
     x, y = torch.ones(1), torch.zeros(1)
     calls = list(batches([(x, y), [x, y], {"data": x, "label": y}, x]).epoch())
 
@@ -34,7 +34,7 @@ def test_columns_become_arguments():
 
 @given(length=st.integers(1, 5), sink_size=st.integers(1, 12), epochs=st.integers(1, 4))
 def test_a_sink_goes_on_where_the_last_has_ended(length, sink_size, epochs):
-    """The epochs together are the dataset over and over."""
+    """Consecutive epochs run through the dataset again and again."""
     data = batches([torch.tensor(i) for i in range(length)], sink_mode=True, sink_size=sink_size)
     found = [[int(call.arguments[0]) for call in data.epoch()] for _ in range(epochs)]
 
@@ -45,7 +45,7 @@ def test_a_sink_goes_on_where_the_last_has_ended(length, sink_size, epochs):
 
 
 def test_a_stream_needs_a_sink_size():
-    """Data without a length have no epoch of their own."""
+    """Data without a length are refused without a sink size."""
 
     class Stream:
         def __iter__(self):
@@ -57,7 +57,7 @@ def test_a_stream_needs_a_sink_size():
 
 
 def test_a_stream_of_nothing_is_refused():
-    """It would never fill an epoch."""
+    """An empty stream raises instead of looping for ever."""
 
     class Nothing:
         def __iter__(self):
@@ -69,7 +69,7 @@ def test_a_stream_of_nothing_is_refused():
 
 @pytest.mark.cuda
 def test_batches_go_to_the_device():
-    """With sinking without a wait, from pinned memory."""
+    """Pinned batches are copied without synchronization in sink mode."""
     cuda = torch.device("cuda", 0)
     dataset = [(torch.ones(2).pin_memory(), torch.zeros(2).pin_memory())]
     data = Batches("d", dataset, Accelerator(), cuda, sink_mode=True)

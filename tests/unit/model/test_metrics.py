@@ -1,4 +1,4 @@
-"""Metrics by MindSpore's names are what one counts by hand."""
+"""Metrics by MindSpore's names equal those of other libraries."""
 
 import sys
 
@@ -18,7 +18,7 @@ NAMES = {"accuracy", "acc", "top_1_accuracy", "precision", "recall", "F1", "conf
 
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_metrics_are_those_of_a_count_by_hand(seed, sizes):
-    """scikit-learn's and numpy's numbers over all samples, however they are batched."""
+    """Values over all samples equal scikit-learn's and numpy's, for any batch sizes."""
     Accelerator(cpu=True)
     generator = np.random.default_rng(seed)
     num_classes = 6
@@ -52,7 +52,7 @@ def test_metrics_are_those_of_a_count_by_hand(seed, sizes):
 
 
 class Loss:
-    """An output that has its loss as an attribute alone."""
+    """An output with the loss as an attribute only."""
 
     def __init__(self, loss):
         self.loss = loss
@@ -63,7 +63,7 @@ class Loss:
     [lambda loss: loss, lambda loss: (loss,), lambda loss: {"loss": loss, "logits": None}, Loss],
 )
 def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
-    """Without indexes, and batches count alike."""
+    """Without indexes, the mean loss weighs batches equally."""
     metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
     for loss in (1.0, 4.0):
         metrics.update(wrapped(torch.tensor(loss)))
@@ -73,14 +73,14 @@ def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
 
 @pytest.mark.parametrize("output", [{"logits": torch.zeros(2)}, {"loss": None}, Loss(None), None])
 def test_an_output_without_a_loss_has_no_mean_loss(output):
-    """It is said what is missing."""
+    """The error names the type of the output."""
     metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
     with pytest.raises(TypeError, match=f"`eval_network` must.* got {type(output).__name__} with"):
         metrics.update(output)
 
 
 def test_errors_are_means_over_elements():
-    """Of targets of several elements, too."""
+    """`mae` and `mse` divide by the number of elements of the targets."""
     metrics = EvaluationMetrics(named_metrics(["mae", "mse"]), (0, 1, 2), CPU)
     metrics.update((torch.zeros(()), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2)))
 
@@ -88,7 +88,7 @@ def test_errors_are_means_over_elements():
 
 
 def test_one_hot_labels_are_classes():
-    """Of the scores' own shape."""
+    """Labels in the shape of the scores are one-hot."""
     metrics = EvaluationMetrics(named_metrics({"a": "accuracy"}), (0, 1, 2), CPU)
     metrics.update((0, torch.eye(3), torch.eye(3).roll(1, 0)))
     metrics.update((0, torch.eye(3), torch.eye(3)))
@@ -97,7 +97,7 @@ def test_one_hot_labels_are_classes():
 
 
 def test_metrics_have_one_order_in_all_processes():
-    """Whoever gives a set leaves the order to each process's hashes; a list keeps its own."""
+    """Sets are sorted, because their order differs between processes; lists keep their order."""
     names = ["recall", "loss", "mse", "F1", "top_5_accuracy", "mae", "acc", "precision"]
 
     for unordered in (set(names), frozenset(names)):
@@ -107,7 +107,7 @@ def test_metrics_have_one_order_in_all_processes():
 
 
 def test_an_evaluation_begins_with_nothing():
-    """A metric forgets the evaluation before."""
+    """A metric does not include the batches of an earlier evaluation."""
     Accelerator(cpu=True)
     named = named_metrics({"loss", "accuracy"})
     for right in (1.0, 0.0):
@@ -119,13 +119,13 @@ def test_an_evaluation_begins_with_nothing():
 
 
 def test_a_mean_of_no_batches_is_an_error():
-    """Rather than a nan."""
+    """The mean loss of no batches raises instead of returning NaN."""
     with pytest.raises(RuntimeError, match="at least one batch"):
         MeanLoss().compute()
 
 
 def test_outputs_that_lack_what_indexes_name_are_refused():
-    """With how many there were."""
+    """The error has the number of outputs."""
     metrics = EvaluationMetrics(named_metrics({"loss"}), (0, 1, 2), CPU)
 
     with pytest.raises(ValueError, match=r"each of `eval_indexes` \[0, 1, 2\], got 2 outputs"):
@@ -136,7 +136,7 @@ def test_outputs_that_lack_what_indexes_name_are_refused():
 
 
 def test_without_torchmetrics_the_loss_is_left(monkeypatch):
-    """And the others say what to install."""
+    """The metric ``loss`` works; others raise with the command that installs torchmetrics."""
     monkeypatch.setitem(sys.modules, "torchmetrics.regression", None)
 
     assert named_metrics({"loss"})

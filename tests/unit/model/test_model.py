@@ -1,4 +1,4 @@
-"""`Model` trains as torch's own loop does, and drops what its manager drops."""
+"""`Model` trains as a plain loop of torch, and skips the updates that its manager skips."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def assert_same(ours, theirs, tolerance=1e-6):
     ids=["none", "fixed", "fixed, drops none", "dynamic"],
 )
 def test_a_training_is_torchs_own_loop(manager):
-    """Losses and weights, whatever the loss scale."""
+    """Losses and weights are those of torch's loop, with any loss scale."""
     network, losses, _ = trained(2, loss_scale_manager=manager)
     expected, expected_losses = reference(2)
 
@@ -65,7 +65,7 @@ def test_a_training_is_torchs_own_loop(manager):
 
 
 def test_a_fixed_scale_leaves_the_optimizer_as_it_was():
-    """After the training gradients are the user's own again."""
+    """After the training, the optimizer uses gradients undivided."""
     network = classifier()
     optimizer = sgd(network, momentum=0.0)
     manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
@@ -78,7 +78,7 @@ def test_a_fixed_scale_leaves_the_optimizer_as_it_was():
 
 
 def with_a_nan() -> list:
-    """Give batches, of which the second is NaN."""
+    """Return batches, the second of which is NaN."""
     data = batches()
     data[1] = (torch.full((8, 8), torch.nan), data[1][1])
     return data
@@ -94,7 +94,7 @@ def with_a_nan() -> list:
     ],
 )
 def test_what_is_dropped_is_what_the_manager_says(manager, drops):
-    """Without a manager, as in MindSpore, a nan reaches the weights."""
+    """Without a manager, as in MindSpore, a NaN reaches the weights."""
     network, _, _ = trained(1, with_a_nan(), loss_scale_manager=manager)
     finite = all(torch.isfinite(weight).all() for weight in network.parameters())
 
@@ -107,7 +107,7 @@ def test_what_is_dropped_is_what_the_manager_says(manager, drops):
 
 
 def test_a_manager_hears_of_every_step():
-    """At the end the manager's scale is the cell's, falls and growth included."""
+    """At the end the manager's scale equals that of the cell."""
     manager = DynamicLossScaleManager(2.0**10, 2, 2)
     _, _, model = trained(2, with_a_nan(), loss_scale_manager=manager)
 
@@ -117,7 +117,7 @@ def test_a_manager_hears_of_every_step():
 
 
 def test_a_manager_ends_what_only_overflows():
-    """More overflows in a row than it bears raise its error."""
+    """More overflows in a row than the manager allows raise its error."""
     manager = DynamicLossScaleManager(8.0)
     manager.bad_step_max = 2
     nan = [with_a_nan()[1]] * 5
@@ -128,21 +128,21 @@ def test_a_manager_ends_what_only_overflows():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_half_precision_learns_the_same_roughly(level):
-    """float16 products, float32 weights and losses; O2 brings a dynamic loss scale."""
+    """Products are float16, weights and losses float32. O2 adds a dynamic loss scale."""
     network, losses, model = trained(2, amp_level=level)
     expected, expected_losses = reference(2)
 
     assert all(weight.dtype == torch.float32 for weight in network.parameters())
     assert all(loss.dtype == torch.float32 for loss in losses)
     assert hasattr(model.train_network, "scale_sense") is (level == "O2")
-    if level != "O2":  # which has to find its scale first
+    if level != "O2":  # its dynamic scale skips the first updates
         torch.testing.assert_close(losses, expected_losses, rtol=2e-2, atol=0)
         assert not torch.equal(losses[0], expected_losses[0])
         assert_same(network, expected, 1e-2)
 
 
 def test_a_cell_is_used_as_it_is():
-    """MindFormers' way: network and optimizer are in the cell, and reports reach callbacks."""
+    """MindFormers' cell has network and optimizer, and callbacks get its reports."""
     network = classifier()
     optimizer = sgd(network)
     cell = MFTrainOneStepCell(
@@ -169,7 +169,7 @@ def test_a_cell_is_used_as_it_is():
 
 @pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(8.0)])
 def test_the_schedule_is_stepped_once_an_update(manager):
-    """The last step's is done at the end of the training."""
+    """At the end of the training the schedule has made the step of the last update."""
     network = classifier()
     optimizer = sgd(network, lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -180,7 +180,7 @@ def test_the_schedule_is_stepped_once_an_update(manager):
 
 
 def test_the_schedule_is_due_when_a_callback_raises():
-    """What was applied is brought up to date, and the error goes on."""
+    """The schedule makes the step of the applied update, and the error is raised."""
     network = classifier()
     optimizer = sgd(network, lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -199,7 +199,7 @@ def test_the_schedule_is_due_when_a_callback_raises():
 
 
 def test_a_network_that_returns_its_loss_takes_named_columns():
-    """Without a loss function a batch's names are the network's arguments."""
+    """Without a loss function, named columns become keywords of the network."""
 
     class Named(nn.Module):
         def __init__(self):
@@ -217,7 +217,7 @@ def test_a_network_that_returns_its_loss_takes_named_columns():
 
 
 def test_modes_are_train_then_eval_then_as_before():
-    """A part that the user holds in eval mode is in train mode only while training."""
+    """Training uses train mode and evaluation eval mode, after which train mode is back."""
     network = nn.Sequential(classifier(), nn.Dropout(0.5))
     network.eval()
     modes = []
@@ -237,7 +237,7 @@ def test_modes_are_train_then_eval_then_as_before():
 
 
 def test_fit_reports_what_eval_returns():
-    """The last evaluation of `fit` is that of `eval` afterwards."""
+    """The last evaluation of `fit` equals `eval` afterwards."""
     network = classifier()
     notes = Notes("metrics", "eval_results")
     model = Model(network, LOSS, sgd(network), metrics={"Accuracy": "accuracy"})
@@ -255,7 +255,7 @@ def test_fit_reports_what_eval_returns():
 
 
 def test_predict_is_the_network_in_eval_mode():
-    """Dropout does nothing, and no graph is kept."""
+    """Dropout is off, and the output has no graph."""
     network = nn.Sequential(classifier(), nn.Dropout(0.5))
     data = batches(1)[0][0]
     output = Model(network).predict(data)
@@ -266,7 +266,7 @@ def test_predict_is_the_network_in_eval_mode():
 
 
 def test_an_eval_network_is_called_as_it_is():
-    """Its outputs are told apart by `eval_indexes`, or all given to each metric."""
+    """`eval_indexes` selects its outputs; without, each metric gets all of them."""
 
     class Backwards(nn.Module):
         def forward(self, data, label):
@@ -295,7 +295,7 @@ def test_an_eval_network_is_called_as_it_is():
 
 
 def test_a_hugging_face_model_evaluates_itself():
-    """Its own loss, as in a training; without labels it has none, which is said."""
+    """The metric ``loss`` uses the model's loss; without labels the error explains it."""
     network = tiny_gpt2(0.0, 0)
     rows = [padded([Rows()[i] for i in part]) for part in ((0, 1), (2, 3, 4))]
     model = Model(network, metrics={"loss"}, eval_network=network)
@@ -309,7 +309,7 @@ def test_a_hugging_face_model_evaluates_itself():
 
 
 def test_existing_monitors_work(caplog):
-    """MindFormers' record has each step's loss; the averages are what is evaluated."""
+    """`MFLossMonitor` prints each step, and evaluations use the averages of `EMACallback`."""
     network = classifier()
     average = EMACallback(0.0, update_every=3)
     notes = Notes("eval_results")
@@ -323,7 +323,7 @@ def test_existing_monitors_work(caplog):
     assert [line[:36] for line in records] == [
         f"{{ Epoch:[  1/  1], step:[    {step}/    4" for step in range(1, 5)
     ]
-    # The average is of the third update, the weights of the fourth.
+    # The average follows the third update only, the weights all four.
     raw = model.eval(batches(2))["loss"]
     with average.ema.swap():
         averaged = model.eval(batches(2))["loss"]
@@ -331,7 +331,7 @@ def test_existing_monitors_work(caplog):
 
 
 def test_a_step_reads_nothing_on_the_host():
-    """Neither with a scale, nor with what follows it, nor with monitors."""
+    """A step with loss scale, manager and monitor reads nothing."""
     network = classifier()
     model = Model(network, LOSS, sgd(network), loss_scale_manager=DynamicLossScaleManager(2.0**10))
     reads: list = []
@@ -379,7 +379,7 @@ def test_a_step_reads_nothing_on_the_host():
     ],
 )
 def test_bad_calls_are_refused_by_name(call, error, match):
-    """Before anything has changed."""
+    """The error names the argument, and nothing has changed."""
     network = classifier()
     model = Model(network, LOSS, sgd(network), metrics={"loss"})
 
@@ -389,7 +389,7 @@ def test_bad_calls_are_refused_by_name(call, error, match):
 
 
 def cell_of(network):
-    """Give the one-step cell of a network with a loss."""
+    """Return the one-step cell of a network with a loss."""
     return TrainOneStepCell(WithLossCell(network, LOSS), sgd(network))
 
 
@@ -416,13 +416,13 @@ def cell_of(network):
     ],
 )
 def test_bad_models_are_refused_by_name(make, error, match):
-    """At construction where that is possible."""
+    """The error names the argument, at construction if possible."""
     with pytest.raises(error, match=match):
         make(classifier())
 
 
 def test_an_accelerator_with_a_precision_is_refused():
-    """Precisions would be mixed twice."""
+    """Its mixed precision would come on top of `amp_level`."""
     Accelerator(cpu=True, mixed_precision="bf16")
 
     with pytest.raises(ValueError, match="`Model` needs an Accelerator without mixed precision"):
@@ -430,7 +430,7 @@ def test_an_accelerator_with_a_precision_is_refused():
 
 
 def test_model_is_a_name_of_the_package():
-    """It comes late; a name that there is not is an error as ever."""
+    """`mfwrap.Model` is loaded late, and an unknown name raises AttributeError."""
     assert mfwrap.Model is Model
     with pytest.raises(AttributeError, match="Modell"):
         _ = mfwrap.Modell

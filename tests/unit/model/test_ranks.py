@@ -1,4 +1,4 @@
-"""Two ranks train and evaluate as one process on all of the data."""
+"""Two ranks train and evaluate like one process on all data."""
 
 import socket
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Let both ranks run; return where their results are."""
+    """Run both ranks; return the folder of their results."""
     path = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def test_two_ranks_train_as_one_process_on_the_whole_data(folder):
-    """Batches of both ranks together are one; metrics count each sample once."""
+    """A batch of each rank together make one batch, and metrics count each sample once."""
     network = classifier()
     model = Model(network, nn.CrossEntropyLoss(), sgd(network), metrics={"loss", "accuracy"})
     model.train(2, loader(32, 8))
@@ -39,5 +39,5 @@ def test_two_ranks_train_as_one_process_on_the_whole_data(folder):
 
 
 def test_the_main_process_saves(folder):
-    """Once for all."""
+    """Only the main process writes a checkpoint."""
     assert [(folder / f"rank{rank}").exists() for rank in range(NUM_RANKS)] == [True, False]

@@ -1,4 +1,4 @@
-"""Callbacks of both kinds hear what MindSpore's and the Trainer's hear, in their order."""
+"""Callbacks of MindSpore and of transformers are called in the order of their libraries."""
 
 import pytest
 from torch import nn
@@ -24,7 +24,7 @@ EVALUATION = [
 
 
 def test_a_training_is_told_in_mindspores_order():
-    """An evaluation stands before the end of its epoch."""
+    """An evaluation comes before the end of its epoch."""
     notes = Notes()
     model(metrics={"loss"}).fit(2, batches(2), batches(1), 2, callbacks=notes)
 
@@ -39,7 +39,7 @@ def test_a_training_is_told_in_mindspores_order():
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_stop_ends_the_step_and_still_ends_epoch_and_training(evaluates):
-    """As in MindSpore, with the evaluation that is due."""
+    """An evaluation that is due takes place, as in MindSpore."""
     notes = Notes(stop_at=1)
     valid = batches(1) if evaluates else None
     model(metrics={"loss"}).fit(3, batches(3), valid, callbacks=notes)
@@ -52,7 +52,7 @@ def test_a_stop_ends_the_step_and_still_ends_epoch_and_training(evaluates):
 
 
 def test_a_stop_is_a_stop_for_both_kinds():
-    """A Trainer's callback that asks for the end is seen in MindSpore's context."""
+    """MindSpore's context shows that a callback of transformers has stopped the training."""
     notes = Notes()
 
     class Stops(TrainerCallback):
@@ -70,7 +70,7 @@ def test_a_stop_is_a_stop_for_both_kinds():
 
 
 def test_an_epoch_may_be_broken_off_alone():
-    """`should_epoch_stop` goes on with the next epoch."""
+    """After `should_epoch_stop` the next epoch begins."""
 
     class Breaks(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -84,7 +84,7 @@ def test_an_epoch_may_be_broken_off_alone():
 
 
 def test_what_a_run_tells():
-    """Numbers count from 1, those of steps over all epochs of this training."""
+    """Numbers count from 1, steps over all epochs of this training."""
     notes = Notes("cur_epoch_num", "cur_step_num", "batch_num", "epoch_num", "mode")
     model().train(4, batches(2), callbacks=notes, initial_epoch=2)
 
@@ -107,7 +107,7 @@ TOLD = (
 
 
 def test_what_mindspores_callbacks_look_up():
-    """Every key of MindSpore's is there from the begin, and is what it says."""
+    """Every key of MindSpore's parameters is there from the start, with its value."""
     manager = FixedLossScaleManager(8.0)
     found = {}
 
@@ -131,7 +131,7 @@ def test_what_mindspores_callbacks_look_up():
 
 
 def test_what_transformers_callbacks_are_told():
-    """The Trainer's state and metrics by the Trainer's names."""
+    """State and metrics have the Trainer's names."""
     seen = []
 
     class Sees(TrainerCallback):
@@ -155,7 +155,7 @@ def test_what_transformers_callbacks_are_told():
 
 
 class Wishes(TrainerCallback):
-    """Sets a wish after each step."""
+    """Set a switch of the control after each step."""
 
     def __init__(self, wish):
         self.wish = wish
@@ -166,7 +166,7 @@ class Wishes(TrainerCallback):
 
 @pytest.mark.parametrize("wish", ["should_save", "should_evaluate"])
 def test_a_wish_that_nothing_comes_of_is_told_once(wish):
-    """The training goes on, and an epoch ends when it ends."""
+    """The switch is ignored with one warning, and training continues."""
     notes = Notes()
     with pytest.warns(UserWarning, match=f"`{wish}` in on_step_end, which Model ignores") as told:
         model().train(2, batches(2), callbacks=[Wishes(wish), notes])
@@ -180,7 +180,7 @@ def test_a_wish_that_nothing_comes_of_is_told_once(wish):
 
 
 def test_older_names_are_called_in_train_and_refused_in_fit():
-    """They cannot tell training from evaluation."""
+    """The older names do not distinguish training from evaluation."""
     calls = []
 
     class Older(Callback):
@@ -197,7 +197,7 @@ def test_older_names_are_called_in_train_and_refused_in_fit():
 
 
 def test_callbacks_are_left_when_a_run_raises():
-    """As the context managers that they are, and averages are put back."""
+    """They are left as context managers, and monitors put the raw weights back."""
     left = []
 
     class Context(Callback):

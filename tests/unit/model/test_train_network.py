@@ -1,4 +1,4 @@
-"""What MindSpore's levels mean on a device."""
+"""MindSpore's levels of mixed precision on a device, and a network's outputs under them."""
 
 from typing import NamedTuple
 
@@ -24,13 +24,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_levels(level, device, expected):
-    """A type for products, and whether a loss scale belongs to it."""
+    """A level has a type of products, and a dynamic loss scale or none."""
     assert precision_of(level, device) == expected
 
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_asks_a_cuda_device(monkeypatch, supported):
-    """bfloat16 where it is computed in, else float16 with a loss scale."""
+    """It is bfloat16 if the device supports it, otherwise float16 with a loss scale."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: supported)
 
     assert precision_of("auto", CUDA) == (
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 
 def test_outputs_come_back_in_float32():
-    """In whatever they are, and what is no half-precision tensor as it is."""
+    """Half-precision tensors in any structure become float32; other values do not change."""
     network = nn.Linear(2, 2)
     network.forward = lambda score: (
         Pair(score @ score, 3),
@@ -60,5 +60,5 @@ def test_outputs_come_back_in_float32():
     assert isinstance(output, CausalLMOutput)
     assert pair.score.dtype == listed[0].dtype == output.logits.dtype == torch.float32
     assert (pair.count, double.dtype) == (3, torch.float64)
-    # Computed in float16: thirds are not exact.
+    # The product of thirds shows that it was computed in float16.
     assert float(pair.score[0, 0]) == float(torch.tensor(1 / 3).half().square() * 2)

@@ -1,4 +1,4 @@
-"""Callbacks of MFTrainer get the step, keep their identity, and may raise."""
+"""Callbacks of MFTrainer get the step, keep their identity over a resume, and may raise."""
 
 import json
 import re
@@ -27,7 +27,7 @@ EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 class Keywords(TrainerCallback):
-    """Notes the step's keywords of each event."""
+    """Record the step's keywords of each event."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepOutput, StepReport]] = []
@@ -49,7 +49,7 @@ for _event in EVENTS:
 
 
 class Strict(TrainerCallback):
-    """Takes the keywords by name."""
+    """Declare the step's keywords by name."""
 
     def __init__(self) -> None:
         self.overflows: list[torch.Tensor] = []
@@ -61,7 +61,7 @@ class Strict(TrainerCallback):
 
 
 def test_every_callback_gets_the_step_at_its_end(tmp_path):
-    """Those that are given, those that are added later, and those given as a class."""
+    """Instances, classes and callbacks that are added later all get it."""
     given, added = Keywords(), Strict()
     trainer = new_trainer(
         MFTrainer, tmp_path, callbacks=[given, Strict], model=spoilt_llama([1] * 4 + [float("inf")])
@@ -78,7 +78,7 @@ def test_every_callback_gets_the_step_at_its_end(tmp_path):
 
 
 def test_what_they_get_is_what_is_logged(tmp_path):
-    """Loss, norm, rate and local norms of each update."""
+    """Loss, norm, rate and local norms of the keywords equal those of the log."""
     keywords = Keywords()
     step = StepConfig(local_norm=True, local_norm_groups="layer")
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[keywords], extras={"step": step})
@@ -99,7 +99,7 @@ def test_what_they_get_is_what_is_logged(tmp_path):
 
 
 def test_loss_monitor(tmp_path, caplog):
-    """Each update has its record, with overflow and loss scale."""
+    """`MFLossMonitor` prints a record of each update, with overflow and loss scale."""
     caplog.set_level("INFO")
     model = spoilt_llama([1] * 4 + [float("nan")])
     settings = {"fp16": True, "logging_strategy": "no", "model": model}
@@ -117,7 +117,7 @@ def test_loss_monitor(tmp_path, caplog):
 
 
 class Raises(TrainerCallback):
-    """Raises at one event, once."""
+    """Raise once, at one event."""
 
     def __init__(self, event: str) -> None:
         def fail(args, state, control, **_):
@@ -132,7 +132,7 @@ class Raises(TrainerCallback):
     "event", ["on_train_begin", "on_optimizer_step", "on_step_end", "on_log", "on_train_end"]
 )
 def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
-    """Nothing is left over: arguments and signals are as before, and the trainer trains again."""
+    """Arguments and signal handlers are restored, and the same trainer can train again."""
     before = signal.getsignal(signal.SIGTERM)
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[Raises(event)])
 
@@ -151,7 +151,7 @@ def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
     ids=["float32", "bf16", "fp16, Adafactor"],
 )
 def test_training_again_is_what_it_is_in_the_stock_trainer(settings, tmp_path):
-    """The second ``train`` of one trainer goes on with the optimizer; counts begin anew."""
+    """A second ``train`` continues with the optimizer and restarts the counts of the log."""
 
     def twice(kind) -> tuple[Run, Run]:
         trainer = new_trainer(kind, tmp_path, lr_scheduler_type="cosine", **settings)
@@ -164,7 +164,7 @@ def test_training_again_is_what_it_is_in_the_stock_trainer(settings, tmp_path):
 
 
 class Patient(EarlyStoppingCallback):
-    """Stops early; notes its counter when training begins."""
+    """Stop early, and record the counter at the start of a training."""
 
     def on_train_begin(self, args, state, control, **keywords):
         super().on_train_begin(args, state, control, **keywords)
@@ -172,7 +172,7 @@ class Patient(EarlyStoppingCallback):
 
 
 def evaluated(folder, callbacks, **settings) -> Trainer:
-    """Return a trainer whose loss no evaluation improves by enough, but the first."""
+    """Return a trainer whose evaluation loss improves enough at the first evaluation only."""
     often = {"eval_steps": 1, "save_steps": 1, "eval_strategy": "steps", "save_strategy": "steps"}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     return new_trainer(
@@ -181,7 +181,7 @@ def evaluated(folder, callbacks, **settings) -> Trainer:
 
 
 def test_patience_goes_on_where_it_was(tmp_path):
-    """A resumed run stops when the run that was not stopped does."""
+    """A resumed run stops early at the same step as a run that was never stopped."""
     first = evaluated(tmp_path, [Patient(4, 100.0)], max_steps=8)
     train(first)
     assert first.state.global_step == 5
@@ -194,7 +194,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
 
 
 class Counter(TrainerCallback, ExportableState):
-    """Counts updates; `stride` is the user's, and no part of what is saved."""
+    """Count updates; `stride` is a setting of the user and not saved."""
 
     def __init__(self, name: str, stride: int) -> None:
         self.name, self.stride, self.count = name, stride, 0
@@ -207,7 +207,7 @@ class Counter(TrainerCallback, ExportableState):
 
 
 def test_callbacks_are_restored_in_place(tmp_path):
-    """Two of one class keep apart; who holds one holds the one that is used, in its order."""
+    """Objects and their order stay the same, also with two callbacks of one class."""
 
     def counters() -> list[Counter]:
         return [Counter("ones", 1), Counter("tens", 10)]
@@ -228,7 +228,7 @@ def test_callbacks_are_restored_in_place(tmp_path):
 
 
 def test_a_resumed_run_may_have_other_callbacks(tmp_path):
-    """One that the checkpoint does not know starts anew; one that is gone is not missed."""
+    """A new callback starts anew; a callback that is gone is ignored."""
     saved = {"save_strategy": "steps", "save_steps": 2}
     train(new_trainer(MFTrainer, tmp_path, callbacks=[Counter("ones", 1)], **saved))
     monitor = MFLossMonitor()
@@ -242,7 +242,7 @@ def test_a_resumed_run_may_have_other_callbacks(tmp_path):
 
 @pytest.mark.parametrize("restores", [False, True])
 def test_the_order_to_stop_is_not_restored(restores, tmp_path):
-    """A run that was told to stop can be resumed, with the Trainer's option or without."""
+    """A run that a callback stopped can be resumed, with and without the Trainer's option."""
 
     class Stops(TrainerCallback):
         def on_step_end(self, _args, state, control, **_):

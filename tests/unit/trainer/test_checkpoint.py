@@ -1,4 +1,4 @@
-"""Checkpoints of a training are written beside and moved into place: whole or not there."""
+"""A checkpoint is complete or does not exist, wherever writing it is interrupted."""
 
 import json
 import os
@@ -42,11 +42,11 @@ NUM_PICKLED = 4
 
 
 class Interrupted(Exception):  # noqa: N818  (no error of the program's own)
-    """What a test lets happen in the middle of writing."""
+    """Error raised in the middle of writing."""
 
 
 def assert_whole(folder):
-    """Fail unless each folder that is named as a checkpoint has the files of a whole one."""
+    """Fail unless each folder with the name of a checkpoint has all files of one."""
     for path in folder.glob("checkpoint-*"):
         assert files(path) == WHOLE, path.name
         sizes = json.loads((path / "mfwrap_manifest.json").read_text())["files"]
@@ -57,25 +57,25 @@ def assert_whole(folder):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return the folder and the end of a run that was left alone."""
+    """Return the folder and the end of a run that is not interrupted."""
     folder = tmp_path_factory.mktemp("unbroken")
     return folder, end_of(trained(folder, EVERY_OTHER))
 
 
 class FailingAt:
-    """Stand in for a function and raise at one of its calls.
+    """Replace a function by one that raises at one of its calls.
 
     Args:
-        function: Called otherwise.
+        function: Function to replace.
         call: Number of the call that fails, from 1.
-        first: Do so before it raises.
+        first: Called with the function's arguments before it raises.
     """
 
     def __init__(self, function, call, first=lambda *_: None) -> None:
         self._function, self._left, self._first = function, call, first
 
     def __call__(self, *args, **keywords):
-        """Raise, or do what is asked for."""
+        """Raise at the chosen call; otherwise call the function."""
         self._left -= 1
         if self._left == 0:
             self._first(*args)
@@ -84,7 +84,7 @@ class FailingAt:
 
 
 def write_a_part(_content, path) -> None:
-    """Leave something behind as a full disk does."""
+    """Leave a partial file behind, as a full disk does."""
     Path(path).write_bytes(b"PK")
 
 
@@ -92,7 +92,7 @@ def write_a_part(_content, path) -> None:
 @pytest.mark.parametrize("file", range(NUM_PICKLED))
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, file):
-    """What was broken off bears no name; the last whole one is resumed, past what lies there."""
+    """The partial one has no checkpoint's name; the newest complete one is resumed."""
     call = (number - 1) * NUM_PICKLED + file + 1
     trainer = new_trainer(tmp_path, EVERY_OTHER)
     with monkeypatch.context() as patch:
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, f
 
 
 def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):
-    """The arguments are the user's again, and the same trainer can go on."""
+    """The user's arguments are restored, and the same trainer can continue."""
     trainer = new_trainer(tmp_path, EVERY_OTHER, save_total_limit=3)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", FailingAt(torch.save, NUM_PICKLED + 2))
@@ -139,7 +139,7 @@ BEST_IS_FIRST = {
     ids=["too old", "not the best, at the end"],
 )
 def test_a_deletion_that_breaks_off(unbroken, tmp_path, monkeypatch, deleted, arguments):
-    """Nor is there a part of a checkpoint under its name while it is deleted."""
+    """A checkpoint that is being deleted has no checkpoint's name."""
     delete_all = shutil.rmtree
 
     def delete(path, **keywords) -> None:
@@ -168,7 +168,7 @@ def test_a_deletion_that_breaks_off(unbroken, tmp_path, monkeypatch, deleted, ar
 
 
 def test_a_replacement_that_breaks_off(unbroken, tmp_path, monkeypatch):
-    """A step that is saved again is found again if it breaks off between old and new."""
+    """If replacing a checkpoint is interrupted, resuming finds the new one."""
     trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(4)])
     rename = os.rename
     trainer = new_trainer(tmp_path, EVERY_OTHER, seed=1)
@@ -191,7 +191,7 @@ def test_a_replacement_that_breaks_off(unbroken, tmp_path, monkeypatch):
 
 
 def test_what_is_on_the_disk_when_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
-    """All its files and names, so that it is whole after a power cut."""
+    """All files are synced before the rename, so a power failure cannot lose any."""
     happened = []
     sync, rename = os.fsync, os.rename
 
@@ -217,7 +217,7 @@ def test_what_is_on_the_disk_when_a_checkpoint_gets_its_name(tmp_path, monkeypat
 
 
 def test_a_step_that_is_saved_again(unbroken, tmp_path):
-    """The new checkpoint takes the old one's place; nothing of the old one stays in it."""
+    """The new checkpoint replaces the old one completely."""
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "stale.txt").write_text("from another run")
@@ -229,7 +229,7 @@ def test_a_step_that_is_saved_again(unbroken, tmp_path):
 
 
 def test_what_lies_in_the_folder_at_the_end(unbroken):
-    """Checkpoints, and nothing that was needed to write them."""
+    """The run folder contains checkpoints only, and no temporary files."""
     names = sorted(path.name for path in unbroken[0].iterdir())
 
     assert names == sorted(f"checkpoint-{step}" for step in range(2, 13, 2))
@@ -237,7 +237,7 @@ def test_what_lies_in_the_folder_at_the_end(unbroken):
 
 
 def test_only_the_model_is_saved(tmp_path):
-    """Then there is nothing of the step; the list of files is there, and so is the check."""
+    """With ``save_only_model`` there is no state of the step, but a manifest that is checked."""
     trained(tmp_path, PLAIN, save_only_model=True, save_steps=4, callbacks=[StopAfter(4)])
     folder = tmp_path / "checkpoint-4"
 
@@ -258,7 +258,7 @@ def test_only_the_model_is_saved(tmp_path):
 
 
 class Pushing(MFTrainer):
-    """Note what would be pushed to the hub."""
+    """Record what would be pushed to the hub."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         folder = Path(checkpoint_folder)
@@ -266,7 +266,7 @@ class Pushing(MFTrainer):
 
 
 def test_pushed_checkpoints(tmp_path):
-    """They are pushed from where they belong, once they are whole."""
+    """A checkpoint is pushed from its final folder, when it is complete."""
     trainer = new_trainer(tmp_path, EVERY_OTHER, kind=Pushing)
     trainer.args.push_to_hub = True
 
@@ -277,7 +277,7 @@ def test_pushed_checkpoints(tmp_path):
 
 
 def test_the_arguments_that_are_saved(unbroken):
-    """With the model lie the settings that the user gave, not those that writing needs."""
+    """The saved arguments are the user's, not those used while writing."""
     path = unbroken[0] / "checkpoint-2" / "training_args.bin"
     saved = torch.load(path, weights_only=False)
 

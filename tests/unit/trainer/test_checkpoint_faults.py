@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or of another network, are refused by name."""
+"""A checkpoint that is damaged or of another network is refused with an error that names it."""
 
 import json
 import pickle
@@ -43,7 +43,7 @@ def written(tmp_path_factory):
 
 
 def refusal(folder, **keywords):
-    """Return what is said of ``checkpoint-4``; the trainer is as before."""
+    """Return the error for ``checkpoint-4`` after checking that the trainer is unchanged."""
     trainer = new_trainer(folder, seed=1, **keywords)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(ValueError, match="cannot resume from") as caught:
@@ -62,7 +62,7 @@ def two_checkpoints(source, folder):
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["empty", "half"])
 def test_a_truncated_file(written, tmp_path, name, share):
-    """It is refused with its name, and the one before it is offered."""
+    """The error names the file, and offers the checkpoint before it."""
     file = two_checkpoints(written, tmp_path) / name
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
@@ -75,7 +75,7 @@ def test_a_truncated_file(written, tmp_path, name, share):
 
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
 def test_a_missing_file(written, tmp_path, name):
-    """It is refused with its name, and the one before it is offered."""
+    """The error names the file, and offers the checkpoint before it."""
     (two_checkpoints(written, tmp_path) / name).unlink()
 
     said = refusal(tmp_path)
@@ -87,7 +87,7 @@ def test_a_missing_file(written, tmp_path, name):
 
 @pytest.mark.parametrize("name", sorted({*STOCK} - {"training_args.bin"}))
 def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
-    """There each file speaks for itself; what was pickled with arguments is never read."""
+    """Without a manifest each file is checked by its format; pickled arguments are not read."""
     trained(tmp_path, PLAIN, kind=Trainer, save_steps=2, callbacks=[StopAfter(4)])
     file = tmp_path / "checkpoint-4" / name
     file.write_bytes(file.read_bytes()[:-9])
@@ -99,7 +99,7 @@ def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
 
 
 def test_no_whole_one_before(written, tmp_path):
-    """Then it is said that there is none; later ones are not offered."""
+    """The error says that there is no complete checkpoint before it; later ones are not offered."""
     shutil.copytree(written / "checkpoint-6", tmp_path / "checkpoint-6")
     for step in (2, 4):
         shutil.copytree(written / "checkpoint-2", tmp_path / f"checkpoint-{step}")
@@ -113,7 +113,7 @@ def test_no_whole_one_before(written, tmp_path):
 
 
 def test_no_such_folder(written, tmp_path):
-    """A path that is not there is refused as well, with what lies beside it."""
+    """A missing folder is refused, and the checkpoint beside it is offered."""
     two_checkpoints(written, tmp_path)
     trainer = new_trainer(tmp_path)
 
@@ -137,14 +137,14 @@ def gpt2(**sizes):
 
 
 class Renamed(torch.nn.Module):
-    """The same network under other names."""
+    """The same network with other parameter names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = gpt2()
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, factor=None):
-        """Do what it does."""
+        """Call the network."""
         return self.inner(input_ids, attention_mask, labels, factor)
 
 
@@ -163,7 +163,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("difference", FOREIGN)
 def test_another_networks_checkpoint(written, tmp_path, difference):
-    """The stock Trainer would load what fits and go on; here it is refused."""
+    """It is refused, while the stock Trainer loads the weights that fit."""
     make, reason = FOREIGN[difference]
     trainer = new_trainer(tmp_path, PLAIN, model=make())
 
@@ -174,7 +174,7 @@ def test_another_networks_checkpoint(written, tmp_path, difference):
 
 
 def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
-    """The one before it has to be of this network, too."""
+    """The checkpoint that is offered belongs to this network."""
     trainer = new_trainer(tmp_path, PLAIN, model=gpt2(n_layer=1))
 
     with pytest.raises(ValueError, match=r"; there is no intact checkpoint before it$"):
@@ -182,7 +182,7 @@ def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
 
 
 def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_path):
-    """So it is with ``model_init``."""
+    """It is also refused if the network comes from ``model_init``."""
     args = new_trainer(tmp_path, PLAIN).args
     trainer = MFTrainer(
         None, args, model_init=lambda: gpt2(n_layer=1), train_dataset=Rows(), data_collator=padded
@@ -193,10 +193,10 @@ def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_pat
 
 
 class OneGroup(MFTrainer):
-    """Decay all weights alike."""
+    """Use one parameter group for all weights."""
 
     def create_optimizer(self, model=None):
-        """Make an optimizer with all parameters in one group."""
+        """Create an optimizer with all parameters in one group."""
         if self.optimizer is None:
             parameters = (self.model if model is None else model).parameters()
             self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
@@ -217,7 +217,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_other_settings(written, tmp_path, change):
-    """They are refused before anything of the checkpoint is loaded, and can be put right."""
+    """They are refused before anything is loaded, and resuming works with the right settings."""
     keywords, reason = CHANGED[change]
     checkpoint = written / "checkpoint-4"
     trainer = new_trainer(tmp_path, seed=1, **keywords)
@@ -232,7 +232,7 @@ def test_other_settings(written, tmp_path, change):
 
 
 def test_an_average_that_is_new(tmp_path):
-    """It starts from the weights that are loaded, and that is said."""
+    """An average that the checkpoint lacks starts from the loaded weights, with a warning."""
     alone = trained(tmp_path / "alone", PLAIN, save_steps=2)
     checkpoint = tmp_path / "alone" / "checkpoint-12"
     ema = {"ema": lambda model: ExponentialMovingAverage(model, 0.9)}
@@ -246,7 +246,7 @@ def test_an_average_that_is_new(tmp_path):
 
 
 def test_nothing_of_ours_is_unpickled(written, tmp_path, monkeypatch):
-    """What the step keeps is JSON and safetensors; the Trainer's own is read as weights only."""
+    """The step's files are JSON and safetensors; the Trainer's are read with `weights_only`."""
     read, load = [], torch.load
 
     def noted_load(path, *args, weights_only, **keywords):

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which is the best: as with the stock Trainer."""
+"""The checkpoints that are kept, and the best one, are those of the stock Trainer."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ BEST = {
     "eval_steps": 2,
     "save_steps": 2,
     "load_best_model_at_end": True,
-    # So that the first one stays the best.
+    # Keeps the first checkpoint the best one.
     "metric_for_best_model": "loss",
     "greater_is_better": True,
 }
 
 
 def outcome(trainer):
-    """Return what checkpoints there are, and what the last one says of the best."""
+    """Return the names of the checkpoints, and what the last one says about the best one."""
     folder = Path(trainer.args.output_dir)
     last = Path(get_last_checkpoint(str(folder)))
     state = json.loads((last / "trainer_state.json").read_text())
@@ -53,7 +53,7 @@ KEPT = {
 @pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(tmp_path, name):
-    """The same checkpoints stay, and the same one is the best, as with the stock Trainer."""
+    """The same checkpoints are kept as by the stock Trainer, and the same one is the best."""
     arguments = BEST | KEPT[name]
     stock = trained(tmp_path / "stock", PLAIN, kind=Trainer, **arguments)
     ours = trained(tmp_path / "ours", PLAIN, **arguments)
@@ -62,7 +62,7 @@ def test_what_is_kept(tmp_path, name):
 
 
 def test_a_run_whose_folder_was_moved(tmp_path):
-    """The best checkpoint is found where it is now, and kept."""
+    """The best checkpoint is found at its new place and kept."""
     outcomes = []
     for kind in (Trainer, MFTrainer):
         folder = tmp_path / kind.__name__
@@ -87,7 +87,7 @@ def test_the_best_model_at_the_end(tmp_path):
 
 
 def test_a_relative_folder(tmp_path, monkeypatch):
-    """Paths are relative to where the run was started, as they were given."""
+    """Relative paths stay relative to the working directory."""
     monkeypatch.chdir(tmp_path)
     trainer = trained(Path("run"), PLAIN, **BEST)
 
@@ -95,7 +95,7 @@ def test_a_relative_folder(tmp_path, monkeypatch):
 
 
 def test_a_callback_that_the_checkpoint_does_not_know(tmp_path):
-    """One that keeps a state can be added when a run is resumed."""
+    """A callback with a state can be added when a run is resumed."""
     trained(tmp_path / "first", PLAIN, callbacks=[StopAfter(4)])
     added, checkpoint = EarlyStoppingCallback(100), tmp_path / "first" / "checkpoint-4"
 

@@ -1,4 +1,4 @@
-"""Batches that are made ahead draw the numbers that they drew, and those after them theirs."""
+"""A resumed epoch makes its next batches with the random numbers of the uninterrupted epoch."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from mfwrap.trainer.data_position import DataPosition
 
 
 class Numbers(Dataset):
-    """Indices beside numbers that are drawn for them."""
+    """Return an index with a random number drawn for it."""
 
     def __init__(self, num_rows):
         self._num_rows = num_rows
@@ -35,14 +35,14 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """Numbers without an index."""
+    """Yield numbers without an index."""
 
     def __iter__(self):
         yield from torch.arange(6.0)
 
 
 def prepared(dataset, **arguments):
-    """Return a data loader as a Trainer has it."""
+    """Return a data loader as a Trainer prepares it."""
     return Accelerator(cpu=True).prepare_data_loader(DataLoader(dataset, **arguments))
 
 
@@ -61,7 +61,7 @@ LOADERS = [random_loader, weighted_loader]
 
 
 def seen(batches):
-    """Return rows that can be compared, each with a number that is drawn while it is used."""
+    """Return rows as lists, each with a random number drawn while the batch is used."""
     return [(batch[0].tolist(), batch[1].tolist(), torch.rand(()).item()) for batch in batches]
 
 
@@ -69,7 +69,7 @@ def seen(batches):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
-    """Indices, drawn rows and what is drawn while training are those of the unbroken epoch."""
+    """Indices, rows and numbers drawn during training equal those of the uninterrupted epoch."""
     num_rows = data.draw(st.integers(3, 12))
     num_done = data.draw(st.integers(1, (num_rows + 1) // 2 - 1))
     torch.manual_seed(num_rows)
@@ -93,7 +93,7 @@ def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
 
 
 def test_watching_changes_nothing():
-    """The order and the numbers are those of a loader that no one watches."""
+    """Order and random numbers are those of a loader that is not watched."""
     begin = random_states()
     expected = seen(random_loader(7))
     restore_random_states(begin)
@@ -104,7 +104,7 @@ def test_watching_changes_nothing():
 
 
 def test_a_sampler_is_given_back():
-    """Class and attributes are what they were, and a second loader takes the place of the first."""
+    """Class and attributes are restored, also when a second loader is watched instead."""
     first, second, position = random_loader(4), random_loader(4), DataPosition()
     kind, attributes = type(first.batch_sampler), dict(vars(first.batch_sampler))
     position.watch(first)
@@ -129,7 +129,7 @@ def test_a_sampler_is_given_back():
     ids=["workers", "stream", "a list as sampler", "no loader"],
 )
 def test_what_cannot_be_watched_is_left_alone(new_loader):
-    """It is iterated over as before, and nothing is said of it."""
+    """Such a loader works as before, and its state is None."""
     loader = new_loader()
     position = DataPosition()
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_watched_is_left_alone(new_loader):
 
 
 def test_without_a_saved_batch_nothing_is_restored():
-    """As with a checkpoint that a stock Trainer has written."""
+    """Resuming from a stock Trainer's checkpoint restores no random states."""
     loader, position = random_loader(4), DataPosition()
     position.watch(loader)
     position.resume(None, functools.partial(pytest.fail, "restored"))

@@ -1,4 +1,4 @@
-"""MFTrainer trains as the stock Trainer does, whatever its arguments."""
+"""MFTrainer gives the stock Trainer's results for any of its arguments."""
 
 import inspect
 import statistics
@@ -29,14 +29,14 @@ from support.trainer_runs import (
     values,
 )
 
-# The newer name; the older one is deprecated where there is a newer.
+# transformers deprecated the older name when it added the newer one.
 RENAMED = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters
 CHECKPOINTED = {"activation_checkpointing" if RENAMED else "gradient_checkpointing": True}
 COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "adamw_torch_fused"}
 
 
 def runs(folder: Path, **settings: Any) -> tuple[Run, list[Run]]:
-    """Return a run of the stock Trainer, and MFTrainer's without and with a loss scale."""
+    """Return runs of the stock Trainer, of MFTrainer, and of MFTrainer with a loss scale."""
     stock = train(new_trainer(Trainer, folder / "stock", **settings))
     scales = (None, 2.0**16)
     return stock, [
@@ -47,7 +47,7 @@ def runs(folder: Path, **settings: Any) -> tuple[Run, list[Run]]:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_float32(max_grad_norm, tmp_path):
-    """Losses, norms and weights to 1e-6, rates exactly; a loss scale leaves no trace."""
+    """Losses, norms and weights agree to 1e-6 and rates exactly, with and without a loss scale."""
     stock, both = runs(tmp_path, max_steps=12, max_grad_norm=max_grad_norm, **COSINE)
 
     assert min(values(stock, "grad_norm")) > 0.5
@@ -59,7 +59,7 @@ def test_float32(max_grad_norm, tmp_path):
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e3])
 def test_bf16_that_is_not_clipped(max_grad_norm, tmp_path):
-    """Bit for bit, losses and weights; norms are added up in another order."""
+    """Losses and weights are bit-identical; norms differ by the order of their sum."""
     stock, both = runs(tmp_path, max_steps=12, bf16=True, max_grad_norm=max_grad_norm, **COSINE)
 
     for ours in both:
@@ -69,7 +69,7 @@ def test_bf16_that_is_not_clipped(max_grad_norm, tmp_path):
 
 
 def test_bf16_that_is_clipped(tmp_path):
-    """A dozen clipped updates move weights apart by 1e-3 at most: rounded at another place."""
+    """After a dozen clipped updates weights differ by 1e-3 at most, because of rounding."""
     stock, both = runs(tmp_path, max_steps=12, bf16=True, max_grad_norm=0.5, **COSINE)
 
     assert min(values(stock, "grad_norm")) > 0.5
@@ -81,7 +81,7 @@ def test_bf16_that_is_clipped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["float32", "float32 clipped", "bf16", "bf16 clipped"])
 def test_two_hundred_updates(case, tmp_path):
-    """A difference does not grow with the length of a training."""
+    """The difference does not grow with the length of a training."""
     settings = {
         "max_steps": 200,
         "data": Counting(512),
@@ -100,7 +100,7 @@ def test_two_hundred_updates(case, tmp_path):
 
 
 class PlainNetwork(nn.Module):
-    """A network that takes no number of items, and returns a mean."""
+    """A network that returns a mean loss and does not take ``num_items_in_batch``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,18 +127,18 @@ def _next_token_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") ->
 
 
 def plain_network() -> PlainNetwork:
-    """Return one that is always the same."""
+    """Return a plain network that is always the same."""
     torch.manual_seed(0)
     return PlainNetwork()
 
 
 def half_llama() -> PreTrainedModel:
-    """Return a Llama whose weights themselves are bfloat16."""
+    """Return a Llama with bfloat16 weights."""
     return tiny_llama().bfloat16()
 
 
 def lora_llama() -> nn.Module:
-    """Return a Llama of which adapters are trained."""
+    """Return a Llama with LoRA adapters."""
     peft = pytest.importorskip("peft")
     llama = tiny_llama()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -146,19 +146,19 @@ def lora_llama() -> nn.Module:
 
 
 def own_optimizer(model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer and a schedule that the user has made."""
+    """Return an optimizer and a schedule made by the user."""
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     return {"optimizers": (optimizer, StepLR(optimizer, 2))}
 
 
 def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-    """Return a loss that is divided by the number of items."""
+    """Return a loss divided by the number of items."""
     return _next_token_loss(outputs["logits"], labels, "sum") / num_items_in_batch
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training that is compared."""
+    """A training to compare."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     model: Callable[[], nn.Module] = tiny_llama
@@ -168,12 +168,12 @@ class Case:
 
     @property
     def half(self) -> bool:
-        """Whether bfloat16 is used."""
+        """Return whether bfloat16 is used."""
         return self.arguments.get("bf16", False) or self.model is half_llama
 
     @property
     def clipped(self) -> bool:
-        """Whether gradients may be clipped."""
+        """Return whether gradients may be clipped."""
         return self.arguments.get("max_grad_norm", 1.0) > 0
 
 
@@ -257,7 +257,7 @@ CASES = {
 
 
 def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
-    """Return the run of a case; the second half of it if it is resumed."""
+    """Return the run of a case; for a resumed case its second half."""
 
     def fresh() -> Trainer:
         model = case.model()
@@ -272,23 +272,26 @@ def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
     return train(fresh(), resume=folder / f"checkpoint-{case.resume_at}")
 
 
-# peft asks for a name that transformers will give up.
+# peft uses a name that transformers has deprecated.
 @pytest.mark.fast_sample(16)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_arguments(case, tmp_path):
-    """Log and weights are the stock Trainer's: the same bits in bf16 where nothing is clipped."""
+    """Log and weights equal the stock Trainer's.
+
+    In bf16 without clipping they are bit-identical.
+    """
     stock = run_of(Trainer, tmp_path / "stock", case)
     ours = run_of(MFTrainer, tmp_path / "ours", case)
 
     difference = 1e-6 if not case.half else 1e-3 if case.clipped else 0.0
     assert_same_weights(stock, ours, difference=difference)
     if case.model is half_llama:
-        # The stock Trainer takes norms in the gradients' own type.
+        # The stock Trainer computes norms in the type of the gradients.
         assert values(ours, "loss") == values(stock, "loss")
         assert values(ours, "grad_norm") == pytest.approx(values(stock, "grad_norm"), rel=2**-8)
         return
     if case.resume_at is not None:
-        # The stock Trainer leaves the steps before the checkpoint out of this mean.
+        # The stock Trainer does not count the steps before the checkpoint in this mean.
         stock.log[-1]["train_loss"] = statistics.fmean(values(stock, "loss"))
     assert_same_log(stock, ours, relative=1e-3 if case.half and case.clipped else 1e-6)

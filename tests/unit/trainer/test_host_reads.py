@@ -1,4 +1,4 @@
-"""How often an update of MFTrainer reads on the host, beside the stock Trainer's."""
+"""How often an update of MFTrainer reads on the host, compared with the stock Trainer."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ NUM_UPDATES = COUNTED_UPDATES + 3
 
 
 class CountsReads(TrainerCallback):
-    """Counts reads from the third update on, everything between updates included."""
+    """Count reads from the third update on, including those between updates."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -31,12 +31,12 @@ class CountsReads(TrainerCallback):
             self._modes.__enter__()
         if state.global_step == 2 + COUNTED_UPDATES:
             self._modes.__exit__(None, None, None)
-            # On CPU it moves nothing.
+            # On a CPU, `to` moves nothing.
             self.names = [name for name in self._modes.names if name != "to"]
 
 
 def reads_per_update(kind, folder, *, monitor=False, factors=(), **settings) -> float:
-    """Return how often an update reads."""
+    """Return the number of reads per update."""
     counter = CountsReads()
     callbacks = [counter, *([MFLossMonitor()] if monitor else [])]
     arguments: dict[str, Any] = {
@@ -54,9 +54,9 @@ def reads_per_update(kind, folder, *, monitor=False, factors=(), **settings) -> 
 
 
 def reads_of_the_model() -> int:
-    """Return how often forward and backward of four micro-batches read."""
+    """Return the number of reads in forward and backward of four micro-batches."""
     model, rows = tiny_llama(), Counting(8, length=8)
-    # As the Trainer sets it.
+    # The Trainer sets it so.
     model.config.use_cache = False
     batches = [padded([rows[first], rows[first + 1]]) for first in range(0, 8, 2)]
     with HostReads() as counted:
@@ -66,7 +66,7 @@ def reads_of_the_model() -> int:
 
 
 def everything() -> dict[str, Any]:
-    """Return settings with everything on."""
+    """Return settings with all features on."""
     return {
         "step": StepConfig(local_norm=True, local_norm_groups="layer"),
         "ema": lambda model: ExponentialMovingAverage(model, 0.99, warmup=True),
@@ -75,7 +75,7 @@ def everything() -> dict[str, Any]:
 
 
 def test_the_stock_trainer_reads_a_dozen_times(tmp_path):
-    """Its filter of losses reads each of them twice; the rest is the model's."""
+    """Its filter reads each loss twice; the other reads are the model's."""
     reads = reads_per_update(Trainer, tmp_path)
 
     assert reads == STOCK_READS
@@ -85,7 +85,7 @@ def test_the_stock_trainer_reads_a_dozen_times(tmp_path):
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_with_everything_on_only_the_model_reads(max_grad_norm, precision, tmp_path):
-    """Dynamic loss scale, local norms, average, clipping and a record of each update."""
+    """Loss scale, local norms, average, clipping and records add no read."""
     settings = {"extras": everything(), "max_grad_norm": max_grad_norm, **precision}
     reads = reads_per_update(MFTrainer, tmp_path, monitor=True, **settings)
 
@@ -94,7 +94,7 @@ def test_with_everything_on_only_the_model_reads(max_grad_norm, precision, tmp_p
 
 
 def test_a_skipped_update_reads_nothing_more(tmp_path):
-    """Overflows among the updates that are counted; schedule and records know them later."""
+    """An update that overflows reads as often as any other."""
     factors = [1.0] * 12 + [NAN] + [1.0] * 7 + [NAN]
     reads = reads_per_update(
         MFTrainer, tmp_path, monitor=True, factors=factors, extras=everything()
@@ -104,7 +104,7 @@ def test_a_skipped_update_reads_nothing_more(tmp_path):
 
 
 def test_an_optimizer_that_cannot_skip_on_the_device_reads_once_more(tmp_path):
-    """One flag an update, beside what the optimizer reads itself."""
+    """It adds one flag per update to the reads of the optimizer itself."""
     settings = {"optim": "sgd", "learning_rate": 0.1}
     reads = reads_per_update(MFTrainer, tmp_path, extras=everything(), **settings)
 
@@ -134,7 +134,7 @@ def test_nothing_waits_for_the_update_before_the_next_one(tmp_path):
 
 
 def test_a_log_reads_once_for_all_that_is_added(tmp_path):
-    """Beside the loss and the norm, which the stock Trainer reads as well."""
+    """The step's values add one read to those of loss and norm."""
     logged = {"logging_strategy": "steps", "logging_steps": 1}
     reads = reads_per_update(MFTrainer, tmp_path, extras=everything(), **logged)
     without = reads_per_update(MFTrainer, tmp_path, extras=everything())
@@ -144,7 +144,7 @@ def test_a_log_reads_once_for_all_that_is_added(tmp_path):
 
 
 def test_the_counter_sees_reads(tmp_path):
-    """A callback that reads the loss of each update is counted."""
+    """A callback that reads each update's loss is counted."""
 
     class Reads(TrainerCallback):
         def on_step_end(self, *_, step_output, **__):

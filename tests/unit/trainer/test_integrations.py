@@ -1,4 +1,4 @@
-"""The mixin before trainers of other libraries: TRL's, and with a PEFT adapter."""
+"""The mixin works before TRL's trainers, and with a PEFT adapter."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.trainer import MFTrainerMixin
 
-# What those libraries warn of is theirs.
+# Warnings of these libraries are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SETTINGS = {
@@ -31,15 +31,15 @@ SETTINGS = {
 
 
 class OurSFT(MFTrainerMixin, SFTTrainer):
-    """TRL's supervised fine-tuning with the step behind it."""
+    """TRL's supervised fine-tuning with MindFormers' step."""
 
 
 class OurDPO(MFTrainerMixin, DPOTrainer):
-    """TRL's preference tuning with the step behind it."""
+    """TRL's preference tuning with MindFormers' step."""
 
 
 def llama() -> LlamaForCausalLM:
-    """Return a small model, the same each time."""
+    """Return a small model, always the same."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -63,7 +63,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def fine_tuned(kind, folder, peft_config=None, **ours):
-    """Return a trainer that has fine-tuned on sentences."""
+    """Return a trainer after fine-tuning on sentences."""
     texts = ["hello world this is text", "another line of words here"] * 20
     trainer = kind(
         model=llama(),
@@ -77,7 +77,7 @@ def fine_tuned(kind, folder, peft_config=None, **ours):
 
 
 def preference_tuned(kind, folder, **ours):
-    """Return a trainer that has learned preferences."""
+    """Return a trainer after preference tuning."""
     pairs = {"prompt": ["hello "] * 40, "chosen": ["world"] * 40, "rejected": ["words"] * 40}
     trainer = kind(
         model=llama(),
@@ -99,7 +99,7 @@ def trained(trainer):
 
 
 def assert_equal_runs(stock, ours):
-    """Losses and norms agree to 1e-5 and weights to 1e-6: folding moves the last bit."""
+    """Compare losses and norms to 1e-5 and weights to 1e-6, because clipping rounds elsewhere."""
     for theirs, log in zip(stock.state.log_history, ours.state.log_history, strict=True):
         for key in {"loss", "grad_norm", "learning_rate"} & theirs.keys():
             assert log[key] == pytest.approx(theirs[key], rel=1e-5), key
@@ -109,7 +109,7 @@ def assert_equal_runs(stock, ours):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 def test_supervised_fine_tuning(tmp_path, scale):
-    """TRL's SFTTrainer with the step gives the results of the one without."""
+    """TRL's SFTTrainer gives the same results with and without the step."""
     stock = fine_tuned(SFTTrainer, tmp_path)
     ours = fine_tuned(OurSFT, tmp_path, scale_sense=scale, step=StepConfig(local_norm=True))
 
@@ -118,7 +118,7 @@ def test_supervised_fine_tuning(tmp_path, scale):
 
 
 def test_an_adapter(tmp_path):
-    """Of a PEFT LoRA model, the adapter's weights are trained, measured and averaged."""
+    """Of a PEFT LoRA model, only the adapter's weights are trained, measured and averaged."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     stock = fine_tuned(SFTTrainer, tmp_path, config)
     ours = fine_tuned(
@@ -136,7 +136,7 @@ def test_an_adapter(tmp_path):
 
 
 def test_preference_tuning(tmp_path):
-    """TRL's DPOTrainer with the step gives the results of the one without."""
+    """TRL's DPOTrainer gives the same results with and without the step."""
     stock = preference_tuned(DPOTrainer, tmp_path)
     ours = preference_tuned(OurDPO, tmp_path, scale_sense=2.0**16)
 

@@ -1,4 +1,4 @@
-"""A training that is killed, or told to end, goes on as if nothing had happened."""
+"""A training that is killed, or ended by SIGTERM, resumes as if it had not been interrupted."""
 
 import functools
 import os
@@ -21,18 +21,18 @@ MOST_LINES = 26
 
 
 def lasting(end):
-    """Return an end without random generators: a run that has ended already loads none."""
+    """Return an end without random generators, which a finished run does not load."""
     return {name: value for name, value in end.items() if "generator" not in name}
 
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory):
-    """Return the end of a run that nobody disturbed."""
+    """Return the end of a run that is not interrupted."""
     return lasting(end_of(trained(tmp_path_factory.mktemp("alone"), SETTINGS)))
 
 
 def signalled(folder, line, number):
-    """Train in a process, from the last checkpoint if there is one, until it has told that much.
+    """Train in a process that gets a signal after so many lines of output.
 
     Returns:
         The status that it ended with after the signal, and all that it told.
@@ -45,7 +45,7 @@ def signalled(folder, line, number):
 
 
 def end_from_last_checkpoint(folder):
-    """Return the end of a run that goes on here."""
+    """Return the end of a run that resumes in this process."""
     last = get_last_checkpoint(str(folder))
     trainer = new_trainer(folder, SETTINGS, seed=0 if last is None else 1)
     trainer.train(resume_from_checkpoint=last)
@@ -53,7 +53,7 @@ def end_from_last_checkpoint(folder):
 
 
 def survive(folder, num_kills, expected):
-    """Kill at random moments and resume, and begin anew at the end, until killed that often."""
+    """Kill a run at random moments and resume it, until it was killed so often."""
     draw = random.Random(0)  # noqa: S311  (moments, no secrets)
     num_runs, left = 0, num_kills
     while left > 0:
@@ -71,19 +71,19 @@ def survive(folder, num_kills, expected):
 
 
 def test_killed_three_times(left_alone, tmp_path):
-    """Wherever a run is killed, it is resumed, and its end is that of a run left alone."""
+    """The end of a run that was killed and resumed is that of an uninterrupted run."""
     survive(tmp_path, 3, left_alone)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_twenty_times(left_alone, tmp_path):
-    """So it is however often."""
+    """The same holds for twenty kills."""
     survive(tmp_path, 20, left_alone)
 
 
 def test_told_to_end(left_alone, tmp_path):
-    """At SIGTERM the step is finished and saved, and the process exits as one that succeeded."""
+    """At SIGTERM the step is finished and saved, and the process exits with status 0."""
     status, told = signalled(tmp_path, 2, signal.SIGTERM)
 
     assert status == 0
@@ -101,7 +101,7 @@ def test_told_to_end_twice(tmp_path):
     with start_process(tmp_path, SETTINGS, waits=True) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        # Only now the step goes on.
+        # The step continues only now.
         process.stdin.write("\n")
         process.stdin.flush()
         second = process.stdout.readline()
@@ -114,7 +114,7 @@ def test_told_to_end_twice(tmp_path):
 
 
 class ToldToEnd(TrainerCallback):
-    """Send this process a SIGTERM at an event, once.
+    """Send this process a SIGTERM once, at an event.
 
     Args:
         event: Name of the event.
@@ -133,17 +133,17 @@ class ToldToEnd(TrainerCallback):
 
 
 class Happened(TrainerCallback):
-    """Note evaluations and checkpoints."""
+    """Record evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.events = []
 
     def on_evaluate(self, _args, state, _control, **_) -> None:
-        """Note it."""
+        """Record an evaluation."""
         self.events.append(f"evaluated {state.global_step}")
 
     def on_save(self, _args, state, _control, **_) -> None:
-        """Note it."""
+        """Record a checkpoint."""
         self.events.append(f"saved {state.global_step}")
 
 
@@ -152,7 +152,7 @@ EVALUATIONS = {
     "every third step": {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 6},
     "each epoch": {"eval_strategy": "epoch", "save_strategy": "epoch"},
 }
-# When evaluated, where the signal comes, in which step, and after which one the run stops.
+# Evaluation strategy, event and step of the signal, and the step after which the run stops.
 MOMENTS = [
     ("never", "on_substep_end", 0, 1),
     ("never", "on_pre_optimizer_step", 3, 4),
@@ -172,7 +172,7 @@ EVALUATION_IS_DUE = [
 
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory):
-    """Return the end of a run that nobody disturbed, by when it is evaluated."""
+    """Return the ends of uninterrupted runs by their evaluation strategy."""
 
     @functools.cache
     def run(when):
@@ -182,7 +182,7 @@ def evaluated_alone(tmp_path_factory):
 
 
 def tell_to_end(folder, when, event, step):
-    """Train until told to end, and return what happened."""
+    """Train until the SIGTERM takes effect, and return the events."""
     happened, handler = Happened(), signal.getsignal(signal.SIGTERM)
     callbacks = [ToldToEnd(event, step), happened]
     with pytest.raises(SystemExit) as caught:
@@ -195,7 +195,7 @@ def tell_to_end(folder, when, event, step):
 @pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS)
 def test_how_it_ends(tmp_path, when, event, step, stopped):
-    """It saves after its step, once, and does nothing else that the step did not ask for."""
+    """It saves once after its step, and does nothing else that was not due."""
     events = tell_to_end(tmp_path, when, event, step)
 
     assert events[-1] == f"saved {stopped}"
@@ -206,7 +206,7 @@ def test_how_it_ends(tmp_path, when, event, step, stopped):
 @pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS + EVALUATION_IS_DUE)
 def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
-    """Whenever it was told to end, and whatever was due then, nothing shows in the resumed run."""
+    """A resumed run is unaffected by when the SIGTERM came and what was due then."""
     tell_to_end(tmp_path, when, event, step)
 
     again = new_trainer(tmp_path, SETTINGS, seed=1, **EVALUATIONS[when])
@@ -216,7 +216,7 @@ def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
 
 
 def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
-    """The last one stays beside it, though the limit would leave the best one alone at the end."""
+    """The last checkpoint is kept beside the best one, in spite of the limit of 1."""
     best_is_first = {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -240,7 +240,7 @@ def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
 
 
 def test_told_to_end_when_it_has(left_alone, tmp_path):
-    """After the last step it ends as it would have, and exits as one that succeeded."""
+    """After the last step a run ends as usual, and exits with status 0."""
     told = ToldToEnd("on_train_end", NUM_STEPS)
 
     with pytest.raises(SystemExit) as caught:
@@ -251,7 +251,7 @@ def test_told_to_end_when_it_has(left_alone, tmp_path):
 
 
 def test_not_told_to_end(tmp_path):
-    """A later training in the same process is not ended by an earlier one's signal."""
+    """The signal of one training does not end a later training of the same process."""
     with pytest.raises(SystemExit):
         trained(tmp_path / "first", SETTINGS, callbacks=[ToldToEnd("on_substep_end", 0)])
     trainer = trained(tmp_path / "second", SETTINGS)

@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Losses:
-    """Notes sum and number of the targets' losses of each micro-batch, before it is spoilt."""
+    """Record sum and number of the targets' losses of each micro-batch, before it is spoilt."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.sums: list[float] = []
@@ -43,7 +43,7 @@ class Losses:
 
 
 def spoilt_run(folder, factors, *, kind=MFTrainer, data=None, **settings) -> tuple[Run, Losses]:
-    """Return a run whose losses are multiplied by `factors`, with what they were."""
+    """Return a run whose losses are multiplied by `factors`, and its original losses."""
     model = spoilt_llama(factors)
     losses = Losses(model)
     data = Counting(64, length=5) if data is None else data
@@ -51,7 +51,7 @@ def spoilt_run(folder, factors, *, kind=MFTrainer, data=None, **settings) -> tup
 
 
 def test_each_log_of_a_loss_has_what_the_step_knows(tmp_path):
-    """Numbers that JSON can hold; the log at the end, of the whole training, has them not."""
+    """Training logs have the step's numbers, ready for JSON; the final entry does not."""
     run, _ = spoilt_run(tmp_path, [1] * 4 + [INF], extras={"scale_sense": 2.0**10})
     added = {"loss_scale": 1024.0, "non_finite_losses": 0}
     *steps, whole = run.log
@@ -65,7 +65,7 @@ def test_each_log_of_a_loss_has_what_the_step_knows(tmp_path):
 
 
 def test_the_loss_scale_in_the_log_is_that_of_the_next_update(tmp_path):
-    """It falls with an overflow, and grows after a window without."""
+    """It falls after an overflow, and grows after a window without one."""
     scale = DynamicLossScaleUpdateCell(2.0**8, 2, 2)
     run, _ = spoilt_run(tmp_path, [1] * 4 + [INF], extras={"scale_sense": scale}, max_steps=5)
 
@@ -74,7 +74,7 @@ def test_the_loss_scale_in_the_log_is_that_of_the_next_update(tmp_path):
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_loss_that_is_not_finite_is_left_out_and_counted(bad, tmp_path):
-    """The logged loss is the mean of the others, and that of the training finite."""
+    """The logged loss is the mean of the finite losses, and so is that of the training."""
     run, losses = spoilt_run(tmp_path, [1, bad])
 
     expected = [losses.mean(0, 2, 3)]
@@ -94,10 +94,10 @@ def test_the_mean_of_the_others_counts_their_targets(tmp_path):
 
 
 def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
-    """Also the last one of an epoch, which has fewer micro-batches."""
+    """The last update of an epoch weighs as much as others, with fewer micro-batches."""
 
     class One(nn.Module):
-        """Its loss is 1, its gradient 0."""
+        """A network with loss 1 and gradient 0."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -117,7 +117,7 @@ def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
 
 
 def test_losses_are_left_out_of_the_mean_of_several_updates(tmp_path):
-    """Bad losses of two updates, logged together."""
+    """Bad losses of two updates that are logged together are left out."""
     factors = [1, NAN, 1, 1, 1, 1, NAN, NAN]
     run, losses = spoilt_run(tmp_path, factors, logging_steps=2)
 
@@ -128,7 +128,7 @@ def test_losses_are_left_out_of_the_mean_of_several_updates(tmp_path):
 
 
 def test_losses_are_left_out_without_accumulation(tmp_path):
-    """A bad micro-batch is a whole update, however many targets it has."""
+    """A bad micro-batch counts as a whole update, however many targets it has."""
     run, losses = spoilt_run(
         tmp_path,
         [1, NAN, 1, 1],
@@ -143,7 +143,7 @@ def test_losses_are_left_out_without_accumulation(tmp_path):
 
 
 def test_a_log_without_any_finite_loss_has_no_loss(tmp_path):
-    """It has the rest; logs before and after it are as ever, and the training's is finite."""
+    """It has the other numbers; the logs before and after it are not affected."""
     run, losses = spoilt_run(tmp_path, [1] * 4 + [NAN] * 4)
 
     assert ["loss" in entry for entry in run.log] == [True, False, True, True, False]
@@ -154,7 +154,7 @@ def test_a_log_without_any_finite_loss_has_no_loss(tmp_path):
 
 
 def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
-    """They belong to no log, but to the mean of the whole."""
+    """They are in no log, but in the mean of the training, where they are left out."""
     run, losses = spoilt_run(tmp_path, [1] * 13 + [NAN], logging_steps=3)
 
     means = [losses.mean(*range(first, first + 4)) for first in (0, 4, 8)]
@@ -164,7 +164,7 @@ def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
 
 
 def test_without_the_filter_a_bad_loss_is_logged_as_it_is(tmp_path):
-    """As the stock Trainer does, though the update is skipped, and it is counted."""
+    """The log is the stock Trainer's; the update is skipped, and the loss is counted."""
     settings = {"logging_nan_inf_filter": False}
     run, _ = spoilt_run(tmp_path / "ours", [1] * 4 + [NAN], **settings)
     stock, _ = spoilt_run(tmp_path / "stock", [1] * 4 + [NAN], kind=Trainer, **settings)
@@ -176,7 +176,7 @@ def test_without_the_filter_a_bad_loss_is_logged_as_it_is(tmp_path):
 
 
 class LogsLoss(TrainerCallback):
-    """Logs a loss of the user's own after the second micro-batch of each update."""
+    """Log a loss of the user after the second micro-batch of each update."""
 
     trainer: Trainer
     num_parts = 0
@@ -188,7 +188,7 @@ class LogsLoss(TrainerCallback):
 
 
 def test_a_loss_that_the_user_logs_stays_as_it_is(tmp_path):
-    """After a training; nothing of the last update is added to it, and nothing taken away."""
+    """After a training, an entry of the user is logged without any change."""
     run, _ = spoilt_run(tmp_path, [])
     run.trainer.log({"loss": 2.0})
 
@@ -196,7 +196,7 @@ def test_a_loss_that_the_user_logs_stays_as_it_is(tmp_path):
 
 
 def test_a_loss_that_the_user_logs_meanwhile_changes_no_other(tmp_path):
-    """The Trainer's own logs go on, with bad losses left out."""
+    """The Trainer's own logs are not affected by entries of the user."""
     callback = LogsLoss()
     model = spoilt_llama([1, NAN])
     losses = Losses(model)
@@ -212,7 +212,7 @@ def test_a_loss_that_the_user_logs_meanwhile_changes_no_other(tmp_path):
 
 
 class GradientNorms(TrainerCallback):
-    """Norms of the gradients that the optimizer gets, by parameter."""
+    """Record the norms of the gradients that the optimizer gets, by parameter."""
 
     def __init__(self) -> None:
         self.norms: list[dict[str, float]] = []
@@ -226,7 +226,7 @@ class GradientNorms(TrainerCallback):
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e3])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_norms_are_of_gradients_before_clipping(precision, max_grad_norm, tmp_path):
-    """Unscaled, of all parameters and of each group, clipped or not."""
+    """Norms are unscaled, of all parameters and of each group, clipped or not."""
     norms = GradientNorms()
     step = StepConfig(local_norm=True, local_norm_groups="layer")
     settings = {"extras": {"scale_sense": 2.0**10, "step": step}, "bf16": precision == "bf16"}
@@ -249,14 +249,14 @@ def test_norms_are_of_gradients_before_clipping(precision, max_grad_norm, tmp_pa
 
 
 def test_there_are_no_local_norms_unless_they_are_asked_for(tmp_path):
-    """By default the log stays short."""
+    """By default the log has no local norms."""
     run = train(new_trainer(MFTrainer, tmp_path))
 
     assert not [name for name in run.log[0] if name.startswith("local_norm")]
 
 
 def test_tensorboard_gets_what_the_log_has(tmp_path, monkeypatch):
-    """As scalars, at the step of the update."""
+    """Each number of the log is a scalar at the step of its update."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     step = StepConfig(local_norm=True, local_norm_groups=["lm_head"])
     trainer = new_trainer(

@@ -1,4 +1,4 @@
-"""Settings of the step in a Trainer: those of its arguments, or left alone."""
+"""The arguments of MFTrainer: those of the step, and those of the Trainer."""
 
 import dataclasses
 import inspect
@@ -36,7 +36,7 @@ def arguments() -> TrainingArguments:
     ids=["defaults", "same accumulation", "same clipping", "norms", "spikes"],
 )
 def test_settings_that_agree_are_kept(config):
-    """But for the accumulation, which the Trainer does."""
+    """Only the accumulation is reset, because the Trainer accumulates."""
     kept = loop_settings(config, arguments())
 
     assert kept == dataclasses.replace(config, gradient_accumulation_steps=1)
@@ -61,7 +61,7 @@ def test_settings_that_agree_are_kept(config):
     ids=["accumulation", "clipping", "per token"],
 )
 def test_settings_that_contradict_the_arguments_are_refused(config, message, tmp_path):
-    """By name, when the trainer is made."""
+    """The error names the setting when the trainer is made."""
     with pytest.raises(ValueError, match=message):
         loop_settings(config, arguments())
     with pytest.raises(ValueError, match=message):
@@ -70,7 +70,7 @@ def test_settings_that_contradict_the_arguments_are_refused(config, message, tmp
 
 @pytest.mark.parametrize("step", [{"local_norm": True}, StepConfig, 1], ids=["dict", "class", "1"])
 def test_what_is_no_config_is_refused(step, tmp_path):
-    """Nothing else is taken for one."""
+    """Only a StepConfig instance is accepted."""
     with pytest.raises(TypeError, match="`step` must be a StepConfig or None, got"):
         new_trainer(MFTrainer, tmp_path, extras={"step": step})
 
@@ -85,13 +85,13 @@ def test_what_is_no_config_is_refused(step, tmp_path):
     ids=["a decay", "a word", "two scales"],
 )
 def test_bad_average_and_bad_scale_are_refused(name, value, error, tmp_path):
-    """By name, when the trainer is made."""
+    """The error names the argument when the trainer is made."""
     with pytest.raises(error, match=f"`{name}` must"):
         new_trainer(MFTrainer, tmp_path, extras={name: value})
 
 
 def test_an_average_of_another_model_is_refused(tmp_path):
-    """When training begins: only then it is known what the optimizer holds."""
+    """It is refused when training begins and the optimizer's parameters are known."""
     ema = ExponentialMovingAverage(tiny_llama(), 0.9)
     trainer = new_trainer(MFTrainer, tmp_path, extras={"ema": ema})
 
@@ -113,7 +113,7 @@ def test_an_average_of_another_model_is_refused(tmp_path):
     ids=["float32", "bf16", "fp16", "number", "number in fp16", "fixed", "dynamic"],
 )
 def test_the_first_loss_scale(settings, expected, tmp_path):
-    """65536 in fp16, 1 in any other precision, unless it is given."""
+    """It is 65536 in fp16 and 1 in any other precision, unless one is given."""
     trainer = new_trainer(MFTrainer, tmp_path, **settings)
 
     assert trainer.attached.loss_scale.item() == expected
@@ -150,7 +150,7 @@ def test_every_parameter_reaches_the_trainer(monkeypatch):
 
 
 def test_the_average_is_there_when_training_has_begun(tmp_path):
-    """Made by a callable of the prepared model; one that is given is there before."""
+    """A callable makes it from the prepared model; before that, `ema` is None."""
     given = new_trainer(MFTrainer, tmp_path / "given")
     assert given.ema is None
     made = new_trainer(

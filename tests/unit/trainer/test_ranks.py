@@ -1,4 +1,4 @@
-"""Several ranks: their checkpoints, how they are resumed, and how they end together."""
+"""Checkpoints of several ranks, how they are resumed, and how the ranks end together."""
 
 import json
 import os
@@ -45,14 +45,14 @@ OF_EACH = [{f"mfwrap_position_{rank}.json", f"rng_state_{rank}.pth"} for rank in
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder in which the ranks have trained, and what each of them has left behind."""
+    """Return the folder in which the ranks have trained, and the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(run_rank, args=(str(folder), free_port()), nprocs=NUM_RANKS)
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in RANKS]
 
 
 def test_files_of_a_checkpoint(run):
-    """Each rank has its own beside those of all, all are in the list, and nothing is left over."""
+    """Each rank has a file of its own, the manifest lists all files, and no other files remain."""
     folder = run[0] / "alone"
 
     assert {path.name for path in folder.iterdir()} == {
@@ -66,7 +66,7 @@ def test_files_of_a_checkpoint(run):
 
 
 def test_ranks_stand_at_different_places(run):
-    """Random states and losses differ, so that one rank's would not do for all."""
+    """Random states and losses differ between ranks, so that each rank needs its own file."""
     folder = run[0] / "alone" / "checkpoint-5"
     first, last = (json.loads((folder / f"mfwrap_position_{r}.json").read_text()) for r in RANKS)
 
@@ -75,7 +75,7 @@ def test_ranks_stand_at_different_places(run):
 
 
 def since(step, end):
-    """Return the end of a run with the log since a step alone.
+    """Return the end of a run, with its log from a step on.
 
     The Trainer keeps rank 0's log in a checkpoint, with its local norms. A run that has ended
     already loads no random generators.
@@ -88,7 +88,7 @@ def since(step, end):
 @pytest.mark.parametrize("step", RESUMED)
 @pytest.mark.parametrize("rank", RANKS)
 def test_resumed(run, rank, step):
-    """On each rank a resumed run is bitwise the one that was not stopped."""
+    """On each rank a resumed run is bit-identical to one that was never stopped."""
     results = run[1][rank]
 
     assert_same_state(since(step, results["alone"]), since(step, results["resumed"][step]))
@@ -96,7 +96,7 @@ def test_resumed(run, rank, step):
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_told_to_end(run, name):
-    """Whichever ranks are told, all stop after the same step, save, and exit with success."""
+    """A SIGTERM to any rank stops all ranks after the same step; they save and exit with 0."""
     first, last = (results["told"][name] for results in run[1])
 
     assert first["step"] == last["step"]
@@ -109,14 +109,14 @@ def test_told_to_end(run, name):
 @pytest.mark.parametrize("name", ENDINGS)
 @pytest.mark.parametrize("rank", RANKS)
 def test_told_to_end_and_resumed(run, rank, name):
-    """Nothing of it shows in the resumed run."""
+    """A resumed run is not affected by the SIGTERM."""
     expected, told = run[1][rank]["alone"], run[1][rank]["told"][name]
 
     assert_same_state(since(told["step"], expected), since(told["step"], told["end"]))
 
 
 def test_refused_on_all_ranks(run):
-    """Nobody waits for a rank that was refused."""
+    """All ranks refuse the checkpoint, and none waits for another."""
     for results in run[1]:
         [said] = results["refused"]
         assert "it holds an average of the weights, but `ema` is None" in said
@@ -124,7 +124,7 @@ def test_refused_on_all_ranks(run):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_nodes_with_disks_of_their_own(run, rank):
-    """Files of each node get into place there, and nothing else stays."""
+    """Each node's files are put in place on its own disk, without temporary files."""
     found = run[1][rank]["nodes"]["False"]
     expected = OF_EACH[rank] | (OF_ALL if rank == 0 else set())
 
@@ -133,7 +133,7 @@ def test_nodes_with_disks_of_their_own(run, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_saved_on_each_node(run, rank):
-    """Then each node has a whole checkpoint, with its own ranks' files."""
+    """Each node has a complete checkpoint, with the files of its own ranks."""
     found = run[1][rank]["nodes"]["True"]
 
     assert set(found) == {
@@ -143,7 +143,7 @@ def test_saved_on_each_node(run, rank):
 
 
 def test_resumed_by_another_number_of_ranks(run, tmp_path):
-    """One process goes on with what two have saved, and says what is not exact."""
+    """One process resumes a checkpoint of two, with a warning about what is not exact."""
     with pytest.warns(UserWarning, match="written by 2 ranks and is resumed by 1:"):
         trainer = resume(run[0] / "alone" / "checkpoint-2", tmp_path, SETTINGS)
 
@@ -154,7 +154,7 @@ def test_resumed_by_another_number_of_ranks(run, tmp_path):
 
 
 def test_told_to_end_twice(tmp_path):
-    """A second signal ends a rank at once, whatever the others do."""
+    """A second signal ends a rank at once, whatever the other ranks do."""
     ranks = multiprocessing.spawn(
         told_twice, args=(str(tmp_path), free_port()), nprocs=NUM_RANKS, join=False
     )
@@ -168,7 +168,7 @@ def test_told_to_end_twice(tmp_path):
 
 
 def test_told_to_end_by_torchrun(tmp_path):
-    """What it sends on to its workers lets them save and exit."""
+    """The launcher forwards the signal to its workers, which save and exit."""
     script = TESTS / "support" / "trainer_ranks.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(NUM_RANKS), str(script), str(tmp_path)]

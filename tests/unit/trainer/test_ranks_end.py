@@ -6,7 +6,7 @@ from support.ranks.trainer import train_with_trainer
 
 
 def test_in_the_trainer(two_ranks, tmp_path):
-    """Of the micro-batches of an update on each rank, before they are compressed and reduced."""
+    """They are those of each rank's micro-batches, before compression and reduction."""
     results = two_ranks.run(train_with_trainer, str(tmp_path))
 
     for result in results:

@@ -1,4 +1,4 @@
-"""A training that was stopped and resumed is the training that was not, to the last bit."""
+"""A training that was stopped and resumed is bit-identical to one that was never stopped."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ FAST = [
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return the folder and the end of each case's unbroken run, which keeps all checkpoints."""
+    """Return folder and end of each case's uninterrupted run, which keeps all checkpoints."""
 
     @functools.cache
     def run(name):
@@ -64,7 +64,7 @@ def unbroken(tmp_path_factory):
 @pytest.mark.fast_sample(8)
 @pytest.mark.parametrize(("name", "step"), FAST)
 def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
-    """Whatever there is at the end is the same, after whichever step the run was stopped."""
+    """The end of the run is the same for a stop after any step."""
     folder, expected = unbroken(name)
     saves = {} if CASES[name].evaluates else {"save_strategy": "no"}
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
 @settings(max_examples=40, phases=[Phase.generate])
 @given(data=st.data())
 def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_factory):
-    """Any settings and any step."""
+    """The end is the same for random settings and a random step."""
     run_settings = data.draw(
         st.builds(
             RunSettings,
@@ -93,7 +93,7 @@ def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_fa
             logging_steps=st.integers(1, 5),
             evaluates=st.booleans(),
         )
-        # A callback's own average would be looked for in the folder of the resumed run.
+        # The callback looks for its own average in the folder of the resumed run.
         .filter(lambda drawn: drawn.ema or not drawn.evaluates)
     )
     step = 2 * data.draw(st.integers(1, NUM_STEPS // 2 - 1))
@@ -107,7 +107,7 @@ def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_fa
 
 
 def test_these_runs_skip_and_draw(unbroken):
-    """The comparisons above compare something: skips before, at and after every checkpoint."""
+    """The compared runs skip updates before, at and after every checkpoint."""
     folder, end = unbroken("fused")
     log = json.loads(end["/_Rest/log"])
     skipped = np.diff([0, *(entry["skipped_updates"] for entry in log)])
@@ -126,7 +126,7 @@ def test_these_runs_skip_and_draw(unbroken):
 
 
 def test_a_run_that_is_resumed_twice(unbroken, tmp_path):
-    """A resumed run's own checkpoints are as good, in the same epoch or in the next one."""
+    """A resumed run's checkpoints can be resumed, in the same epoch and in the next one."""
     name = "grouped by length, logs between"
     folder, expected = unbroken(name)
     resume(folder / "checkpoint-2", tmp_path / "second", CASES[name])
@@ -137,7 +137,7 @@ def test_a_run_that_is_resumed_twice(unbroken, tmp_path):
 
 
 def test_resumed_from_the_last_one(unbroken, tmp_path):
-    """``True`` is the last checkpoint of ``output_dir``, where the run goes on."""
+    """``True`` resumes the newest checkpoint of ``output_dir``."""
     trained(tmp_path, callbacks=[StopAfter(5)])
 
     trainer = new_trainer(tmp_path, seed=1)
@@ -148,7 +148,7 @@ def test_resumed_from_the_last_one(unbroken, tmp_path):
 
 @pytest.mark.parametrize("value", [None, False, ""])
 def test_not_resumed(unbroken, tmp_path, value):
-    """Without a checkpoint training begins anew, whatever lies there."""
+    """Without a checkpoint to resume, training starts anew in a folder with checkpoints."""
     trained(tmp_path, callbacks=[StopAfter(2)])
 
     trainer = new_trainer(tmp_path)
@@ -158,7 +158,7 @@ def test_not_resumed(unbroken, tmp_path, value):
 
 
 def test_resumed_in_the_trainer_that_has_written_it(unbroken, tmp_path):
-    """A trainer that has come further goes back to its own checkpoint."""
+    """A trainer can go back to one of its own checkpoints."""
     trainer = trained(tmp_path)
 
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
@@ -168,7 +168,7 @@ def test_resumed_in_the_trainer_that_has_written_it(unbroken, tmp_path):
 
 @pytest.mark.slow
 def test_resumed_in_a_new_process(unbroken, tmp_path):
-    """Nothing that a process has at its begin is missed."""
+    """Nothing from the first process is needed."""
     trained(tmp_path, callbacks=[StopAfter(SKIPPED)])
     with start_process(tmp_path, RunSettings()) as process:
         told, _ = process.communicate()
@@ -180,7 +180,7 @@ def test_resumed_in_a_new_process(unbroken, tmp_path):
 
 
 def test_resumed_under_another_seed(unbroken, tmp_path):
-    """The order of the data is that of the run, whatever generators were seeded with meanwhile."""
+    """The order of the data is that of the run, whatever seed was set in between."""
     folder, expected = unbroken("fused")
     trainer = new_trainer(tmp_path, seed=1)
     torch.manual_seed(5)
@@ -191,14 +191,14 @@ def test_resumed_under_another_seed(unbroken, tmp_path):
 
 
 def masked(rows):
-    """Return rows as one batch in which a part of the targets is left out at random."""
+    """Return rows as a batch in which random targets are left out."""
     batch = padded(rows)
     left_out = torch.rand(batch["labels"].shape) < 0.3
     return batch | {"labels": batch["labels"].masked_fill(left_out, -100)}
 
 
 class Drawing(Dataset):
-    """Rows of a data set with some numbers drawn anew, by a generator of each kind.
+    """Rows of a data set with numbers drawn by a generator of each kind.
 
     Args:
         rows: The data set.
@@ -226,7 +226,7 @@ UNEVEN = 5
     [*((4, step) for step in (1, 5, 6, 7, 11)), *((UNEVEN, step) for step in (1, 4, 5, 6, 9))],
 )
 def test_resumed_with_batches_that_are_drawn(drawn_run, tmp_path, step, accumulation):
-    """Masks and rows are those of the unbroken run, and so are the random numbers after them."""
+    """Masks, rows and later random numbers are those of the uninterrupted run."""
     folder, expected = drawn_run(accumulation)
     trainer = drawing_trainer(tmp_path, accumulation, seed=1)
     spoil_random_states()
@@ -237,7 +237,7 @@ def test_resumed_with_batches_that_are_drawn(drawn_run, tmp_path, step, accumula
 
 
 def test_resumed_twice_with_batches_that_are_drawn(drawn_run, tmp_path):
-    """What was resumed and stopped at once can be resumed."""
+    """A run that was resumed and stopped at once can be resumed again."""
     folder, expected = drawn_run(4)
     for step in (2, 3):
         trainer = drawing_trainer(tmp_path, 4, seed=step)
@@ -252,7 +252,7 @@ def test_resumed_twice_with_batches_that_are_drawn(drawn_run, tmp_path):
 
 
 def drawing_trainer(folder, accumulation, **settings):
-    """Return a trainer whose batches are drawn at random while they are made."""
+    """Return a trainer whose batches are drawn at random when they are made."""
     trainer = new_trainer(folder, gradient_accumulation_steps=accumulation, **settings)
     trainer.data_collator = masked
     trainer.train_dataset = Drawing(trainer.train_dataset)
@@ -261,7 +261,7 @@ def drawing_trainer(folder, accumulation, **settings):
 
 @pytest.fixture(scope="module")
 def drawn_run(tmp_path_factory):
-    """Return folder and end of an unbroken run on such batches."""
+    """Return folder and end of an uninterrupted run on such batches."""
 
     @functools.cache
     def run(accumulation):
@@ -273,7 +273,7 @@ def drawn_run(tmp_path_factory):
     return run
 
 
-# Between the stock Trainer and this one. Where nothing is clipped, both are the same to the bit.
+# Between the stock Trainer and MFTrainer. Without clipping, both are bit-identical.
 
 
 class Half(MFTrainerMixin, StockHalf):
@@ -285,7 +285,7 @@ KINDS = {"float32": (Trainer, MFTrainer, {}), "fp16": (StockHalf, Half, {"fp16":
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Return the folder, trained parts and losses of an unbroken run of a kind of trainer."""
+    """Return folder, trained parts and losses of an uninterrupted run of a kind of trainer."""
 
     @functools.cache
     def run(kind):
@@ -298,7 +298,7 @@ def plain(tmp_path_factory):
 
 
 def trained_part(trainer):
-    """Return copies of what a stock Trainer and this one both have."""
+    """Return copies of what both a stock Trainer and MFTrainer have."""
     return training_state(trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler)
 
 
@@ -312,7 +312,7 @@ def losses(trainer):
 @pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_a_stock_checkpoint_is_resumed(plain, tmp_path, precision, step):
-    """A run that the stock Trainer began, goes on here as it would have there."""
+    """A run of the stock Trainer continues in MFTrainer as it would have there."""
     stock, ours, arguments = KINDS[precision]
     folder, expected, expected_losses = plain(stock)
     extras = {} if precision == "float32" else {"trainer_settings": fp16_scale()}
@@ -325,12 +325,12 @@ def test_a_stock_checkpoint_is_resumed(plain, tmp_path, precision, step):
 
 
 def fp16_scale():
-    """Return the settings of the scaler above as a fresh update cell."""
+    """Return the settings of the gradient scaler as a new update cell."""
     return {"scale_sense": DynamicLossScaleUpdateCell(2.0, 2, 3)}
 
 
 def test_what_a_stock_checkpoint_does_not_say(tmp_path):
-    """Without the step's files its counts begin at zero, and a warning says so."""
+    """Without the step's files, counts start at zero, with a warning."""
     trained(tmp_path / "stock", PLAIN, kind=Trainer, callbacks=[StopAfter(5)])
 
     with pytest.warns(UserWarning, match="no state of the step in .*checkpoint-5.*counts start"):
@@ -340,19 +340,19 @@ def test_what_a_stock_checkpoint_does_not_say(tmp_path):
 
 
 class AtTrainBegin(TrainerCallback):
-    """Keep copies of weights and averages as a training begins with them."""
+    """Keep copies of weights and averages at the start of a training."""
 
     trainer = None
 
     def on_train_begin(self, _args, _state, _control, model=None, **_) -> None:
-        """Keep them."""
+        """Copy weights and averages."""
         self.averages = {name: value.clone() for name, value in self.trainer.ema.named_averages()}
         self.weights = {name: model.get_parameter(name).detach().clone() for name in self.averages}
 
 
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_the_average_after_a_stock_checkpoint(tmp_path):
-    """It starts from the weights that were loaded, not from those before, and a warning says so."""
+    """It starts from the loaded weights and not from the initial ones, with a warning."""
     trained(tmp_path / "stock", PLAIN, kind=Trainer, callbacks=[StopAfter(5)])
     begin = AtTrainBegin()
     trainer = new_trainer(tmp_path / "ours", replace(PLAIN, ema=True), seed=1, callbacks=[begin])
@@ -370,7 +370,7 @@ def test_the_average_after_a_stock_checkpoint(tmp_path):
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 def test_our_checkpoint_is_resumed_by_the_stock_trainer(plain, tmp_path, precision, step):
-    """A run that began here goes on there as it would have here."""
+    """A run of MFTrainer continues in the stock Trainer as it would have here."""
     stock, ours, arguments = KINDS[precision]
     folder, expected, expected_losses = plain(ours)
 

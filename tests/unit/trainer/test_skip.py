@@ -1,4 +1,4 @@
-"""An update of MFTrainer whose gradients are not finite leaves everything as it was."""
+"""An update of MFTrainer with non-finite gradients changes nothing."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=P
 
 
 class Observer(TrainerCallback):
-    """Notes after each update what it has left, and what the accelerator says of it."""
+    """Record the state after each update, and whether the accelerator says it was skipped."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -45,7 +45,7 @@ class Observer(TrainerCallback):
     def _note(self) -> None:
         trainer = self.trainer
         state = training_state(trainer.model, trainer.optimizer.optimizer)
-        # Rates are those of the next update, if a schedule has set them already.
+        # A schedule that has already advanced shows the rates of the next update.
         self.states.append({name: v for name, v in state.items() if "/param_groups/" not in name})
         ema = getattr(trainer, "ema", None)
         if ema is not None:
@@ -53,7 +53,7 @@ class Observer(TrainerCallback):
 
 
 def observed(folder, factors, *, kind=MFTrainer, **settings) -> tuple[Run, Observer]:
-    """Return a run whose losses are multiplied by `factors`, one a micro-batch."""
+    """Return a run whose losses are multiplied by `factors`, one per micro-batch."""
     observer = Observer()
     observer.trainer = new_trainer(
         kind, folder, model=spoilt_llama(factors), callbacks=[observer], **COSINE | settings
@@ -62,7 +62,7 @@ def observed(folder, factors, *, kind=MFTrainer, **settings) -> tuple[Run, Obser
 
 
 def with_average(model) -> ExponentialMovingAverage:
-    """Return an average that follows quickly."""
+    """Return an average with a small decay."""
     return ExponentialMovingAverage(model, 0.5)
 
 
@@ -77,7 +77,7 @@ def at(*updates: int, bad: float = NAN) -> list[float]:
 @each_precision
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_path):
-    """NaN or infinite, at any update; those after it are applied, and move them."""
+    """A NaN or infinity at any update changes no bit; later updates are applied."""
     settings = {"optim": optimizer, "extras": {"ema": with_average}, **precision}
     factors = [*at(0)[:4], *at(2, bad=INF)]
     run, observer = observed(tmp_path, factors, **settings)
@@ -107,7 +107,7 @@ def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_
     ids=[*PRECISIONS, "linear", "constant with warm-up", "polynomial"],
 )
 def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
-    """The next update has the same rate, exactly; then come the rates of a run without skips."""
+    """The next update has the same rate, and later rates are those of a run without skips."""
     run, _ = observed(tmp_path / "skips", at(1, 4), **settings)
     stock, _ = observed(tmp_path / "stock", [], kind=Trainer, **settings)
 
@@ -119,7 +119,7 @@ def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
 
 @each_precision
 def test_who_asks_after_an_update_gets_the_truth(precision, tmp_path):
-    """``optimizer_step_was_skipped``, right after the optimizer as at the step's end."""
+    """``optimizer_step_was_skipped`` is right after the optimizer and at the end of the step."""
     _, observer = observed(tmp_path, at(0, 2, 3), **precision)
 
     expected = [True, False, True, True, False, False]
@@ -129,7 +129,7 @@ def test_who_asks_after_an_update_gets_the_truth(precision, tmp_path):
 
 
 def test_asking_changes_nothing(tmp_path):
-    """A run that is observed is the run that is not."""
+    """A run that is observed gives the same results as one that is not."""
     run, _ = observed(tmp_path / "asked", at(2))
     alone = train(new_trainer(MFTrainer, tmp_path / "b", model=spoilt_llama(at(2)), **COSINE))
 
@@ -147,7 +147,7 @@ def test_the_scale_of_fp16_is_dynamic_on_every_device(tmp_path):
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 def test_the_stock_trainer_loses_the_model(precision, tmp_path):
-    """What the step is for: one bad micro-batch, and every weight is NaN from then on."""
+    """One bad micro-batch makes all its weights NaN."""
     run, observer = observed(tmp_path / "stock", at(2), kind=Trainer, **precision)
     ours, _ = observed(tmp_path / "ours", at(2), **precision)
 
@@ -160,7 +160,7 @@ def test_the_stock_trainer_loses_the_model(precision, tmp_path):
 
 
 def test_a_spike_of_the_norm_is_skipped_where_it_is_asked_for(tmp_path):
-    """The loss scale does not fall for it; weights and schedule stay."""
+    """Weights and schedule stay, and the loss scale does not fall."""
     step = StepConfig(
         use_clip_grad=True, use_skip_data_by_global_norm=True, global_norm_spike_threshold=50.0
     )
@@ -176,7 +176,7 @@ def test_a_spike_of_the_norm_is_skipped_where_it_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
 def test_a_schedule_of_a_metric_is_stepped_at_once(optimizer, tmp_path):
-    """``ReduceLROnPlateau`` goes by evaluations, not by updates."""
+    """``ReduceLROnPlateau`` is stepped by evaluations and not deferred."""
     settings = {
         "optim": optimizer,
         "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -192,7 +192,7 @@ def test_a_schedule_of_a_metric_is_stepped_at_once(optimizer, tmp_path):
 
 
 def test_training_that_only_skips_ends_with_an_error(tmp_path):
-    """After as many in a row as allowed; weights are unharmed, the arguments as they were."""
+    """It is raised after the allowed number of skips; weights and arguments are unchanged."""
     factors = at(1, 2, 3, 4, 5)
     step = StepConfig(max_consecutive_skips=3, local_norm=True, local_norm_groups="layer")
     trainer = new_trainer(
@@ -208,7 +208,7 @@ def test_training_that_only_skips_ends_with_an_error(tmp_path):
 
 
 def test_skips_at_the_end_of_a_training_end_it_with_an_error_too(tmp_path):
-    """Though no update comes after them, and nothing is logged."""
+    """The error is raised although no update follows and nothing is logged."""
     step = StepConfig(max_consecutive_skips=2)
     model = spoilt_llama(at(4, 5))
     settings = {**COSINE, "logging_strategy": "no"}

@@ -1,4 +1,4 @@
-"""What MFTrainer relies on in transformers: a release that changes it fails here, by name."""
+"""What MFTrainer relies on in transformers; a release that changes it fails here by name."""
 
 import ast
 import inspect
@@ -125,7 +125,7 @@ def parameters(function: Callable[..., object]) -> str:
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_an_overridden_method_is_what_it_was(name):
-    """It exists, and takes what it took."""
+    """It exists, with the same parameters."""
     method = vars(Trainer).get(name)
     assert method is not None, f"{RELEASE} has no Trainer.{name}, which MFTrainerMixin overrides"
 
@@ -141,17 +141,17 @@ def test_an_overridden_method_is_what_it_was(name):
     ("caller", "name"), [(caller, name) for name in OVERRIDDEN for caller in OVERRIDDEN[name][1]]
 )
 def test_an_overridden_method_is_still_called(caller, name):
-    """By the Trainer's methods that called it."""
+    """The Trainer's methods that called it still do."""
     method = vars(Trainer).get(caller)
     assert method is not None, f"{RELEASE} has no Trainer.{caller}, which called Trainer.{name}"
 
-    # The training loop is handed on by its name.
+    # `train` passes the training loop on by its name.
     called = re.search(rf"self\.{name}\b", inspect.getsource(method))
     assert called, f"{RELEASE}: Trainer.{caller} calls Trainer.{name} no longer"
 
 
 def test_no_other_method_is_overridden():
-    """Every overridden method is in the table, by which each release is checked."""
+    """Every overridden method is in the table that each release is checked against."""
     shared = {name for name in vars(MFTrainerMixin) if name in vars(Trainer)}
     own_of_every_class = {*vars(object), "__module__", "__dict__", "__weakref__", "__annotations__"}
 
@@ -159,7 +159,7 @@ def test_no_other_method_is_overridden():
 
 
 def test_no_name_of_the_mixin_is_taken_by_chance():
-    """What the mixin adds, the Trainer does not have."""
+    """The Trainer has no attribute with the name of a method that the mixin adds."""
     added = {name for name in vars(MFTrainerMixin) if not name.startswith("__")} - set(OVERRIDDEN)
 
     taken = added & set(dir(Trainer))
@@ -168,7 +168,7 @@ def test_no_name_of_the_mixin_is_taken_by_chance():
 
 @pytest.mark.parametrize("name", CALLED)
 def test_a_method_that_is_called_is_what_it_was(name):
-    """It exists, and takes what it is given."""
+    """It exists, with the same parameters."""
     kind, expected = CALLED[name]
     method = vars(kind).get(name)
 
@@ -178,7 +178,7 @@ def test_a_method_that_is_called_is_what_it_was(name):
 
 
 def test_functions_that_are_called_take_what_they_are_given():
-    """By these names."""
+    """They have parameters of these names."""
     names = {"output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"}
 
     missing = names - inspect.signature(rotate_checkpoints).parameters.keys()
@@ -190,14 +190,14 @@ def test_functions_that_are_called_take_what_they_are_given():
 
 
 def test_the_store_of_all_ranks_is_found():
-    """It has no public name."""
+    """The private function of torch that returns it exists."""
     store = torch.distributed.distributed_c10d._get_default_store
     assert parameters(store) == "", f"torch {torch.__version__}: the default store is elsewhere"
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_order_of_the_loop_is_what_it_was(name):
-    """Each of these comes after the one before it."""
+    """Each expression of the table comes after the one before it."""
     source = inspect.getsource(vars(Trainer)[name])
     body = source[source.index(":\n") :]
     position = 0
@@ -210,7 +210,7 @@ def test_the_order_of_the_loop_is_what_it_was(name):
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
 def test_attributes_that_are_used_exist(owner, tmp_path):
-    """Of the Trainer, and of what it holds."""
+    """A new Trainer, and the objects that it holds, have them."""
     trainer = new_trainer(Trainer, tmp_path)
 
     assert hasattr(trainer, owner), f"{RELEASE}: the Trainer has no {owner}"
@@ -219,7 +219,7 @@ def test_attributes_that_are_used_exist(owner, tmp_path):
 
 
 def test_attributes_of_a_training_exist(tmp_path):
-    """Those that the loop itself makes."""
+    """A Trainer has them after a training."""
     trainer = train(new_trainer(Trainer, tmp_path, max_steps=1)).trainer
 
     for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "model_init"):
@@ -228,7 +228,7 @@ def test_attributes_of_a_training_exist(tmp_path):
 
 
 def names_used_of_trainers() -> set[str]:
-    """Return private names that the sources of MFTrainer use and do not define themselves."""
+    """Return private names that the sources of MFTrainer use and do not define."""
     used: set[str] = set()
     defined: set[str] = set()
     for path in Path(inspect.getfile(MFTrainerMixin)).parent.glob("*.py"):
@@ -244,14 +244,14 @@ def names_used_of_trainers() -> set[str]:
 
 
 def test_every_private_name_is_checked():
-    """One that is new must be in a table above."""
+    """Each private name of the Trainer that is used is in a table of this file."""
     checked = {*OVERRIDDEN, *CALLED, "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
 
     assert names_used_of_trainers() <= checked
 
 
 def test_events_that_are_waited_for_exist():
-    """Of the callbacks, and of the handler that sends them on."""
+    """Callbacks have them, and the handler sends them through ``call_event``."""
     for event in ("on_train_begin", "on_epoch_begin", "on_optimizer_step", "on_step_end"):
         assert hasattr(TrainerCallback, event), f"{RELEASE}: callbacks have no {event}"
         source = textwrap.dedent(inspect.getsource(vars(CallbackHandler)[event]))
@@ -266,7 +266,7 @@ def test_our_own_handler_takes_what_the_trainer_s_does():
 
 
 def test_the_trainer_s_own_callback_is_the_first(tmp_path):
-    """What stops at SIGTERM has to stand behind it, and so before the user's."""
+    """The callback for SIGTERM is the second, before the user's."""
     user = TrainerCallback()
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[user])
     names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
@@ -276,7 +276,7 @@ def test_the_trainer_s_own_callback_is_the_first(tmp_path):
 
 
 def test_control_has_the_switches_that_are_set():
-    """With these names."""
+    """`TrainerControl` has switches of these names."""
     for name in ("should_save", "should_training_stop", "should_evaluate"):
         assert hasattr(TrainerControl(), name), f"{RELEASE}: TrainerControl has no {name}"
     default = inspect.signature(TrainingArguments).parameters["optim"]

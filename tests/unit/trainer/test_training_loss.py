@@ -1,4 +1,4 @@
-"""The loss of a whole training, resumed or not, against the losses of its steps."""
+"""The mean loss of a whole training, resumed or not, equals the mean of its steps' losses."""
 
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ def losses(trainer):
 
 
 def training_loss(trainer):
-    """Return the loss of the training that the log ends with."""
+    """Return the mean loss in the last entry of the log."""
     return trainer.state.log_history[-1]["train_loss"]
 
 
 @pytest.mark.parametrize("step", [5, 8, NUM_STEPS])
 @pytest.mark.parametrize("logging_steps", [1, 3, 500])
 def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_steps):
-    """In the result, its metrics and the log, as if a stock Trainer had not been stopped."""
+    """Result, metrics and log have the loss of a stock Trainer that was never stopped."""
     settings = replace(PLAIN, logging_steps=logging_steps)
     stock = trained(tmp_path / "stock", settings, kind=Trainer, save_strategy="no")
     trained(tmp_path / "first", settings)
@@ -46,7 +46,7 @@ def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_step
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path, step):
-    """With ``ignore_data_skip``."""
+    """With ``ignore_data_skip`` it is the mean over the batches that were used."""
     keywords = {"ignore_data_skip": True, "save_strategy": "no"}
     checkpoints = []
     for name, settings in (("each", PLAIN), ("none", UNLOGGED)):
@@ -63,7 +63,7 @@ def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path,
 
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_after_a_stock_checkpoint_it_is_the_mean_of_the_steps_since(tmp_path):
-    """Also if that run is resumed once more: what was lost before is not known."""
+    """The losses before are not known, also when that run is resumed once more."""
     stock = trained(tmp_path / "stock", PLAIN, kind=Trainer)
     trained(tmp_path / "unlogged", UNLOGGED, kind=Trainer, callbacks=[StopAfter(5)])
     first = resume(tmp_path / "unlogged" / "checkpoint-5", tmp_path / "ours", UNLOGGED)
@@ -75,7 +75,7 @@ def test_after_a_stock_checkpoint_it_is_the_mean_of_the_steps_since(tmp_path):
 
 
 def test_what_the_user_logs_as_a_training_s_loss_stays_as_it_is(tmp_path):
-    """It is not the Trainer's own."""
+    """A ``train_loss`` that the user logs is not replaced."""
     trainer = trained(tmp_path, PLAIN, save_strategy="no")
 
     trainer.log({"train_loss": 7.0})
@@ -84,20 +84,20 @@ def test_what_the_user_logs_as_a_training_s_loss_stays_as_it_is(tmp_path):
 
 
 class Ends(TrainerCallback):
-    """Ends a training after a step, and saves nothing."""
+    """End a training after a step without saving."""
 
     def on_step_end(self, _args, state, control, **_):
-        """Ask for it."""
+        """Ask for the end."""
         control.should_training_stop = state.global_step == 5
 
 
 def test_a_checkpoint_after_the_end_goes_on_as_if_there_were_none(tmp_path):
-    """Losses that the end adds up, and makes up for where some were left out, count once."""
+    """Losses that were added up at the end of a training count once."""
     settings = RunSettings(logging_steps=500)
     keywords = {"save_strategy": "no"}
     whole = trained(tmp_path / "whole", settings, **keywords)
     ended = trained(tmp_path / "ended", settings, callbacks=[Ends()], **keywords)
-    # As after a SIGTERM that comes in the very end.
+    # A SIGTERM during the last step saves after the training like this.
     ended._save_checkpoint(ended.model, None)
 
     resumed = resume(tmp_path / "ended" / "checkpoint-5", tmp_path / "more", settings, **keywords)
