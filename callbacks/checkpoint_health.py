@@ -12,15 +12,6 @@ from torch import nn
 from mfwrap.records.json_lines import JsonLines, read_json_lines
 from mfwrap.tensors.shards import local_tensors
 
-__all__ = [
-    "CheckpointHealth",
-    "has_bad_weights",
-    "health_of",
-    "newest_healthy_checkpoint",
-    "record_health",
-    "recorded_health",
-]
-
 _FILE = "checkpoint_health.jsonl"
 
 

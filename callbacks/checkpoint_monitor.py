@@ -27,8 +27,6 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
 
-__all__ = ["CheckpointMonitor", "rotate_checkpoints"]
-
 _PREFIX = "checkpoint-"
 _SPIKE_FACTOR = 10.0
 

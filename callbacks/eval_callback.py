@@ -9,8 +9,6 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from mfwrap.arguments import check_callable, described
 from mfwrap.callbacks.shared.run_log import run_logger
 
-__all__ = ["EvalCallback"]
-
 
 @final
 class EvalCallback(TrainerCallback):

@@ -13,8 +13,6 @@ from mfwrap.callbacks.shared.tensorboard import summary_writer_class
 from mfwrap.collectives import gather_on_main
 from mfwrap.records.json_lines import JsonLines, rank_file
 
-__all__ = ["LocalNormMonitor"]
-
 
 @final
 class LocalNormMonitor(TrainerCallback):

@@ -14,12 +14,6 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.json_lines import JsonLines, read_json_lines
 
-__all__ = [
-    "MetricsRecorder",
-    "ThroughputRecorder",
-    "results_of",
-]
-
 
 @final
 class MetricsRecorder(TrainerCallback):

@@ -13,8 +13,6 @@ from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.collectives import this_rank
 
-__all__ = ["ProfileMonitor"]
-
 
 @final
 class ProfileMonitor(TrainerCallback):

@@ -17,8 +17,6 @@ from mfwrap.tensors.norm_groups import layer_of
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
 
-__all__ = ["ReplicaCheck", "bitwise_hashes"]
-
 _CHUNK = 2**20
 _MULTIPLIER = 0x1E3779B97F4A7C15
 """Spreads positions over 64 bits: 2**64 over the golden ratio, made positive."""

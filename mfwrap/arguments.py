@@ -8,20 +8,6 @@ import sys
 from collections.abc import Collection
 from typing import cast
 
-__all__ = [
-    "callers_stacklevel",
-    "check_bool",
-    "check_callable",
-    "check_choice",
-    "check_int",
-    "check_number",
-    "check_positive_number",
-    "check_real",
-    "described",
-    "directory_name",
-    "needed_arguments",
-]
-
 
 def described(value: object) -> str:
     """Return a value and its type for an error message."""

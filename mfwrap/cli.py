@@ -27,9 +27,6 @@ except ImportError as error:  # an ordinary install has no extra
 if TYPE_CHECKING:
     from mfwrap.recipe.recipe import Recipe
 
-__all__ = ["cli", "main"]
-
-
 _RESUME_NEWEST = ""
 
 

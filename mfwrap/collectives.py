@@ -20,17 +20,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, distributed
 
-__all__ = [
-    "add_over_ranks",
-    "any_rank",
-    "broadcast_from_main",
-    "gather_objects",
-    "gather_on_all",
-    "gather_on_main",
-    "num_ranks",
-    "this_rank",
-]
-
 _T = TypeVar("_T")
 
 

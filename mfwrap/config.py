@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from mfwrap.arguments import check_bool, check_int, check_positive_number
 from mfwrap.tensors.norm_groups import LocalNormGroups
 
-__all__ = ["StepConfig"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ABSENT_CALLBACKS", "ABSENT_NAMES", "hint", "package_getattr"]
-
 _ACCUMULATION = "`MFTrainOneStepCell(..., gradient_accumulation_steps=micro_size)`"
 _PIPELINE = (
     f"{_ACCUMULATION}, which runs the micro-batches one after the other; for stages on several "

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LocalNormStepOutput", "LossScaleStepOutput", "StepOutput", "StepReport", "named_output"]
-
 
 class StepOutput(NamedTuple):
     """Result of one update, MindFormers' 5-tuple.

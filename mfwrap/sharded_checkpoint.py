@@ -11,12 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.checkpoints.step_files import (
-    flat_tensors,
-    load_tensors,
-    save_tensors,
-    stored_tensors,
-)
+from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tensors, stored_tensors
 from mfwrap.collectives import any_rank, this_rank
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters

@@ -13,12 +13,6 @@ from torch import distributed
 
 from mfwrap.collectives import any_rank, num_ranks, this_rank
 
-__all__ = [
-    "LastStep",
-    "RankTermination",
-    "SigtermFlag",
-]
-
 _SECONDS_BETWEEN_CHECKS = 0.5
 _trainings = itertools.count()
 

@@ -24,8 +24,6 @@ from mfwrap.callbacks.average.files import (
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer import MonitorCallback
 
-__all__ = ["AppliedUpdates", "EMACallback", "EvaluatedAverages"]
-
 
 @final
 class EMACallback(MonitorCallback):

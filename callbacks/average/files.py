@@ -22,16 +22,6 @@ from mfwrap import ExponentialMovingAverage
 from mfwrap.checkpoints.folders import complete_move, whole_file, whole_folder
 from mfwrap.tensors.shards import is_distributed
 
-__all__ = [
-    "export_averages",
-    "is_sharded",
-    "load_exported",
-    "load_state",
-    "resumed_checkpoint",
-    "save_state",
-    "saved_checkpoint",
-]
-
 _EXPORT = "ema"
 _STATE = "mfwrap_ema.safetensors"
 _TRAINER_STATE = "trainer_state.json"

@@ -10,8 +10,6 @@ from typing import Any, final
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.records.json_lines import JsonLines, rank_file
 
-__all__ = ["Anomaly", "AnomalyLog", "GroupNorm", "WeightNorm"]
-
 _KINDS = {
     "loss_not_finite": "non-finite loss",
     "gradient_not_finite": "non-finite gradient",

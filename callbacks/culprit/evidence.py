@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
 
-__all__ = ["RankEvidence", "is_explained_by_scale"]
-
 _HEADROOM = 64.0
 """Largest plausible ratio of an element of a gradient, or of a gradient inside the backward, to
 the usual norm of its group."""

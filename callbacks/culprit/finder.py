@@ -16,8 +16,6 @@ from mfwrap.collectives import gather_objects, this_rank
 from mfwrap.tensors.norm_groups import layer_of, layer_of_module
 from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 
-__all__ = ["CulpritFinder", "StepEvidence"]
-
 _MOST_GROUPS = 8
 """Largest number of groups, and of weights, in a record."""
 

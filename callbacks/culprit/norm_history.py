@@ -12,8 +12,6 @@ from mfwrap.tensors.sharded_norms import tensor_norms
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
 
-__all__ = ["GlobalNormHistory", "RunningNorms", "WeightWatch"]
-
 _DECAY = 0.98
 _MOST_RISE = 4.0
 """A larger norm enters a mean as this many times the usual norm, so that one spike does not become

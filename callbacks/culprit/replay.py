@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import unwrapped_network
 
-__all__ = ["NetworkInputs", "Origin", "RandomState", "StepRecorder", "inner_network", "replay_step"]
-
 _INDICES = ("indices", "index", "idx")
 """Names under which a batch may hold the indices of its samples in the data set."""
 

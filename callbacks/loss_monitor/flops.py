@@ -5,15 +5,9 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mfwrap.callbacks.shared.run_log import run_logger
-
-__all__ = ["StepFlops", "device_peak_tflops", "peak_tflops"]
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:

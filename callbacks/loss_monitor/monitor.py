@@ -16,8 +16,6 @@ from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
 
-__all__ = ["MFLossMonitor"]
-
 
 @final
 class MFLossMonitor(TrainerCallback, ExportableState):

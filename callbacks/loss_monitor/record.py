@@ -8,8 +8,6 @@ import numpy as np
 from mfwrap.callbacks.shared.progress import RunPosition
 from mfwrap.callbacks.shared.step_values import StepValues
 
-__all__ = ["StepRecord", "record_lines"]
-
 _UNKNOWN = "unavailable"
 _BAR_WIDTH = 50
 _MOST_SECONDS = 86_399_999_999_999

@@ -14,16 +14,9 @@ from mfwrap import DeferredReads
 from mfwrap.callbacks.loss_monitor.flops import device_peak_tflops
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
-from mfwrap.callbacks.shared.progress import (
-    RunPosition,
-    StepClock,
-    global_batch_size,
-    run_length,
-)
+from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
 from mfwrap.collectives import add_over_ranks, num_ranks
-
-__all__ = ["EpochMean", "MonitoredRun", "SavedMean", "averages_loss"]
 
 
 class SavedMean(TypedDict):

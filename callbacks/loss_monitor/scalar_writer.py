@@ -6,8 +6,6 @@ from typing import final
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.shared.tensorboard import EventsFile
 
-__all__ = ["ScalarWriter"]
-
 _SECONDS_PER_DAY = 86400
 
 

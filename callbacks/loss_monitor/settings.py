@@ -7,8 +7,6 @@ from mfwrap.arguments import check_int, check_positive_number, directory_name
 from mfwrap.callbacks.shared.progress import RunSettings
 from mfwrap.callbacks.shared.settings import check_bools
 
-__all__ = ["LossMonitorSettings"]
-
 
 @dataclass(frozen=True, slots=True)
 class LossMonitorSettings(RunSettings):

@@ -8,8 +8,6 @@ from torch import nn
 
 from mfwrap.arguments import check_bool, check_choice, check_int, described
 
-__all__ = ["CheckpointConfig"]
-
 _ONLY: Mapping[str, object] = {
     "integrated_save": True,
     "async_save": False,

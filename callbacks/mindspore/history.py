@@ -5,8 +5,6 @@ from typing import Any, final
 from mfwrap.callbacks.mindspore.monitored_value import loss_of
 from mfwrap.model import Callback, RunContext
 
-__all__ = ["History"]
-
 
 @final
 class History(Callback):

@@ -6,8 +6,6 @@ from typing import final
 from mfwrap.arguments import check_callable
 from mfwrap.model import Callback, RunContext
 
-__all__ = ["LambdaCallback"]
-
 Hook = Callable[[RunContext], object]
 """Called with the context of the run; its result is ignored."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from mfwrap.arguments import check_callable
 from mfwrap.model import Callback, RunContext
 
-__all__ = ["LearningRateScheduler", "set_rate"]
-
 
 @final
 class LearningRateScheduler(Callback):

@@ -12,8 +12,6 @@ from mfwrap.callbacks.mindspore.monitored_value import loss_of
 from mfwrap.callbacks.shared.run_log import print_line, run_logger
 from mfwrap.model import Callback, CallbackParameters, RunContext, named_output
 
-__all__ = ["LossMonitor"]
-
 
 @final
 class LossMonitor(Callback):

@@ -17,8 +17,6 @@ from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.model import Callback, CallbackParameters, RunContext
 
-__all__ = ["ModelCheckpoint"]
-
 
 class _Saved(NamedTuple):
     """A checkpoint and the time it was written."""

@@ -11,8 +11,6 @@ from mfwrap.arguments import check_choice, check_number, described
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.model import CallbackParameters
 
-__all__ = ["Improvement", "loss_of", "value_of_epoch", "watched_value"]
-
 _SMALLER_IS_BETTER = {
     *{"hausdorff_distance", "loss", "mae", "mean_surface_distance", "mse", "perplexity"},
     "root_mean_square_distance",

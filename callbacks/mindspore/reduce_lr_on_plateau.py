@@ -8,8 +8,6 @@ from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epo
 from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
 
-__all__ = ["ReduceLROnPlateau"]
-
 
 @final
 class ReduceLROnPlateau(Callback):

@@ -10,8 +10,6 @@ from mfwrap.arguments import check_bool, check_int
 from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
 
-__all__ = ["TimeMonitor"]
-
 
 @final
 class TimeMonitor(Callback):

@@ -12,15 +12,6 @@ from transformers.trainer_utils import has_length
 from mfwrap.arguments import check_int
 from mfwrap.collectives import num_ranks
 
-__all__ = [
-    "RunLength",
-    "RunPosition",
-    "RunSettings",
-    "StepClock",
-    "global_batch_size",
-    "run_length",
-]
-
 _DECAY = 0.9
 """Of the exponential mean of step times."""
 

@@ -3,12 +3,6 @@
 import logging
 import sys
 
-__all__ = [
-    "print_line",
-    "run_logger",
-]
-
-
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 

@@ -8,8 +8,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mfwrap.arguments import check_bool
 
-__all__ = ["check_bools", "saved_settings", "takes_settings"]
-
 _Arguments = ParamSpec("_Arguments")
 _Settings = TypeVar("_Settings")
 

@@ -9,16 +9,6 @@ from torch import Tensor
 
 from mfwrap import StepReport
 
-__all__ = [
-    "PackedValues",
-    "StepNumbers",
-    "StepValues",
-    "numbers_of",
-    "pack",
-    "skip_flag",
-    "values_of_logs",
-]
-
 _OUTPUT_FIELDS = ("loss", "overflow", "loss_scale", "learning_rate", "global_norm")
 
 

@@ -3,8 +3,6 @@
 import os
 from typing import Any, final
 
-__all__ = ["EventsFile", "summary_writer_class"]
-
 
 @final
 class EventsFile:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["AttentionLogits", "largest_logits"]
-
 _MOST_LOGITS = 2**24
 """Largest number of logits that is held in memory at once."""
 

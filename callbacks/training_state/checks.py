@@ -10,8 +10,6 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.checkpoints.folders import whole_file
 
-__all__ = ["SpikeCount", "SpikeGuard", "check_finite"]
-
 
 def check_finite(numbers: StepNumbers) -> None:
     """Raise if the loss or the global norm of a step is non-finite.

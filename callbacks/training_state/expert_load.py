@@ -7,8 +7,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ExpertLoad", "drop_rate", "imbalance"]
-
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 """Arguments that hold the chosen experts of each token in the forward of transformers' experts."""
 

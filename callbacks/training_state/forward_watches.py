@@ -10,8 +10,6 @@ from mfwrap.callbacks.training_state.attention_logits import AttentionLogits
 from mfwrap.callbacks.training_state.expert_load import ExpertLoad
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 
-__all__ = ["ForwardNumbers", "ForwardWatches", "forward_watches"]
-
 
 class ForwardNumbers(NamedTuple):
     """What was seen in the forward passes of a step, by the name of the module; on the device."""

@@ -19,8 +19,6 @@ from mfwrap.callbacks.training_state.stable_rank import tagged_spectra
 from mfwrap.tensors.sharded_norms import tensor_norms
 from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
 
-__all__ = ["Metric", "PackedMetrics", "StateMetrics"]
-
 _MOMENTS = {"adam_m_norm": "exp_avg", "adam_v_norm": "exp_avg_sq"}
 
 

@@ -16,8 +16,6 @@ from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import MonitorCallback
 
-__all__ = ["TrainingStateMonitor"]
-
 _TIMINGS = ("_runtime", "_per_second", "_time", "epoch")
 """Ends of the names of evaluation metrics that are not results."""
 

@@ -15,12 +15,7 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.culprit.replay import StepRecorder, inner_network
-from mfwrap.callbacks.shared.progress import (
-    RunPosition,
-    StepClock,
-    global_batch_size,
-    run_length,
-)
+from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
@@ -38,8 +33,6 @@ from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.tensors.wrappers import unwrapped_network
-
-__all__ = ["TrainingStateRun"]
 
 _NO_EVIDENCE = StepEvidence((), None, None)
 _LARGEST_FLOAT16 = 65504.0

@@ -11,8 +11,6 @@ from mfwrap.callbacks.shared.progress import RunSettings
 from mfwrap.callbacks.shared.settings import check_bools
 from mfwrap.callbacks.training_state.stable_rank import StableRankSettings
 
-__all__ = ["Formats", "TrainingStateSettings", "stable_rank_settings"]
-
 Formats: TypeAlias = str | Sequence[str] | None
 """Where a metric is written: a name of `FORMATS`, several names, or ``None`` for nowhere. Settings
 keep it as a tuple."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mfwrap.arguments import check_bool, check_int
 
-__all__ = ["MOE_SHOW_MODES", "Spectrum", "StableRankSettings", "spectrum", "tagged_spectra"]
-
 MOE_SHOW_MODES = ("full", "statistics", "all")
 
 

@@ -15,8 +15,6 @@ from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import this_rank
 from mfwrap.records.json_lines import JsonLines, rank_file
 
-__all__ = ["MetricWriters", "metric_writers"]
-
 
 @final
 class MetricWriters:

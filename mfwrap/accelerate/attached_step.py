@@ -45,11 +45,6 @@ from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import agreement_of
 from mfwrap.tensors.wrappers import distributed_parts
 
-__all__ = [
-    "AttachedStep",
-    "attach",
-]
-
 
 @final
 class AttachedStep:

@@ -32,16 +32,6 @@ from mfwrap.tensors.wrappers import unwrapped_optimizer
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
 
-__all__ = [
-    "AttachedAccelerator",
-    "AttachedOptimizer",
-    "AttachedScheduler",
-    "StepScaler",
-    "attached_class",
-    "restore_optimizer",
-    "restore_scheduler",
-]
-
 
 class AttachedAccelerator:
     """What `attached_class` puts before an accelerator's own class."""

@@ -39,8 +39,6 @@ from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
 
-__all__ = ["OptimizerWindow", "clip_grad_norm", "clip_grad_value"]
-
 # For each gradient a weak reference, and torch's count of the writes to it. The id would not do: a
 # new gradient often gets the address of one that has been released.
 _Fingerprint = list[tuple[TensorWeakRef, int]]

@@ -28,8 +28,6 @@ from mfwrap.step.state import check, check_keys, restore
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.shards import on_device
 
-__all__ = ["LoopStep", "PendingSchedule", "SharedAverage", "SharedLossScale"]
-
 
 class PendingSchedule(Protocol):
     """A schedule that advances only when it is known whether the last update was applied."""

@@ -17,17 +17,6 @@ from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 
-__all__ = [
-    "EMA",
-    "attached_handler_class",
-    "check_arguments",
-    "made_average",
-    "named_parameters_of",
-    "scale_of",
-    "trained_models",
-]
-
-
 EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
 """An average, or a callable that makes one from a prepared model."""
 

@@ -12,8 +12,6 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.checkpoints.step_files import has_step_files, read_step_files, write_step_files
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 
-__all__ = ["check_saved_step", "load_step", "save_step"]
-
 
 def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
     """Write loss scale, counts and average, after a flush; every process must call it.

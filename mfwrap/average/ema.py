@@ -22,10 +22,6 @@ from mfwrap.average.tensors import (
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
 
-__all__ = [
-    "ExponentialMovingAverage",
-]
-
 
 @final
 class ExponentialMovingAverage:

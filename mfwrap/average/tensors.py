@@ -10,19 +10,6 @@ from mfwrap.arguments import described
 from mfwrap.tensors.shards import local_tensors, on_device, placed_like
 from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
-__all__ = [
-    "AveragedGroup",
-    "average_dtype",
-    "buffer_places",
-    "check_names",
-    "copied",
-    "fitting_tensors",
-    "follow_buffers",
-    "grouped",
-    "named_weights",
-    "write",
-]
-
 
 class AveragedGroup(NamedTuple):
     """Averages of one dtype on one device, and the weights that they average."""

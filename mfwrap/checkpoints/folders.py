@@ -8,17 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = [
-    "PARTIAL",
-    "adopt_files",
-    "complete_move",
-    "move_into_place",
-    "remove_checkpoints",
-    "staging_folder",
-    "whole_file",
-    "whole_folder",
-]
-
 PARTIAL = ".partial"
 """End of the name of everything that is still being written, replaced or deleted."""
 

@@ -10,13 +10,6 @@ from torch import nn
 
 from mfwrap.checkpoints.folders import whole_file
 
-__all__ = [
-    "check_checkpoint",
-    "foreign_weights",
-    "newest_whole_checkpoint",
-    "write_manifest",
-]
-
 _MANIFEST = "mfwrap_manifest.json"
 _TRAINER_STATE = "trainer_state.json"
 _STEP = "mfwrap_step.json"

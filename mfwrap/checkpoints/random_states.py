@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HostStates", "random_states", "restore_random_states"]
-
 
 class HostStates(NamedTuple):
     """States of the generators on the host. Reading them takes a few microseconds."""

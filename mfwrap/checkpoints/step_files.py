@@ -22,17 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.tensors.shards import is_distributed
 
-__all__ = [
-    "flat_tensors",
-    "has_step_files",
-    "load_tensors",
-    "read_step_files",
-    "read_step_parts",
-    "save_tensors",
-    "stored_tensors",
-    "write_step_files",
-]
-
 _TENSORS = "mfwrap_step.safetensors"
 _SHARDS = "mfwrap_step_shards"
 _RECORD = "mfwrap_step.json"

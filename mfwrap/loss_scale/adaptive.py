@@ -17,8 +17,6 @@ from mfwrap.loss_scale.cells import (
 )
 from mfwrap.tensors.shards import on_device
 
-__all__ = ["AdaptiveLossScaleUpdateCell"]
-
 
 @final
 class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):

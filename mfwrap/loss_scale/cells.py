@@ -14,12 +14,6 @@ from torch import Tensor
 from mfwrap.arguments import check_int, check_number, check_positive_number
 from mfwrap.tensors.shards import on_device
 
-__all__ = [
-    "DynamicLossScaleUpdateCell",
-    "FixedLossScaleUpdateCell",
-    "LossScaleUpdateCell",
-]
-
 
 class LossScaleUpdateCell(abc.ABC):
     """Base of the cells that change a loss scale after each step.

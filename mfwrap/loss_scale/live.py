@@ -9,8 +9,6 @@ from torch import Tensor
 from mfwrap.arguments import described
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
 
-__all__ = ["LossScale", "ScaleSense"]
-
 ScaleSense = float | Tensor | LossScaleUpdateCell | None
 """What `MFTrainOneStepCell` takes as ``scale_sense``."""
 

@@ -10,8 +10,6 @@ from mfwrap.loss_scale.cells import (
     LossScaleUpdateCell,
 )
 
-__all__ = ["UPDATE_CELLS"]
-
 UPDATE_CELLS: Mapping[str, type[LossScaleUpdateCell]] = MappingProxyType(
     {
         cell.__name__: cell

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from mfwrap.arguments import check_bool, check_callable
 from mfwrap.mindspore.gradient_call import GradientRequest, checked_weights, gradients_of
 
-__all__ = ["GradOperation", "grad", "value_and_grad"]
-
 Weights = Tensor | Iterable[Tensor]
 """One parameter or several: a list, or the result of ``module.parameters()``."""
 

@@ -11,12 +11,6 @@ from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import check_bool, check_callable, described
 
-__all__ = [
-    "GradientRequest",
-    "checked_weights",
-    "gradients_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientRequest:

@@ -13,8 +13,6 @@ from mfwrap.loss_scale.cells import (
     LossScaleUpdateCell,
 )
 
-__all__ = ["DynamicLossScaleManager", "FixedLossScaleManager", "LossScaleManager"]
-
 _MAX_CONSECUTIVE_OVERFLOWS = 1000
 
 

@@ -12,8 +12,6 @@ from mfwrap.arguments import check_int, check_number, described
 from mfwrap.tensors.sharded_norms import has_non_finite
 from mfwrap.tensors.shards import on_device
 
-__all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_finite"]
-
 _Structure = TypeVar("_Structure")
 
 

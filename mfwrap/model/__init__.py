@@ -1,11 +1,6 @@
 """MindSpore's training loop: `Model`, its callbacks and metrics."""
 
-from mfwrap.model.callback import (
-    Callback,
-    CallbackParameters,
-    RunContext,
-    as_trainer_callback,
-)
+from mfwrap.model.callback import Callback, CallbackParameters, RunContext, as_trainer_callback
 from mfwrap.model.model import Model
 from mfwrap.outputs import named_output
 

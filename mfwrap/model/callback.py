@@ -11,14 +11,6 @@ from transformers.trainer_utils import has_length
 
 from mfwrap.arguments import described
 
-__all__ = [
-    "AdaptedCallback",
-    "Callback",
-    "CallbackParameters",
-    "RunContext",
-    "as_trainer_callback",
-]
-
 
 @final
 class CallbackParameters(dict[str, Any]):

@@ -13,8 +13,6 @@ from transformers.trainer_utils import has_length
 from mfwrap.arguments import check_bool, described
 from mfwrap.step.forward import NetworkCall
 
-__all__ = ["Batches", "check_sink_size", "pair_of"]
-
 
 @final
 class Batches:

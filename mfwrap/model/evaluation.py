@@ -13,8 +13,6 @@ from mfwrap.model.data import Batches, pair_of
 from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, named_metrics
 from mfwrap.model.train_network import EvaluationNetwork, TrainNetwork
 
-__all__ = ["EvaluationResult", "Evaluator", "checked_indexes", "evaluating"]
-
 
 class EvaluationResult(NamedTuple):
     """Metrics of an evaluation."""

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from mfwrap.arguments import described
 
-__all__ = ["EvaluationMetrics", "MeanLoss", "Metric", "named_metrics"]
-
 
 @runtime_checkable
 class Metric(Protocol):

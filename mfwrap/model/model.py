@@ -23,8 +23,6 @@ from mfwrap.model.train_network import (
 )
 from mfwrap.step.update import Schedule
 
-__all__ = ["Model"]
-
 
 @final
 class Model:

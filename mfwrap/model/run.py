@@ -32,15 +32,6 @@ from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
 
-__all__ = [
-    "ModelCallback",
-    "ModelRun",
-    "Updates",
-    "checked_callbacks",
-    "refuse_older_hooks",
-]
-
-
 ModelCallback = Callback | TrainerCallback
 """A callback of MindSpore or of transformers."""
 

@@ -20,19 +20,6 @@ from mfwrap.step.mindspore_cells import (
 from mfwrap.step.update import Schedule
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
-__all__ = [
-    "AmpLevel",
-    "AutocastNetwork",
-    "EvaluationNetwork",
-    "Precision",
-    "TrainNetwork",
-    "TrainingCell",
-    "build_train_network",
-    "plain_accelerator",
-    "precision_of",
-]
-
-
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]
 """Mixed precision of a `Model`; see `precision_of`."""
 

@@ -14,8 +14,6 @@ from mfwrap.recipe.document import Path
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.sections import CALLBACK_KEYS_WITHOUT_MEANING, CALLBACKS_WITHOUT_MEANING
 
-__all__ = ["MakeCallback", "needs_tensorboard_dir", "read_callbacks", "read_monitor"]
-
 MakeCallback = Callable[[], TrainerCallback]
 """Builds a new callback for each run, because a callback holds the state of its run."""
 

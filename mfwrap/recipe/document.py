@@ -10,8 +10,6 @@ import yaml
 
 from mfwrap.names import hint
 
-__all__ = ["Path", "RecipeDocument", "RecipeError", "one_line", "read_text"]
-
 Path = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
 

@@ -8,8 +8,6 @@ import mfwrap.recipes
 from mfwrap.names import hint
 from mfwrap.recipe.document import RecipeError, read_text
 
-__all__ = ["ShippedRecipe", "find_recipe", "shipped_recipes"]
-
 
 class ShippedRecipe(NamedTuple):
     """A recipe that comes with the package."""

@@ -12,8 +12,6 @@ from mfwrap.recipe.mindformers_model import model_config_of, model_type_of
 from mfwrap.recipes.models.settings import config_keys
 from mfwrap.recipes.tasks.table import TASKS
 
-__all__ = ["ImportedRecipe", "evaluation", "import_mindformers"]
-
 
 class ImportedRecipe(NamedTuple):
     """A recipe made from a MindFormers file."""

@@ -3,8 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["model_config_of", "model_type_of"]
-
 _MODEL_TYPES: Mapping[str, str] = {
     "BertConfig": "bert",
     "Blip2Config": "blip-2",

@@ -14,8 +14,6 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, one_line
 
-__all__ = ["REFUSALS", "RecipeObjects"]
-
 T = TypeVar("T")
 
 REFUSALS = (

@@ -19,7 +19,7 @@ from mfwrap.recipe.callbacks import (
     read_callbacks,
     read_monitor,
 )
-from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text
+from mfwrap.recipe.document import RecipeDocument, read_text
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
@@ -28,16 +28,6 @@ from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.settings import ModelSettings, check_length
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
-
-__all__ = [
-    "Recipe",
-    "RecipeError",
-    "RecipeWarning",
-    "check_columns",
-    "data_errors",
-    "load_recipe",
-    "parse_recipe",
-]
 
 
 class RecipeWarning(UserWarning):

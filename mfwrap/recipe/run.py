@@ -14,11 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
-from mfwrap.callbacks.metrics_recorder import (
-    MetricsRecorder,
-    ThroughputRecorder,
-    results_of,
-)
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
 from mfwrap.checkpoints.folders import PARTIAL, remove_checkpoints, staging_folder, whole_file
 from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
@@ -26,12 +22,6 @@ from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
 from mfwrap.recipe.training import scheduled
 from mfwrap.recipes.data.columns import check_rows
 from mfwrap.recipes.data.source import DataError, Rows
-
-__all__ = [
-    "RunResult",
-    "build_trainer",
-    "run_recipe",
-]
 
 
 class RunResult(NamedTuple):

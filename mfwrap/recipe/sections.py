@@ -9,17 +9,6 @@ from mfwrap.arguments import check_positive_number
 from mfwrap.config import StepConfig
 from mfwrap.recipes.data.source import Section
 
-__all__ = [
-    "CALLBACKS_WITHOUT_MEANING",
-    "CALLBACK_KEYS_WITHOUT_MEANING",
-    "MONITOR_KEYS_WITHOUT_MEANING",
-    "OPTIMIZERS",
-    "OPTIMIZER_KEYS_WITHOUT_MEANING",
-    "SCHEDULE_ALIASES",
-    "RunnerWrapperSection",
-    "Sections",
-]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,6 @@ from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.sections import RunnerWrapperSection
 
-__all__ = ["StepChoice", "read_average", "read_step", "read_wrapper"]
-
 
 @final
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from mfwrap.recipe.sections import (
 from mfwrap.schedules import SCHEDULES
 from mfwrap.schedules.formula import FormulaLR, WarmUp
 
-__all__ = ["ScheduleChoice", "TrainingChoice", "read_peft", "read_training", "scheduled"]
-
 
 class TrainingChoice(NamedTuple):
     """How a recipe trains."""

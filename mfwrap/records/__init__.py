@@ -8,11 +8,7 @@ if TYPE_CHECKING:
     from mfwrap.records.json_lines import JsonLines, read_json_lines
     from mfwrap.records.run_record import RunRecord
 
-__all__ = [
-    "JsonLines",
-    "RunRecord",
-    "read_json_lines",
-]
+__all__ = ["JsonLines", "RunRecord", "read_json_lines"]
 
 __getattr__ = package_getattr(
     __name__,

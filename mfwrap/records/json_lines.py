@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["JsonLines", "rank_file", "read_json_lines"]
-
 
 @final
 class JsonLines:

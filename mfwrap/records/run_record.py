@@ -9,8 +9,6 @@ from typing import Any
 
 from mfwrap.records.json_lines import read_json_lines
 
-__all__ = ["Curve", "RunRecord", "read_run"]
-
 _NORM = "local_norm/"
 _RANK = re.compile(r"_rank(\d+)$")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -8,10 +8,7 @@ if TYPE_CHECKING:
     from mfwrap.report.page import write_run_page
     from mfwrap.report.picture import draw_run
 
-__all__ = [
-    "draw_run",
-    "write_run_page",
-]
+__all__ = ["draw_run", "write_run_page"]
 
 __getattr__ = package_getattr(
     __name__,

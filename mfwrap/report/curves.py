@@ -6,17 +6,6 @@ from itertools import accumulate, pairwise
 
 from mfwrap.records.run_record import Curve, RunRecord
 
-__all__ = [
-    "COLORS",
-    "NOT_FINITE_COLOR",
-    "NUMBER",
-    "binned",
-    "overflow_steps",
-    "smoothed",
-    "thinned",
-    "with_gaps",
-]
-
 # Distinguishable on white and on near-black, also with color blindness.
 COLORS = ("#3b7dd8", "#d9822b", "#2a9d74", "#b45bb5", "#c94f4f", "#7d8b99")
 

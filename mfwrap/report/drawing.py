@@ -9,15 +9,6 @@ import plotly.graph_objects as go
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import COLORS, NUMBER, thinned, with_gaps
 
-__all__ = [
-    "Panel",
-    "add_menu",
-    "color_of",
-    "label",
-    "line",
-    "points",
-]
-
 _HOVER = f"step %{{x}}: %{{y:{NUMBER}}}<extra>%{{fullData.name}}</extra>"
 
 

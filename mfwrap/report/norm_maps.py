@@ -12,8 +12,6 @@ from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import NUMBER, binned
 from mfwrap.report.drawing import Panel, add_menu, label
 
-__all__ = ["norms_by_rank", "norms_by_step"]
-
 _MAX_SLIDER_STEPS = 60
 
 

@@ -16,8 +16,6 @@ from mfwrap.report.curves import NUMBER
 from mfwrap.report.drawing import Panel
 from mfwrap.report.panels import panels_of
 
-__all__ = ["write_run_page"]
-
 _PAGE = """<!doctype html>
 <html lang="en" data-last-step="{last_step}">
 <head>

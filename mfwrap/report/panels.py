@@ -12,8 +12,6 @@ from mfwrap.report.curves import NOT_FINITE_COLOR, overflow_steps, smoothed, wit
 from mfwrap.report.drawing import Panel, add_menu, color_of, label, line, points
 from mfwrap.report.norm_maps import norms_by_rank, norms_by_step
 
-__all__ = ["panels_of"]
-
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu")
 """Parts of the names of curves that belong to the panel of throughput."""
 

@@ -14,16 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.run_record import Curve, RunRecord, read_run
-from mfwrap.report.curves import (
-    COLORS,
-    NOT_FINITE_COLOR,
-    NUMBER,
-    binned,
-    overflow_steps,
-    smoothed,
-)
-
-__all__ = ["draw_run"]
+from mfwrap.report.curves import COLORS, NOT_FINITE_COLOR, NUMBER, binned, overflow_steps, smoothed
 
 _RAW, _AVERAGED = COLORS[:2]
 _EVALUATIONS = (("eval_loss", "raw", _RAW, 8), ("ema_eval_loss", "averaged", _AVERAGED, 4))

@@ -18,14 +18,6 @@ from mfwrap.schedules.formula import (
     steps_of,
 )
 
-__all__ = [
-    "ConstantWithCoolDownLR",
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmRestarts",
-    "CosineWithRestartsAndWarmUpLR",
-    "CosineWithWarmUpLR",
-]
-
 
 class _WarmUpAndCosineLR(WarmUpLR):
     """Base of the two schedules that warm up and follow a cosine until `decay_steps`."""

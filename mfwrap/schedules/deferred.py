@@ -31,15 +31,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = [
-    "DeferredSchedule",
-    "ScheduleRequest",
-    "advance",
-    "defer_schedule",
-    "is_stepped_with_a_metric",
-    "undefer_schedule",
-]
-
 
 class ScheduleRequest(NamedTuple):
     """A call of a schedule's ``step`` that has not been done yet."""

@@ -9,16 +9,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mfwrap.arguments import check_int, check_number
 
-__all__ = [
-    "FormulaLR",
-    "WarmUp",
-    "WarmUpLR",
-    "between",
-    "half_wave",
-    "run_length",
-    "steps_of",
-]
-
 
 class FormulaLR(LRScheduler, abc.ABC):
     """Base of schedules whose rates follow from the number of updates alone.

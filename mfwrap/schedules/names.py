@@ -18,8 +18,6 @@ from mfwrap.schedules.warm_up import (
     WarmUpStableDecayLR,
 )
 
-__all__ = ["SCHEDULES"]
-
 SCHEDULES: Mapping[str, type[FormulaLR]] = MappingProxyType(
     {
         schedule.__name__: schedule

@@ -7,13 +7,6 @@ from torch.optim import Optimizer
 from mfwrap.arguments import check_int, check_number, check_positive_number
 from mfwrap.schedules.formula import WarmUp, WarmUpLR, between, run_length, steps_of
 
-__all__ = [
-    "ConstantWarmUpLR",
-    "LinearWithWarmUpLR",
-    "PolynomialWithWarmUpLR",
-    "WarmUpStableDecayLR",
-]
-
 
 @final
 class ConstantWarmUpLR(WarmUpLR):

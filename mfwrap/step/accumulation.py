@@ -16,8 +16,6 @@ from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Accumulated", "GradientAccumulation"]
-
 
 class Accumulated(NamedTuple):
     """Result of the micro-batches of one update; the gradients are in ``parameter.grad``."""

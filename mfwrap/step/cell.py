@@ -31,10 +31,6 @@ from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.tensors.norm_groups import LocalNormGroups
 from mfwrap.tensors.wrappers import distributed_parts
 
-__all__ = [
-    "MFTrainOneStepCell",
-]
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
 

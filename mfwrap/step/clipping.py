@@ -9,12 +9,6 @@ from mfwrap.arguments import described
 from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import on_device
 
-__all__ = [
-    "clip_by_global_norm",
-    "clip_by_value",
-    "clip_coefficient",
-]
-
 _TensorSequence = TypeVar("_TensorSequence", list[Tensor], tuple[Tensor, ...])
 _Tensors = TypeVar("_Tensors", Tensor, list[Tensor], tuple[Tensor, ...])
 

@@ -17,8 +17,6 @@ from mfwrap.arguments import described
 from mfwrap.outputs import StepReport
 from mfwrap.tensors.deferred import DeferredReads
 
-__all__ = ["UpdateCounts"]
-
 _COUNTERS = ("applied_updates", "skipped_updates", "consecutive_skips")
 
 

@@ -10,16 +10,6 @@ from torch import Tensor, nn
 
 from mfwrap.arguments import described
 
-__all__ = [
-    "LossParts",
-    "MeanLoss",
-    "NetworkCall",
-    "Normalizer",
-    "PerTokenLoss",
-    "calls_of",
-    "split_calls",
-]
-
 _IGNORED_LABEL = -100
 
 

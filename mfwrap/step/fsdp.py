@@ -36,12 +36,6 @@ from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, on_device
 from mfwrap.tensors.wrappers import sharded_parts
 
-__all__ = [
-    "ShardedParts",
-    "ShardedUnit",
-    "sharded_local_squares_of",
-]
-
 
 @final
 class ReductionSeam:

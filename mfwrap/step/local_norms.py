@@ -39,16 +39,6 @@ from mfwrap.tensors.shards import on_device
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-__all__ = [
-    "CommunicationHook",
-    "DistributedLocalSquares",
-    "GradientTap",
-    "LocalSquares",
-    "checked_communication_hook",
-    "local_squares_of",
-    "tap",
-]
-
 CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future[Tensor]]"]
 """``(state, hook)``, as ``DistributedDataParallel.register_comm_hook`` takes them."""
 

@@ -24,13 +24,6 @@ from mfwrap.step.state import check_keys
 from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.tensors.sharded_norms import has_non_finite
 
-__all__ = [
-    "LossScaleHooks",
-    "TrainOneStepCell",
-    "TrainOneStepWithLossScaleCell",
-    "WithLossCell",
-]
-
 
 class WithLossCell(nn.Module):
     """Join a network and a loss function into a network that returns the loss.

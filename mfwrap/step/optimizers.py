@@ -18,11 +18,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from mfwrap.arguments import needed_arguments
 from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
 
-__all__ = [
-    "SkippableOptimizer",
-    "learning_rates",
-]
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 

@@ -9,11 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
-from mfwrap.tensors.norm_groups import (
-    LocalNormGroups,
-    NormGroups,
-    group_parameters,
-)
+from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import (
@@ -23,8 +19,6 @@ from mfwrap.tensors.wrappers import (
     unwrapped_network,
     unwrapped_optimizer,
 )
-
-__all__ = ["TrainedParameters", "checked_network", "checked_optimizer", "network_parameters"]
 
 
 def checked_network(network: nn.Module) -> nn.Module:

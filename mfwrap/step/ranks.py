@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from mfwrap.collectives import add_over_ranks
 from mfwrap.tensors.shards import is_distributed
 
-__all__ = ["RankAgreement", "agreement_of"]
-
 
 @final
 class RankAgreement:

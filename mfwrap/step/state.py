@@ -8,8 +8,6 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.step.counts import UpdateCounts
 
-__all__ = ["check", "check_keys", "restore"]
-
 
 def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
     """Check that a state has the keys that its owner writes.

@@ -45,16 +45,6 @@ from mfwrap.tensors.norms import sum_of_squares, sums_by_group
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import local_tensors
 
-__all__ = [
-    "Average",
-    "LiveLossScale",
-    "Measurement",
-    "Schedule",
-    "StepUpdate",
-    "checked_schedule",
-    "measure",
-]
-
 
 class Measurement(NamedTuple):
     """Result of one read of the gradients; tensors on the training device."""

@@ -29,8 +29,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["DeferredReads"]
-
 
 @dataclass(slots=True)
 class _Mailbox:

@@ -8,8 +8,6 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-__all__ = ["LocalNormGroups", "NormGroups", "group_parameters", "layer_of", "layer_of_module"]
-
 LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
 """How parameters are grouped for local norms; see `StepConfig.local_norm_groups`."""
 

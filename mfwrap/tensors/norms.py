@@ -7,8 +7,6 @@ from torch import Tensor
 
 from mfwrap.tensors.shards import on_device
 
-__all__ = ["as_real", "norms_of_each", "sum_of_squares", "sums_by_group"]
-
 # On a CPU, the norm of a tensor with more elements than this is computed by rows.
 _LARGE = 2**16
 # Elements of a row.

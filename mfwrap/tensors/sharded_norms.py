@@ -13,8 +13,6 @@ from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups, on
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["SquareReduction", "has_non_finite", "square_of_all", "tensor_norms"]
-
 
 class _Ranks(NamedTuple):
     """Ranks that hold shards of the same tensors, and how they sum."""

@@ -7,15 +7,6 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 import torch
 from torch import Tensor, distributed
 
-__all__ = [
-    "is_distributed",
-    "local_tensor",
-    "local_tensors",
-    "mesh_groups",
-    "on_device",
-    "placed_like",
-]
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor

@@ -6,17 +6,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "distributed_parts",
-    "is_deepspeed_engine",
-    "plain_name",
-    "reshard",
-    "sharded_parts",
-    "trainable",
-    "unwrapped_network",
-    "unwrapped_optimizer",
-]
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 

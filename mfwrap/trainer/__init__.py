@@ -8,11 +8,7 @@ if TYPE_CHECKING:
     from mfwrap.trainer.events import MonitorCallback
     from mfwrap.trainer.mixin import MFTrainer, MFTrainerMixin
 
-__all__ = [
-    "MFTrainer",
-    "MFTrainerMixin",
-    "MonitorCallback",
-]
+__all__ = ["MFTrainer", "MFTrainerMixin", "MonitorCallback"]
 
 # Loaded late: `Model` and the callbacks need MonitorCallback only, and importing the Trainer takes
 # as long as a tenth of all that they import.

@@ -28,8 +28,6 @@ from mfwrap.trainer.events import monitors, restore_in_place
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
-__all__ = ["Checkpoints", "check_average", "check_parameter_groups", "replaced"]
-
 
 @final
 class Checkpoints:

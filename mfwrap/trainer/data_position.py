@@ -15,8 +15,6 @@ from transformers import TrainingArguments
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.random_states import HostStates, random_states, restore_random_states
 
-__all__ = ["DataPosition", "TrainerPosition"]
-
 
 @final
 class TrainerPosition:

@@ -16,16 +16,6 @@ from mfwrap.termination import RankTermination
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
-__all__ = [
-    "MonitorCallback",
-    "StepCallbackHandler",
-    "TerminationCallback",
-    "add_step_to_events",
-    "flushed_at_end",
-    "monitors",
-    "restore_in_place",
-]
-
 
 class MonitorCallback(TrainerCallback):
     """A transformers callback with what `MFTrainer` asks of it beside transformers' events.

@@ -14,8 +14,6 @@ from mfwrap.trainer.events import monitors
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
-__all__ = ["Losses", "StepLog"]
-
 
 @final
 class Losses:

@@ -29,22 +29,13 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
-from mfwrap.schedules.deferred import (
-    DeferredSchedule,
-    defer_schedule,
-    is_stepped_with_a_metric,
-)
+from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
 from mfwrap.trainer.data_position import TrainerPosition
-from mfwrap.trainer.events import (
-    TerminationCallback,
-    add_step_to_events,
-    flushed_at_end,
-    monitors,
-)
+from mfwrap.trainer.events import TerminationCallback, add_step_to_events, flushed_at_end, monitors
 from mfwrap.trainer.log import Losses
 
 if TYPE_CHECKING:
@@ -54,8 +45,6 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
-
-__all__ = ["MFTrainer", "MFTrainerMixin", "loop_settings"]
 
 
 class MFTrainerMixin(_Base):

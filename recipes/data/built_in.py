@@ -18,16 +18,6 @@ from datasets import Dataset
 from mfwrap.arguments import check_int
 from mfwrap.recipes.data.source import DataSource, Rows
 
-__all__ = [
-    "DiabetesSource",
-    "DigitsSource",
-    "DocstringsSource",
-    "PackageDocstringsSource",
-    "PythonTokensSource",
-    "PythonTopicsSource",
-]
-
-
 _MODULES = (
     "argparse", "ast", "bdb", "calendar", "codecs", "configparser", "datetime", "difflib", "dis",
     "fractions", "ftplib", "heapq", "imaplib", "inspect", "ipaddress", "locale", "mailbox",

@@ -9,22 +9,6 @@ from datasets import Dataset, Value
 
 from mfwrap.recipes.data.source import DataError
 
-__all__ = [
-    "LABEL",
-    "LABELS",
-    "MESSAGES",
-    "NUMBER",
-    "NUMBERS",
-    "PREFERENCES",
-    "TEXT",
-    "TUNING",
-    "TURN",
-    "WORDS",
-    "Columns",
-    "check_rows",
-    "needed_columns",
-]
-
 
 @final
 @dataclass(frozen=True)

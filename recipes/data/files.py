@@ -13,8 +13,6 @@ from datasets.exceptions import DatasetsError
 
 from mfwrap.recipes.data.source import DataSource, Rows
 
-__all__ = ["DatasetsSource", "JsonLinesSource", "TextSource"]
-
 Files = str | list[str]
 
 

@@ -9,13 +9,6 @@ from datasets import Dataset
 
 from mfwrap.arguments import check_int
 
-__all__ = [
-    "DataError",
-    "DataSource",
-    "Rows",
-    "Section",
-]
-
 
 class Section:
     """Base of the frozen dataclasses that the sections of a recipe are parsed into.

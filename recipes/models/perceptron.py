@@ -10,8 +10,6 @@ from transformers.utils.generic import ModelOutput
 
 from mfwrap.arguments import check_int
 
-__all__ = ["Perceptron", "PerceptronConfig"]
-
 
 class PerceptronConfig(PreTrainedConfig):
     """Sizes of a `Perceptron`.

@@ -8,27 +8,13 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
 from mfwrap.recipes.data.source import DataError, DataSource, Section
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
-
-__all__ = [
-    "ModelSettings",
-    "check_length",
-    "config_keys",
-    "fitting_length",
-    "vocabulary_of",
-]
-
 
 _BYTES = "bytes"
 _PACKAGE = "package:"

@@ -14,8 +14,6 @@ from mfwrap.recipes.data.columns import PREFERENCES, TUNING, Columns, needed_col
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
 
-__all__ = ["build_causal_lm", "build_preference_tuning", "build_supervised_tuning"]
-
 
 def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
     """Return the Trainer's keywords to predict each next token of texts."""

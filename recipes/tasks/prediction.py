@@ -19,13 +19,6 @@ from transformers import (
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
 
-__all__ = [
-    "build_image_classification",
-    "build_regression",
-    "build_sequence_classification",
-    "build_token_classification",
-]
-
 _IGNORED = -100
 
 

@@ -55,8 +55,6 @@ from mfwrap.recipes.tasks.prediction import (
 )
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 
-__all__ = ["SOURCES", "TASKS", "Task"]
-
 SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
     {
         "datasets": DatasetsSource,

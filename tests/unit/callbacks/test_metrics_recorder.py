@@ -5,11 +5,7 @@ import itertools
 import pytest
 from transformers import TrainerState, TrainingArguments
 
-from mfwrap.callbacks.metrics_recorder import (
-    MetricsRecorder,
-    ThroughputRecorder,
-    results_of,
-)
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
 

@@ -2,11 +2,7 @@
 
 import pytest
 
-from mfwrap import (
-    AdaptiveLossScaleUpdateCell,
-    DynamicLossScaleUpdateCell,
-    FixedLossScaleUpdateCell,
-)
+from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from support.recipe_texts import parsed
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}

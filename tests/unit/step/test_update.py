@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from mfwrap.step.forward import Normalizer
 from mfwrap.step.update import measure
-from mfwrap.tensors.norm_groups import (
-    group_parameters,
-)
+from mfwrap.tensors.norm_groups import group_parameters
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")

@@ -8,10 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.tensors.norm_groups import (
-    group_parameters,
-    layer_of_module,
-)
+from mfwrap.tensors.norm_groups import group_parameters, layer_of_module
 from mfwrap.tensors.norms import sums_by_group
 
 CPU = torch.device("cpu")

@@ -9,12 +9,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.trainer.data_position import DataPosition

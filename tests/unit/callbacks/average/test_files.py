@@ -24,14 +24,7 @@ from transformers.trainer_utils import HPSearchBackend
 from mfwrap.callbacks import EMACallback
 from mfwrap.callbacks.average.files import load_exported, resumed_checkpoint, saved_checkpoint
 from mfwrap.trainer import MFTrainer
-from support.averaged_training import (
-    KINDS,
-    STEPS,
-    WEIGHT,
-    Follower,
-    evaluated_by_hand,
-    weights_of,
-)
+from support.averaged_training import KINDS, STEPS, WEIGHT, Follower, evaluated_by_hand, weights_of
 from support.resumed_training import PLAIN, StopAfter, new_trainer, trained
 from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
 from support.training_state import assert_same_state

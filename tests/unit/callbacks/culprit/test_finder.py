@@ -14,19 +14,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from mfwrap import (
-    DynamicLossScaleUpdateCell,
-    FixedLossScaleUpdateCell,
-    MFTrainOneStepCell,
-    Model,
-)
+from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrainOneStepCell, Model
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit.finder import (
-    CulpritFinder,
-)
-from mfwrap.callbacks.shared.step_values import (
-    StepNumbers,
-)
+from mfwrap.callbacks.culprit.finder import CulpritFinder
+from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
 from support.planted_faults import KINDS, check_record, random_faults
 from support.spoilt.blocks import Fault, records_of, train_blocks

@@ -8,9 +8,7 @@ import pytest
 
 from mfwrap import DynamicLossScaleUpdateCell
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.shared.step_values import (
-    StepNumbers,
-)
+from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
 from support.spoilt.blocks import Fault, records_of, train_blocks
 
