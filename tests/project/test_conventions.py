@@ -1,0 +1,40 @@
+"""Conventions of the source that no linter checks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+FOLDERS = ("mfwrap", "callbacks", "recipes", "tests", "benchmarks", ".ci")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+SUPPRESSION = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])(?P<rest>.*)$")
+"""mypy reads no text behind ``type: ignore[...]``: there the reason is a comment of its own."""
+
+
+def without_reason(source: str) -> list[int]:
+    """Return the numbers of the lines that suppress a warning without a reason in parentheses."""
+    found = (
+        (number, SUPPRESSION.search(line)) for number, line in enumerate(source.split("\n"), 1)
+    )
+    return [
+        number
+        for number, match in found
+        if match is not None and not re.search(r"^\(.+\)$", match["rest"].strip(" #"))
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_suppression_has_a_reason(path: Path):
+    """A reader learns why a warning does not apply."""
+    assert without_reason(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_suppression_without_a_reason_is_found():
+    """A reason is a text in parentheses at the end of the line."""
+    noqa, ignore = "# " + "noqa: S603", "# " + "type: ignore[misc]"
+    lines = [noqa, f"{noqa}  (our own program)", ignore, f"{ignore}  # (untyped)"]
+
+    assert without_reason("\n".join(lines)) == [1, 3]

@@ -1,0 +1,17 @@
+"""A reader meets few files on the way of one training step."""
+
+import logging
+
+import pytest
+
+from support.entered_files import LOOPS
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_step_enters_few_files(loop, tmp_path, monkeypatch):
+    """One step enters at most as many files of mfwrap as its way to train allows."""
+    monkeypatch.chdir(tmp_path)
+    logging.getLogger("mfwrap").setLevel(logging.ERROR)
+    train, most = LOOPS[loop]
+
+    assert len(train()) <= most
