@@ -45,9 +45,9 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
     global norm is no spike. `newest_healthy_checkpoint` returns the checkpoint to resume from. A
     checkpoint without a line, for example after a crash, does not count as healthy.
 
-    Time is measured on the main process. The other ranks learn one step later that a checkpoint is
-    due, without host-device synchronization. With a Trainer, the usual norm is saved in the
-    checkpoint.
+    Time is measured on the main process. A checkpoint that is due is requested one step later,
+    on all ranks and without host-device synchronization. With a Trainer, the usual
+    norm is saved in the checkpoint.
 
     Source: MindFormers, ``CheckpointMonitor``.
 
@@ -181,7 +181,8 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         if by_steps or self._is_time or state.global_step >= state.max_steps:
             control.should_save = True
             self._is_time = False
-            # Also here, not only in `on_save`: all ranks pass here at the same step.
+            # Restart the interval now: `_keep_values` below compares it with the clock, before
+            # `on_save` can restart it.
             self._saved_at = self._clock()
         self._keep_values(step_output, step_report)
 

@@ -21,12 +21,13 @@ class ProfileMonitor(TrainerCallback):
     Each rank writes two files to ``<output_path>/rank_<rank>``: ``trace.json`` for Perfetto or
     ``chrome://tracing``, and ``operators.txt``, a table of operators sorted by time. If
     `start_step` is > 1, the profiler warms up in the step before. If the training ends before
-    `stop_step`, the profile has the steps up to its end.
+    `stop_step`, the profile ends with the last step of the training.
 
     Source: MindFormers, ``ProfileMonitor``.
 
     Args:
-        start_step: First step to profile, counted from 1 in each run, resumed or not.
+        start_step: First step to profile. Steps are counted from 1 at each start of training, also
+            after a resume.
         stop_step: Last step to profile.
         output_path: Folder for the profiles; ``None`` for ``profile`` in ``args.output_dir``.
         profile_rank_ids: Ranks that profile; ``None`` for all.
@@ -35,8 +36,8 @@ class ProfileMonitor(TrainerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `start_step` is < 1 or `stop_step` < `start_step`. At the start of training,
-            if the loop has no ``args.output_dir`` and `output_path` is missing.
+        ValueError: If `start_step` is < 1 or `stop_step` < `start_step`. Training raises it at the
+            start if `output_path` is ``None`` and the loop has no ``args.output_dir``.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
     python -m mfwrap.recipes.lenet --epoch_size 15
 
-The numbered comments are those of the script at the start of MindSpore's migration guide. The
+The numbered comments are the steps of the script at the start of MindSpore's migration guide. The
 digits come with scikit-learn and have 8 by 8 pixels; they are enlarged to LeNet's 32 by 32. Because
 there are few digits, training shifts each image by up to two pixels at random.
 """
@@ -121,20 +121,20 @@ def main() -> None:
     parser = HfArgumentParser(LeNetArguments)  # type: ignore[arg-type]  # (see above)
     (config,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(config.seed)
-    # 1. define dataset object
+    # 1. Define the data set.
     ds_train, ds_eval = create_dataset(config.batch_size, config.seed)
-    # 2. define forward network
+    # 2. Define the forward network.
     network = LeNet(num_classes=10)
-    # 3. define loss
+    # 3. Define the loss.
     net_loss = nn.CrossEntropyLoss()
-    # 4. define optimizer
+    # 4. Define the optimizer.
     net_opt = torch.optim.SGD(network.parameters(), config.lr, momentum=config.momentum, fused=True)
     schedule = CosineAnnealingLR(net_opt, T_max=config.epoch_size * len(ds_train))
-    # define callbacks
+    # Define the callbacks.
     config_ck = CheckpointConfig(config.save_checkpoint_steps)
     ckpt_cb = ModelCheckpoint("lenet", config.output_dir, config_ck)
     loss_cb = LossMonitor(per_print_times=len(ds_train))
-    # define model
+    # Define the model.
     model = Model(
         network,
         net_loss,
@@ -143,7 +143,7 @@ def main() -> None:
         amp_level=config.amp_level,
         lr_scheduler=schedule,
     )
-    # 5-7. start training
+    # 5-7. Train.
     model.train(config.epoch_size, ds_train, callbacks=[loss_cb, ckpt_cb, TimeMonitor()])
     print(f"accuracy on held-out digits: {model.eval(ds_eval)['Accuracy']:.4f}")
     print(f"checkpoint: {ckpt_cb.latest_ckpt_file_name}")

@@ -135,7 +135,7 @@ class EMACallback(MonitorCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Put the raw weights back before the step trains them."""
+        """Restore the raw weights before the step trains them."""
         del args, state, control
         self._evaluated.end()
 
@@ -175,12 +175,12 @@ class EMACallback(MonitorCallback):
         metrics: Any = None,
         **_: Any,
     ) -> None:
-        """Put the raw weights back if the evaluation is over."""
+        """Restore the raw weights after the evaluation of a single data set."""
         del args, control
         if not self._evaluated.evaluated(metrics, state.global_step):
             warnings.warn(
                 "a data set was evaluated with raw weights: something called the model's "
-                "state_dict between two data sets, which puts the raw weights back",
+                "state_dict between two data sets, which restores the raw weights",
                 stacklevel=2,
             )
 
@@ -240,7 +240,7 @@ class EMACallback(MonitorCallback):
             load_exported(model, Path(best))
 
     def put_weights_back(self) -> None:
-        """Put the raw weights back if an interrupted evaluation left averages in the model."""
+        """Restore the raw weights if an interrupted evaluation left averages in the model."""
         self._evaluated.end()
 
     def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
@@ -257,7 +257,7 @@ class EMACallback(MonitorCallback):
             reason = (
                 "the checkpoint to resume from was not found"
                 if checkpoint is None
-                else f"{checkpoint} has none"
+                else f"{checkpoint} has no average"
             )
             warnings.warn(
                 f"the average could not be resumed: {reason}. It restarts from the loaded weights",
@@ -274,13 +274,11 @@ class EMACallback(MonitorCallback):
             raise ValueError(msg)
 
     def _refuse_another(self, state: TrainerState) -> None:
-        # The state belongs to one training, all its callbacks share it, and the Trainer saves
-        # only its declared fields. So an extra attribute finds a second EMACallback.
+        # All callbacks of a training share `state`, and the Trainer saves only its declared fields.
+        # So an extra attribute detects a second EMACallback. While the first one holds averages in
+        # the model for an evaluation, the second one would average them instead of the weights.
         if vars(state).setdefault("ema_callback", self) is not self:
-            msg = (
-                "a Trainer can have only one EMACallback, got two: each would average the "
-                "averaged weights that the other puts into the model"
-            )
+            msg = "a Trainer can have only one EMACallback, got two; remove one of them"
             raise ValueError(msg)
 
     def _applied(self, report: StepReport | None) -> Tensor | None:
@@ -310,11 +308,12 @@ class EMACallback(MonitorCallback):
 
 @final
 class EvaluatedAverages:
-    """Hold averages in a model from before an evaluation until it is over.
+    """Hold averaged weights in a model while a Trainer evaluates it.
 
-    A Trainer reports each evaluated data set, but not whether another one follows. With several
-    data sets the averages therefore stay in the model until it is next saved, loaded or trained.
-    Hooks on ``state_dict`` and ``load_state_dict`` of the model put the raw weights back first.
+    With a single data set, the raw weights are restored as soon as it has been evaluated. With
+    several data sets, the Trainer does not say which is the last. The averages then stay in the
+    model until the caller calls `end`, or until the model's ``state_dict`` or ``load_state_dict``
+    is called: hooks on both restore the raw weights first.
     """
 
     def __init__(self) -> None:
@@ -345,27 +344,30 @@ class EvaluatedAverages:
         self._are_held, self._control, self._step = True, control, step
 
     def put_back(self) -> None:
-        """Put the raw weights back if averages are held; the hooks stay until `end`."""
-        # A hook may call this, and removing hooks would change the list torch is iterating over.
+        """Restore the raw weights if averages are held; the hooks stay until `end`."""
+        # The hooks call this while torch iterates over the model's hooks. Removing a hook here
+        # would change that dict and could end the iteration with a RuntimeError.
         self._are_held = False
         self._swap.close()
 
     def end(self) -> None:
-        """Put the raw weights back and remove the hooks: the evaluation is over."""
+        """End the evaluation: restore the raw weights and remove the hooks."""
         self.put_back()
         self._hooks.close()
         self._step = None
 
     def evaluated(self, metrics: Mapping[str, Any] | None, step: int) -> bool:
-        """Note that a data set was evaluated; put the raw weights back if it is the only one.
+        """Handle the end of a data set's evaluation; restore the raw weights after a single one.
 
         Args:
-            metrics: Metrics of the data set. With several data sets their names contain its name.
+            metrics: Metrics of the data set. ``eval_runtime`` means that it is the only data set;
+                one of several data sets has ``eval_<data set>_runtime``.
             step: Number of updates so far.
 
         Returns:
-            False if the data set was evaluated with raw weights, because they had been put back
-            after an earlier data set of the same evaluation.
+            False if averages were put into the model for this evaluation, but the raw weights were
+            restored before this data set was evaluated. Otherwise True, also if the evaluation was
+            meant to use raw weights.
         """
         saw_averages = self._are_held or self._step != step
         times = [name for name in metrics or () if name.endswith("_runtime")]

@@ -34,10 +34,11 @@ def saved_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | Non
     """Return the checkpoint that a Trainer has just saved; ``None`` if it is not found.
 
     In a hyperparameter search the Trainer saves into a folder of the trial and does not pass its
-    name to callbacks. Then this is the newest checkpoint of any trial with the same state.
+    name to callbacks. The result is then the newest checkpoint in the folder of any trial whose
+    step and log history are those of `state`.
     """
     if state.is_hyper_param_search:
-        return next(_of_trials(args, state), None)
+        return next(_trial_checkpoints(args, state), None)
     folder = Path(args.output_dir or ".") / _name(state)
     return folder if folder.is_dir() else None
 
@@ -52,7 +53,7 @@ def resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | N
     given = [Path(args.resume_from_checkpoint)] if args.resume_from_checkpoint else []
     candidates = [*given, Path(args.output_dir or ".") / _name(state)]
     found = (folder for folder in candidates if _is_of(folder, state))
-    return next(found, None) or next(_of_trials(args, state), None)
+    return next(found, None) or next(_trial_checkpoints(args, state), None)
 
 
 def save_state(ema: ExponentialMovingAverage, folder: Path) -> None:
@@ -157,8 +158,11 @@ def _name(state: TrainerState) -> str:
     return f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _of_trials(args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
-    """Yield checkpoints with this state in the folders of trials, newest first."""
+def _trial_checkpoints(args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
+    """Yield checkpoints in the folders of trials, newest first.
+
+    Only checkpoints whose step and log history are those of `state` are included.
+    """
     states = Path(args.output_dir or ".").glob(f"*/{_name(state)}/{_TRAINER_STATE}")
     newest_first = sorted(states, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return (path.parent for path in newest_first if _is_of(path.parent, state))

@@ -69,7 +69,9 @@ class CulpritFinder:
         self._last_overflow: int | None = None
 
     def end_step(self, output: Any, names: Sequence[str], applied: Tensor | None) -> StepEvidence:
-        """Learn the norms of a step and return what `judge` needs, without synchronization.
+        """Add a step's norms to the usual norms and return what `judge` needs.
+
+        No host-device synchronization.
 
         Args:
             output: Output of the step: a named tuple or a loss.
@@ -105,8 +107,8 @@ class CulpritFinder:
             return self._overflow(numbers, evidence, weights_have_moved=weights_have_moved)
         norm, usual = numbers.global_norm, self._history.usual
         is_spike = norm is not None and self._history.is_spike(norm)
-        # The norm is learned whatever the loss of this rank is: the loss differs between ranks,
-        # and all ranks must call the same norms a spike.
+        # Add the norm even if this rank's loss is non-finite. The loss differs between ranks, but
+        # the history must be the same on all of them, so that they detect the same spikes.
         if norm is not None and not numbers.skipped:
             self._history.add(norm)
         if is_spike:
@@ -236,7 +238,8 @@ class CulpritFinder:
         if not bad or (len(bad) == len(evidence.norms) and not loss_is_finite):
             # A non-finite loss makes all gradients non-finite, wherever the forward went wrong.
             return None
-        # Backward reaches the last group first; the groups before it inherit its fault.
+        # Backward computes the gradients in reverse order, and a non-finite gradient spreads to the
+        # gradients computed after it. So the fault began in the bad group with the highest number.
         return self._layer_of(evidence.names[bad[-1]])
 
     def _layer_of(self, name: str) -> str:

@@ -23,7 +23,7 @@ _DEVIATIONS = 6.0
 
 @final
 class GlobalNormHistory:
-    """Learn the usual global norm and detect spikes.
+    """Track the usual global norm and detect spikes.
 
     A spike is a norm above `factor` times the usual norm and more than six standard deviations
     above it. Both are measured on logarithms, because norms fall and scatter by factors. The first
@@ -52,7 +52,7 @@ class GlobalNormHistory:
         return rise > max(self._log_factor, _DEVIATIONS * math.sqrt(self._variance))
 
     def add(self, norm: float) -> None:
-        """Learn the norm of an update; a zero or non-finite norm is ignored."""
+        """Add the norm of an update to the usual norm; a zero or non-finite norm is ignored."""
         if not math.isfinite(norm) or norm <= 0:
             return
         value = math.log(norm)
@@ -104,7 +104,7 @@ class RunningNorms:
 
     @torch.no_grad()
     def add(self, norms: Tensor, applied: Tensor) -> None:
-        """Learn the norms of a step.
+        """Add the norms of a step to the means; zero and non-finite norms are ignored.
 
         Args:
             norms: Local norms, shape ``(G,)``, float32.

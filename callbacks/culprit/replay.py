@@ -47,7 +47,7 @@ class RandomState(NamedTuple):
         return cls(torch.get_rng_state(), on_device)
 
     def restore(self, device: torch.device) -> None:
-        """Set the generators to these states."""
+        """Set torch's random number generators on the host and on `device` to these states."""
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
@@ -192,8 +192,8 @@ class _Watch:
 
     def __enter__(self) -> "_Watch":
         for name, module in self._network.named_modules():
-            # Registered last, our hook sees what the hooks of others made of the output: they
-            # may be at fault.
+            # Hooks run in the order of their registration. This hook is the last, so it sees the
+            # output after all other hooks have changed it: one of them may be at fault.
             handle = module.register_forward_hook(self._watch_output(name))
             self._handles.callback(handle.remove)
         return self

@@ -49,7 +49,7 @@ class StepFlops:
         """Begin to count, unless an update has been counted before.
 
         Args:
-            network: Network of the update, which is searched for compiled parts; ``None`` if
+            network: Network of the update, which is searched for compiled modules; ``None`` if
                 unknown.
             compiled: Whether the loop compiles the network.
         """
@@ -131,12 +131,13 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
-    # Parts of a GPU, and versions with a lower clock, are slower than their names suggest.
+    # Slices of a GPU (MIG) and cut-down versions are slower than their names suggest: no rate.
     ("MIG", None),
     ("Laptop GPU", None),
     ("Max-Q", None),
     ("RTX 4090 D", None),
-    # NVIDIA, data center. From Hopper on, data sheets state twice these rates, for sparse products.
+    # NVIDIA, data center. From Hopper on, data sheets list rates with structured sparsity. These
+    # are half of them: TFLOP/s of float16 or bfloat16 products of dense matrices.
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("B100", 1750.0),

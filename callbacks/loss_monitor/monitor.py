@@ -32,10 +32,10 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         { Epoch:[  1/  2], step:[    2/    3], loss:[10.500/10.750], per_step_time: 76ms, ...
           33.3% |████████████████                                  | 52.10850 samples/s/p  0:00:00 }
 
-    - ``loss``: loss of this step, and mean over the steps of its epoch. A non-finite loss is shown,
-      left out of the mean, and counted in `num_losses_not_finite`. On several ranks both numbers
-      are means over ranks. For this, ranks exchange one message with two numbers for each step
-      since the last message, when a step is printed or when the loop logs, saves, evaluates or
+    - ``loss``: loss of this step, and mean over the steps of its epoch. A non-finite loss is
+      printed, left out of the mean, and counted in `num_losses_not_finite`. On several ranks both
+      numbers are means over ranks. For this, ranks exchange one message with two numbers for each
+      step since the last message, when a step is printed or when the loop logs, saves, evaluates or
       ends. All ranks must have the callback.
     - ``per_step_time``: mean over the steps since the last record. A step's time runs from
       ``on_step_begin`` to ``on_step_end``, so evaluation, checkpoints and logging are not included.
@@ -127,7 +127,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         step_report: StepReport | None = None,
         **known: Any,
     ) -> None:
-        """Print the step before, and begin to copy the values of this one.
+        """Print the previous step if it is due, and begin to copy the values of this step.
 
         Raises:
             TypeError: If `step_output` is not the output of a step.
@@ -154,7 +154,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         logs: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Print the pending step; in a loop without outputs, print the values in the log."""
+        """Print the last step if it is due; without step outputs, print the values in the log."""
         del args
         self._flush()
         if self._run is not None:
@@ -163,25 +163,25 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             self._run.clock.restart()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Print the pending step."""
+        """Print the last step if it is due, and leave the evaluation out of the step time."""
         self._pause()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Print the pending step."""
+        """Print the last step if it is due, and leave the time of saving out of the step time."""
         self._pause()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Print the pending step."""
+        """Print the last step if it is due."""
         if self._run is not None:
             self._run.send()
         self._flush()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Print the pending step and close the events file."""
+        """Print the last step if it is due, and close the events file."""
         self._cancel_count()
         if self._run is not None:
-            # No message to the other ranks: this event also comes on the one rank whose loop broke
-            # off, and the others would never answer.
+            # Use this rank's losses only. This event also occurs when the loop failed on one rank,
+            # and then a message to the other ranks would never be answered.
             self._run.send(alone=True)
         self._flush()
         if self._run is not None:
@@ -192,7 +192,9 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             self._writer.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a Trainer writes into its checkpoint. Prints the pending step.
+        """Return the state that a Trainer writes into its checkpoint.
+
+        Prints the last step if it is due.
 
         Returns:
             Settings under ``args`` and the running mean under ``attributes``, as JSON can hold
@@ -260,7 +262,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
 
 
 def _needs_mean_now(control: TrainerControl) -> bool:
-    """Return whether the loop is about to show or save the mean of the losses."""
+    """Return whether the loop is about to report or save the mean of the losses."""
     return (
         control.should_log
         or control.should_save

@@ -86,7 +86,7 @@ def _progress(record: StepRecord) -> str:
 
 def _float32(value: float) -> str:
     """Format a number with the fewest digits that identify a float32."""
-    # A number from the Trainer's log may be too large for float32. It is shown as inf; numpy's
+    # A number from the Trainer's log may be too large for float32. It is printed as inf; numpy's
     # warning would be noise.
     with np.errstate(over="ignore"):
         return str(np.float32(value))

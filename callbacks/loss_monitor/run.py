@@ -124,7 +124,7 @@ class MonitoredRun:
     def end_step(
         self, global_step: int, output: Any, flops: float | None, *, sends: bool = False
     ) -> None:
-        """Print the step before, and begin to copy the values of this one.
+        """Print the previous step if it is due, and begin to copy the values of this step.
 
         Args:
             global_step: Finished steps, this one included.

@@ -25,8 +25,8 @@ class LossMonitorSettings(RunSettings):
     _: KW_ONLY
 
     loss_over_ranks: bool = True
-    """Show the mean of all ranks' losses. ``False``: show the main process's own loss and send
-    nothing."""
+    """Print the mean of all ranks' losses. ``False``: print the main process's own loss, without
+    communication."""
 
     flops_per_step: float | None = None
     """FLOPs of one update on this device, if you know them."""

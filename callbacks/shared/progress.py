@@ -13,7 +13,7 @@ from mfwrap.arguments import check_int
 from mfwrap.collectives import num_ranks
 
 _DECAY = 0.9
-"""Of the exponential mean of step times."""
+"""Decay of the exponential mean of step times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class RunPosition:
 
     @property
     def percent(self) -> float:
-        """Finished part of the run, in percent."""
+        """Finished fraction of the run, in percent."""
         length = self.length
         whole_epochs = length.num_epochs * length.steps_per_epoch
         # MindFormers' order of divisions: its rounding decides on the last block of the bar.
@@ -125,7 +125,7 @@ class StepClock:
         self._start = self._clock()
 
     def end_step(self) -> None:
-        """Take the time since the last restart as the time of a step; ignored if there was none."""
+        """Record the time since the last restart as a step time. Ignored without a restart."""
         start, self._start = self._start, self._clock()
         if start is None:
             return
@@ -163,19 +163,29 @@ def run_length(
 ) -> RunLength:
     """Work out how long a run is, from the monitor's settings and from the loop.
 
-    The number of updates in an epoch is the first of these that is known: ``dataset_size``; the
-    data loader's batches in groups of ``args.gradient_accumulation_steps``, if that agrees with
-    `state`; the ``max_steps`` of `state` divided by its epochs. A run over data of unknown length
-    is one epoch of ``max_steps``.
+    The number of updates in an epoch has three possible sources, in this order:
+
+    1. ``settings.dataset_size``, which is a number of updates.
+    2. The number of batches in the data loader over ``args.gradient_accumulation_steps``, unless
+       it contradicts ``max_steps`` and the number of epochs.
+    3. ``max_steps`` over the number of epochs. If the number of epochs is unknown too, the run is
+       one epoch of ``max_steps`` updates.
 
     Args:
         settings: Settings of the monitor.
-        state: State of the loop. ``max_steps`` and ``num_train_epochs`` are read; 0 is unknown.
-        args: Arguments of the Trainer, for what `state` does not know; ``None`` in another loop.
-        train_dataloader: Data loader with or without a length, or ``None``.
+        state: State of the loop. Its ``max_steps`` and ``num_train_epochs`` are used; 0 means
+            unknown.
+        args: Arguments of the Trainer, which replace unknown values of `state`; ``None`` in
+            another loop.
+        train_dataloader: Data loader, with or without a length; ``None`` if unknown.
+
+    Returns:
+        Length of the run in epochs and in updates. It includes the updates before the loop's
+        ``global_step`` was 0.
 
     Raises:
-        ValueError: If the length is unknown.
+        ValueError: If ``max_steps`` is unknown, and so is the number of epochs or the number of
+            updates in an epoch.
     """
     max_steps = _max_steps(state, args)
     epochs = settings.origin_epochs or _num_epochs(state, args, max_steps)
@@ -240,8 +250,8 @@ def _num_updates(train_dataloader: Any, args: TrainingArguments | None) -> int |
 def _steps_per_epoch(max_steps: int, epochs: int | None, num_updates: int | None) -> int | None:
     if not max_steps:
         return num_updates
-    # A loop of your own may use several batches for an update, and then the number of batches does
-    # not fit the loop's number of epochs.
+    # The gradient accumulation of a custom loop without `args` is unknown. If it uses several
+    # batches for each update, `num_updates` is too large and contradicts its number of epochs.
     if num_updates and (epochs is None or math.ceil(max_steps / num_updates) == epochs):
         return num_updates
     return math.ceil(max_steps / (epochs or 1))

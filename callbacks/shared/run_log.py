@@ -7,7 +7,7 @@ _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def run_logger(name: str) -> logging.Logger:
-    """Return a logger whose messages of level INFO are shown, even if logging is not configured.
+    """Return a logger whose messages of level INFO are written, even if logging is not configured.
 
     Levels that the user has set for ``mfwrap`` or ``mfwrap.callbacks`` stay. If no handler is
     configured, ``mfwrap`` gets one that writes to standard output in MindFormers' format. This

@@ -12,10 +12,12 @@ _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 
 
 def imbalance(shares: Tensor) -> Tensor:
-    """Return the largest share over the mean share: 1 is balanced, ``E`` is a single expert.
+    """Return the largest share over the mean share.
+
+    1 is a balanced load; ``E`` means that one expert gets all tokens.
 
     Args:
-        shares: Share of each expert, shape ``(E,)``.
+        shares: Share of token assignments that each expert got, shape ``(E,)``.
     """
     return shares.max() * shares.numel()
 
@@ -28,7 +30,7 @@ def drop_rate(shares: Tensor, capacity_factor: float) -> Tensor:
     Source: MindFormers, ``MoEDropRateCallback``.
 
     Args:
-        shares: Share of each expert, shape ``(E,)``.
+        shares: Share of token assignments that each expert got, shape ``(E,)``.
         capacity_factor: Capacity of an expert over its mean share.
     """
     return (shares - capacity_factor / shares.numel()).clamp(min=0).sum()
@@ -64,8 +66,8 @@ class ExpertLoad:
         """Stop counting.
 
         Returns:
-            Share of each expert by the name of the module, shape ``(E,)``, float32; the shares of
-            a module add up to 1.
+            For each module, by its name: the share of token assignments that each expert got, shape
+            ``(E,)``, float32. The shares of a module add up to 1.
         """
         self._hooks.close()
         counts, self._counts = self._counts, {}

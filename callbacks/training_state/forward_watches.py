@@ -23,11 +23,11 @@ class ForwardNumbers(NamedTuple):
 
 @final
 class ForwardWatches:
-    """Watch the forward passes of those steps that are shown.
+    """Watch the forward passes of the steps that are reported.
 
     Args:
-        attention: Finds attention logits; ``None`` if they are not shown.
-        experts: Counts tokens of experts; ``None`` if their load is not shown.
+        attention: Finds attention logits; ``None`` if they are not reported.
+        experts: Counts tokens of experts; ``None`` if their load is not reported.
     """
 
     def __init__(self, attention: AttentionLogits | None, experts: ExpertLoad | None) -> None:

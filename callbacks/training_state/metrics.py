@@ -1,4 +1,4 @@
-"""The metrics that the training state monitor shows of a step, computed on the device."""
+"""The metrics that the training state monitor reports for a step, computed on the device."""
 
 import re
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Metric(NamedTuple):
 
     tag: str
     formats: tuple[str, ...]
-    """Of ``"log"``, ``"tensorboard"``, ``"jsonl"`` and ``"trackers"``."""
+    """Any of ``"log"``, ``"tensorboard"``, ``"jsonl"`` and ``"trackers"``."""
 
 
 class PackedMetrics(NamedTuple):
@@ -43,7 +43,7 @@ class StateMetrics:
     """Compute the metrics that the settings ask for, without host-device synchronization.
 
     Source: MindFormers, ``TrainingStateMonitor``, with its tags. Norms are those of unscaled
-    gradients; MindFormers shows those of scaled ones.
+    gradients; MindFormers reports norms of scaled gradients.
 
     Args:
         settings: Settings of the monitor.
@@ -56,7 +56,7 @@ class StateMetrics:
         self._selected: tuple[tuple[str, ...], list[int], Tensor | None] | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is shown. Stable ranks have their own interval."""
+        """Return whether a step is reported. Stable ranks have their own interval."""
         return step % self._settings.step_interval == 0
 
     def of_step(
@@ -74,8 +74,9 @@ class StateMetrics:
             step: Number of the step.
             output: Output of the step, a named tuple or a loss; ``None`` if the loop passes none.
             norm_names: Names of the groups of its local norms.
-            model: Network whose weights are shown; ``None`` if unknown.
-            optimizer: Optimizer whose state is shown, in its wrappers; ``None`` if unknown.
+            model: Network whose weights are measured; ``None`` if unknown.
+            optimizer: Optimizer whose state is measured, with or without wrappers; ``None`` if
+                unknown.
             forward: What was seen in the forward passes of the step; ``None`` if not watched.
         """
         found = _Numbers()
@@ -92,7 +93,7 @@ class StateMetrics:
         return found.packed()
 
     def _is_target(self, name: str) -> bool:
-        """Return whether a parameter, or a group of parameters, is shown."""
+        """Return whether a parameter, or a group of parameters, is reported."""
         return any(each.search(name) for each in self._patterns) != self._settings.invert
 
     def _add_output(self, found: "_Numbers", output: Any, norm_names: tuple[str, ...]) -> None:
@@ -124,7 +125,7 @@ class StateMetrics:
     def _selection(
         self, names: tuple[str, ...], device: torch.device
     ) -> tuple[list[int], Tensor | None]:
-        """Return the indices of the groups that are shown, also as a tensor unless all are."""
+        """Return the indices of the reported groups, also as a tensor unless all are reported."""
         if self._selected is None or self._selected[0] != names:
             numbers = [i for i, name in enumerate(names) if self._is_target(name)]
             whole = len(numbers) == len(names)

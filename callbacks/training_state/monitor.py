@@ -50,9 +50,9 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     the monitor needs local norms (``StepConfig(local_norm=True)``). A fault in the forward pass
     makes all gradients non-finite; then only ``replay`` can tell where it began.
 
-    **In a loop that passes no output**, such as a stock Trainer, the monitor shows optimizer state,
-    weights and throughput, and judges the loss and the norm that the loop logs. A warning says once
-    what is missing.
+    **In a loop that passes no output**, such as a stock Trainer, the monitor reports optimizer
+    state, weights and throughput, and judges the loss and the norm that the loop logs. A warning
+    says once what is missing.
 
     With a Trainer, the usual norms and the counts are part of the checkpoint.
 
@@ -92,7 +92,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
     ) -> None:
-        """Start the clock, and note the loss scale that the step uses."""
+        """Start the clock, and keep the loss scale that the step uses."""
         if self._run is None:
             self._run = self._begin(args, state, state.global_step, known)
         attached = getattr(known.get("optimizer"), "attachment", None)
@@ -157,7 +157,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run.clock.restart()
 
     def values_to_log(self) -> dict[str, float]:
-        """Return the metrics for trackers of the newest step that is shown, by tag.
+        """Return the metrics for trackers of the newest reported step, by tag.
 
         `MFTrainer` adds them to its log. Synchronizes with the device, as logging does anyway.
         """
@@ -261,7 +261,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 def _missing_values(
     settings: TrainingStateSettings, output: Any, known: Mapping[str, Any]
 ) -> list[str]:
-    """Return what cannot be shown in a loop, and why.
+    """Return what cannot be reported in a loop, and why.
 
     Args:
         settings: Settings of the monitor.

@@ -121,7 +121,7 @@ class TrainingStateRun:
         self._last_scale: float | None = None
 
     def begin_step(self, global_step: int) -> None:
-        """Watch the forward passes of a step, if its metrics are shown.
+        """Watch the forward passes of a step, if its metrics are reported.
 
         Args:
             global_step: Finished steps, counting this one as finished.
@@ -140,15 +140,16 @@ class TrainingStateRun:
         model: nn.Module | None,
         optimizer: Any,
     ) -> None:
-        """Use the values of the step before, and begin to copy those of this one.
+        """Use the values of the previous step, and begin to copy the values of this step.
 
         Args:
             global_step: Finished steps, this one included.
             output: Output of the step; ``None`` if the loop passes none.
             report: Report of the step; ``None`` if the loop passes none.
             scale_before: Loss scale that the step used, shape ``()``; ``None`` if unknown.
-            model: Network whose weights are shown; ``None`` if unknown.
-            optimizer: Optimizer whose state is shown, in its wrappers; ``None`` if unknown.
+            model: Network whose weights are measured; ``None`` if unknown.
+            optimizer: Optimizer whose state is measured, with or without wrappers; ``None`` if
+                unknown.
         """
         # Pending values belong to the step before. This step's update has changed the weights.
         self.flush(weights_have_moved=True)

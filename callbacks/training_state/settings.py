@@ -36,11 +36,11 @@ class TrainingStateSettings(RunSettings):
     """
 
     target: Sequence[str] | None = None
-    """Regular expressions. ``local_norm/`` and ``adam_*_norm/`` show the parameters in whose names
-    one of them is found. ``None`` shows all."""
+    """Regular expressions. ``local_norm/`` and ``adam_*_norm/`` are reported for parameters in
+    whose names one of them is found. ``None``: for all parameters."""
 
     invert: bool = False
-    """Show the parameters in whose names no expression of `target` is found."""
+    """Report the parameters in whose names no expression of `target` is found."""
 
     step_interval: int = 1
     """Steps from one record to the next."""
@@ -60,10 +60,10 @@ class TrainingStateSettings(RunSettings):
 
     optimizer_state_format: Formats = None
     """``adam_m_norm/<parameter>`` and ``adam_v_norm/<parameter>``: L2 norms of Adam's moments after
-    the update. Each step that is shown reads the moments once."""
+    the update. Each reported step reads the moments once."""
 
     weight_state_format: Formats = None
-    """``weight_norm``: L2 norm of all trainable weights after the update. Each step that is shown
+    """``weight_norm``: L2 norm of all trainable weights after the update. Each reported step
     reads the weights once."""
 
     max_attention_logit_format: Formats = None
@@ -198,7 +198,7 @@ class TrainingStateSettings(RunSettings):
 def stable_rank_settings(
     value: Mapping[str, Any] | StableRankSettings | None,
 ) -> StableRankSettings:
-    """Return MindFormers' ``stable_rank_config`` as settings. ``None`` shows no stable rank.
+    """Return MindFormers' ``stable_rank_config`` as settings. ``None`` reports no stable rank.
 
     Raises:
         TypeError: If `value` is not a mapping, or a setting in it has the wrong type.

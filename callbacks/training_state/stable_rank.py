@@ -29,14 +29,14 @@ class StableRankSettings:
     """Steps from one computation to the next."""
 
     target: tuple[str, ...] = (".*",)
-    """Regular expressions. Weights in whose names one of them is found are shown."""
+    """Regular expressions. A weight is reported if one of them is found in its name."""
 
     do_aggregation: bool = False
-    """Gather sharded weights and show the stable rank of the whole weight. ``False`` shows that of
-    this rank's shard."""
+    """Gather sharded weights and report the stable rank of the whole weight. ``False`` reports the
+    stable rank of this rank's shard."""
 
     moe_show_mode: str = "all"
-    """What to show of experts: every expert (``"full"``), the largest, smallest and mean value
+    """What to report for experts: every expert (``"full"``), the largest, smallest and mean value
     (``"statistics"``), or both (``"all"``)."""
 
     power_iteration_num: int = 5
@@ -51,8 +51,12 @@ class StableRankSettings:
             msg = f"`moe_show_mode` must be one of {modes}, got {self.moe_show_mode!r}"
             raise ValueError(msg)
 
-    def holds(self, name: str, weight: Tensor) -> bool:
-        """Return whether a weight is shown: a matrix, or a stack of one matrix per expert."""
+    def applies_to(self, name: str, weight: Tensor) -> bool:
+        """Return whether the stable rank of a weight is reported.
+
+        The weight must be a matrix or a stack of one matrix per expert, and `target` must match
+        its name.
+        """
         fits = weight.dim() in {2, 3} and weight.is_floating_point()
         return fits and any(re.search(pattern, name) for pattern in self.target)
 
@@ -98,11 +102,11 @@ def spectrum(weight: Tensor, num_iterations: int) -> Spectrum:
 def tagged_spectra(
     weights: Mapping[str, Tensor], settings: StableRankSettings
 ) -> tuple[list[str], Sequence[Tensor]]:
-    """Compute stable ranks and eigenvalues of the weights that the settings show.
+    """Compute stable ranks and eigenvalues of the weights that the settings select.
 
     Args:
-        weights: Weights by name; those that are not shown are ignored.
-        settings: Which weights are shown, and how.
+        weights: Weights by name; weights that the settings do not select are ignored.
+        settings: Selects the weights and the values to report.
 
     Returns:
         MindFormers' tags, and tensors of one dimension that hold one value per tag when joined.
@@ -110,7 +114,7 @@ def tagged_spectra(
     tags: list[str] = []
     values: list[Tensor] = []
     for name, weight in weights.items():
-        if not settings.holds(name, weight):
+        if not settings.applies_to(name, weight):
             continue
         gathered = _gathered(weight, whole=settings.do_aggregation)
         found = spectrum(gathered, settings.power_iteration_num)
@@ -129,7 +133,7 @@ def tagged_spectra(
 
 
 def _gathered(weight: Tensor, *, whole: bool) -> Tensor:
-    """Return this rank's shard of a sharded weight, or the whole, for which all ranks must call."""
+    """Return this rank's shard of a weight, or the whole weight: then every rank must call this."""
     gather: Any = getattr(weight, "full_tensor" if whole else "to_local", None)
     gathered: Tensor = weight if gather is None else gather()
     return gathered

@@ -59,7 +59,7 @@ class MetricWriters:
 
         Args:
             position: Position of the step in the run.
-            metrics: Metrics that are shown.
+            metrics: Metrics to write.
             values: Value of each metric.
             step_numbers: Loss, norm and other numbers of the step, by name. They are added to the
                 record and to what `log_to` gets.

@@ -42,7 +42,8 @@ class DataSource(Section, abc.ABC):
     """The keys that every ``data`` section has.
 
     Raises:
-        ValueError: If a value is out of range, or `columns` names an unknown column.
+        ValueError: If a value is out of range, or the key ``columns`` names a column that the
+            source does not have.
     """
 
     known_columns: ClassVar[frozenset[str] | None] = None
@@ -90,14 +91,16 @@ class DataSource(Section, abc.ABC):
         """Read all rows, with the column names of the source."""
 
     def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
-        """Return training rows and held-out rows, with the task's names of columns.
+        """Return training rows and held-out rows, with columns renamed as the task names them.
 
         Args:
-            check: Called with all rows of the source before some are held out. Raises `DataError`
-                if a row does not fit the task.
+            check: Called with all rows of the source before some are held out, and with the
+                source's own evaluation rows. It must raise `DataError` if a row is unsuitable for
+                the task.
 
         Raises:
-            ValueError: If `columns` names an unknown column, or there are no training rows.
+            ValueError: If the key ``columns`` names a column that the data do not have.
+            DataError: If there are no training rows, or from `check`.
         """
         rows = self.read()
         train, evaluation = self._renamed(rows.train), rows.evaluation

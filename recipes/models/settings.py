@@ -250,8 +250,8 @@ def _num_positions(network: nn.Module) -> int | None:
     ]
     if not tables:
         return None
-    # Some models count positions from the index after the padding index; the rows up to it are no
-    # positions. Others have spare rows, so the configured number counts if it is smaller.
+    # Some models count positions from the index after the padding index, so the rows up to it are
+    # unused. Other models have spare rows, so a smaller configured number takes precedence.
     sizes = [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         for table in tables

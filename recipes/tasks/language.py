@@ -28,7 +28,7 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
     return {
         "model": network,
         **rows.prepared(cut),
-        # Of the collators of transformers, this one pads labels, with the index that is no target.
+        # This collator also pads the labels, with -100, which the loss ignores.
         "data_collator": DataCollatorForTokenClassification(tokenizer),
         "processing_class": tokenizer,
     }

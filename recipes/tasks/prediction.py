@@ -54,7 +54,7 @@ def build_token_classification(
 ) -> dict[str, Any]:
     """Return the Trainer's keywords to classify words, with the metric ``accuracy``.
 
-    The first token of a word has the word's label. The other tokens are no targets.
+    The first token of a word has the word's label. The loss ignores its other tokens.
     """
     tokenizer = model.make_tokenizer()
     labels = _labels(rows, "labels")
@@ -117,7 +117,10 @@ def build_image_classification(
 
 
 def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return the Trainer's keywords to predict a number, with the metrics ``mse`` and ``r2``."""
+    """Return the Trainer's keywords for regression: predict one number from the features of a row.
+
+    Evaluation reports the metrics ``mse`` and ``r2``.
+    """
     del data
 
     def kept(table: Dataset) -> Dataset:
@@ -136,7 +139,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
     Args:
         prediction: ``EvalPrediction`` of transformers with logits of shape ``(..., classes)`` and
-            labels, which are -100 where there is no target.
+            labels. Labels of -100 are ignored.
     """
     logits = prediction.predictions
     targets = prediction.label_ids

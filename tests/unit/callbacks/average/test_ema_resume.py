@@ -111,7 +111,7 @@ def test_an_average_is_not_lost_in_silence(tmp_path):
     (checkpoint / "mfwrap_ema.safetensors").unlink()
     resumed, callback = run(tmp_path, "stock", seed=1, callbacks=[StopAfter(3)])
 
-    with pytest.warns(UserWarning, match="could not be resumed: .*checkpoint-2 has none"):
+    with pytest.warns(UserWarning, match="could not be resumed: .*checkpoint-2 has no average"):
         resumed.train(resume_from_checkpoint=str(checkpoint))
     assert int(callback.ema.state_dict()["counters"]["num_calls"]) == 1
 
