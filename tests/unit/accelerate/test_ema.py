@@ -36,7 +36,7 @@ def test_it_follows_the_parameters_that_it_was_made_of():
 
 
 def test_it_follows_no_equal_parameter_of_another_network():
-    """Identity counts, not values."""
+    """Parameters are recognized by identity, not by value."""
     _, ema = followed()
     twin, _ = followed()
 
@@ -45,7 +45,7 @@ def test_it_follows_no_equal_parameter_of_another_network():
 
 
 def test_it_follows_no_frozen_parameter():
-    """What did not require a gradient at construction is not averaged."""
+    """Parameters that were frozen at construction are not averaged."""
     network = nn.Linear(2, 3)
     network.bias.requires_grad_(requires_grad=False)
     ema = ExponentialMovingAverage(network)
@@ -76,7 +76,7 @@ def test_an_average_of_half_precision_weights_is_in_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_converted_since_are_noticed(dtype):
-    """The error says where they are, and what to do."""
+    """The error names the device or dtype of the weights and the remedy."""
     network, ema = followed()
     network.to(dtype)
 
@@ -137,7 +137,7 @@ def test_a_restart_leaves_the_weights():
 
 
 def test_inside_a_swap_there_is_no_restart():
-    """The weights are averages then; they stay what they are."""
+    """A restart inside a swap raises an error, because the weights are averages."""
     network, ema = followed()
     before = [average.clone() for _, average in ema.named_averages()]
 

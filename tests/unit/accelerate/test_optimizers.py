@@ -227,7 +227,7 @@ each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @each_optimizer
 @each_scale
 def test_parameters_may_be_added_to_a_prepared_optimizer(scale, optimizer):
-    """They train from then on, at their own rate, and appear in the reports."""
+    """Added parameters are trained at their own rate and appear in the reports."""
     config = StepConfig(local_norm=True)
     expected, _ = train_with_changes(add_first_layer, None, optimizer)
 
@@ -243,7 +243,7 @@ def test_parameters_may_be_added_to_a_prepared_optimizer(scale, optimizer):
 @each_optimizer
 @each_scale
 def test_parameters_may_be_frozen_for_a_while(scale, optimizer):
-    """Meanwhile they stay as they are, and are in no report."""
+    """Frozen parameters do not change and are in no report."""
     config = StepConfig(local_norm=True)
     expected, _ = train_with_changes(freeze_and_thaw, None, optimizer)
 

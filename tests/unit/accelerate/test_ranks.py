@@ -61,7 +61,7 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_overflow_on_one_rank_skips_on_both(ranks, name):
-    """Both say so, and their weights, averages and scales stay together."""
+    """Both ranks report the skip, and their weights, averages and scales stay equal."""
     first, second = (rank["trained"][name] for rank in ranks)
 
     assert first["skipped"] == second["skipped"] == SKIPS
@@ -71,7 +71,7 @@ def test_an_overflow_on_one_rank_skips_on_both(ranks, name):
 
 
 def test_clipping_returns_the_norm_of_the_reduced_gradients(ranks):
-    """It is the one of a single process, on both ranks."""
+    """On both ranks clipping returns the norm of a single process on all data."""
     run = AttachedRun(SETTINGS["fused"])
     for update in range(len(FACTORS)):
         run.train(update, update + 1)
@@ -101,6 +101,6 @@ def test_the_main_process_writes_for_all(folder, ranks):
 
 
 def test_if_asked_to_one_process_writes_on_each_node(folder, ranks):
-    """``save_on_each_node`` means our files, too."""
+    """``save_on_each_node`` also applies to mfwrap's files."""
     for rank in range(NUM_RANKS):
         assert files_in(folder / f"node{rank}") >= OURS | {"model.safetensors"}

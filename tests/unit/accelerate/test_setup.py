@@ -147,7 +147,7 @@ def test_an_accelerator_that_does_not_fit_is_refused(error, message, make):
     "accelerator", [None, "accelerator", Accelerator, nn.Linear(1, 1)], ids=repr
 )
 def test_only_an_accelerator_can_be_attached(accelerator):
-    """Anything else is a TypeError that says what came."""
+    """Any other object raises a TypeError that names its type."""
     with pytest.raises(TypeError, match=r"`accelerator` must be an accelerate\.Accelerator, got"):
         attach(accelerator)
 
@@ -176,7 +176,7 @@ def test_a_communication_hook_is_a_state_and_a_callable():
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_accelerators_accumulation_may_be_given_or_left_out(steps):
-    """Both mean the same."""
+    """Giving the accelerator's accumulation has the same effect as leaving it out."""
     accelerator = new_accelerator(gradient_accumulation_steps=4)
 
     step = attach(accelerator, StepConfig(gradient_accumulation_steps=steps))
@@ -205,7 +205,7 @@ AVERAGES = {
 
 @pytest.mark.parametrize(("error", "message", "make"), AVERAGES.values(), ids=AVERAGES)
 def test_an_average_that_does_not_fit_is_refused(error, message, make):
-    """Before the first update, so that no weight has moved."""
+    """The error is raised before the first update, so no weight has changed."""
     network = Classifier()
     accelerator = new_accelerator()
     attach(accelerator, ema=make(network))
@@ -264,7 +264,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("error", "message", "make"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_optimizer_that_cannot_skip_is_refused_when_prepared(error, message, make):
-    """Before anything was computed with it."""
+    """The error is raised when the optimizer is prepared, before any computation."""
     accelerator = new_accelerator()
     attach(accelerator)
     network = Classifier()

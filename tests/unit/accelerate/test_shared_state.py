@@ -122,7 +122,7 @@ def test_the_average_of_one_optimizer_follows_each_update():
 
 
 def test_the_average_follows_when_all_have_done_their_update():
-    """In any order, once a round."""
+    """The average is updated once per round, whatever the order of the optimizers."""
     average = Average(2)
 
     values = [average.update(part) for part in (0, 1, 1, 0)]
@@ -171,7 +171,7 @@ def test_an_average_that_nobody_updates_is_known():
 
 
 def test_inside_a_swap_updates_are_refused():
-    """The average and each of its parts refuse."""
+    """Inside a swap, an update of the average raises an error for every optimizer."""
     average = Average(1)
 
     with average.ema.swap():

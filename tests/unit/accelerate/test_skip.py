@@ -260,7 +260,7 @@ def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
 @each_precision
 @each_optimizer
 def test_training_that_only_skips_ends_with_an_error(optimizer, precision):
-    """After as many skips in a row as allowed; it names the layer, and the weights are unharmed."""
+    """After the allowed number of skips in a row, the error names the layer; weights are intact."""
     loop = loop_with(0, bad_updates=(1, 2, 3), optimizer=optimizer, precision=precision)
     config = StepConfig(max_consecutive_skips=3, local_norm=True)
 

@@ -61,7 +61,7 @@ def test_the_tensors_are_the_live_values(tmp_path):
 
 
 def test_a_person_can_read_the_record(tmp_path):
-    """JSON with the numbers that say where the run was."""
+    """The record is JSON with the numbers that locate the run."""
     run = AttachedRun()
     run.train(0, AFTER_SKIPPED)
 
@@ -117,7 +117,7 @@ def test_loading_brings_everything_back(tmp_path, loss_scale, stop):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 def test_saving_after_each_update_changes_nothing(tmp_path, optimizer, accumulation):
-    """It only looks."""
+    """Saving does not change the run."""
     settings = RunSettings(optimizer=optimizer, accumulation=accumulation)
     unsaved = AttachedRun(settings)
     unsaved.train(0, len(FACTORS))

@@ -64,7 +64,7 @@ def test_gradients_of_an_unscaled_loss_are_refused(loss_scale):
 
 
 def test_without_a_scale_gradients_may_come_from_anywhere():
-    """At scale 1 they are what accelerate alone would make of them."""
+    """At scale 1, gradients of ``loss.backward()`` give the update of accelerate alone."""
     settings = RunSettings(loss_scale="none")
     runs = [AttachedRun(settings, attached=attached) for attached in (False, True)]
     for run in runs:
@@ -106,7 +106,7 @@ def test_sparse_gradients_are_refused(call, loss_scale):
 
 @pytest.mark.parametrize("asks", [False, True], ids=["at the next update", "when asked"])
 def test_training_that_only_skips_ends_with_an_error(asks):
-    """It names step, scale and groups; weights, schedule and average are as before."""
+    """The error names step, scale and groups; weights, schedule and average are unchanged."""
     accelerator = new_accelerator()
     step = attach(
         accelerator,

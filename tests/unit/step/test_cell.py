@@ -28,7 +28,7 @@ def build(network: nn.Module | None = None, **settings) -> MFTrainOneStepCell:
 
 
 def test_the_output_is_mindformers_5_tuple():
-    """Loss, overflow, loss scale, learning rate and global norm, in this order, by name too."""
+    """The output has MindFormers' five values, in its order and with its names."""
     output = build(use_clip_grad=True)(*labelled_batches(1)[0])
 
     loss, overflow, loss_scale, learning_rate, global_norm = output
@@ -38,7 +38,7 @@ def test_the_output_is_mindformers_5_tuple():
 
 
 def test_with_local_norms_the_output_is_mindformers_7_tuple():
-    """Local norms and sizes follow the five."""
+    """With local norms the output has norms and sizes as its sixth and seventh value."""
     output = build(use_clip_grad=True, local_norm=True)(*labelled_batches(1)[0])
 
     *_, local_norm, size = output
@@ -51,7 +51,7 @@ def test_with_local_norms_the_output_is_mindformers_7_tuple():
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 def test_every_value_is_a_detached_tensor_of_its_type(scale, per_token):
-    """Types and shapes are those of the contract, whatever the settings."""
+    """Each value has its documented dtype and shape, for all settings."""
     cell = build(
         TokenClassifier() if per_token else Classifier(),
         use_clip_grad=True,
@@ -79,7 +79,7 @@ def test_every_value_is_a_detached_tensor_of_its_type(scale, per_token):
 
 @pytest.mark.cuda
 def test_every_value_is_on_the_training_device():
-    """On CUDA nothing of output and report is on the host."""
+    """On CUDA all tensors of output and report are on the device."""
     network = Classifier().cuda()
     cell = build(network, use_clip_grad=True, local_norm=True)
     [(inputs, labels)] = labelled_batches(1)
@@ -92,7 +92,7 @@ def test_every_value_is_on_the_training_device():
 
 
 def test_old_outputs_and_reports_keep_their_values():
-    """Nothing that was returned is live state: later steps change none of it."""
+    """Later steps do not change outputs and reports that were returned earlier."""
     cell = build(
         use_clip_grad=True,
         local_norm=True,
@@ -126,7 +126,7 @@ def test_old_outputs_and_reports_keep_their_values():
 
 
 def test_the_loss_is_the_unscaled_one():
-    """The loss is what the network returns, at any scale."""
+    """The reported loss is the loss that the network returns, at any loss scale."""
     network, [batch] = Classifier(), labelled_batches(1)
     expected = network(*batch).detach()
 
@@ -134,12 +134,12 @@ def test_the_loss_is_the_unscaled_one():
 
 
 def test_there_is_no_report_before_the_first_update():
-    """``last_report`` begins as None."""
+    """``last_report`` is ``None`` before the first update."""
     assert build().last_report is None
 
 
 def test_the_report_holds_output_and_counters():
-    """Everything known of the last update, frozen."""
+    """The report is frozen and holds the output and the counters of the last update."""
     cell = build(use_clip_grad=True, local_norm=True)
 
     output = cell(*labelled_batches(1)[0])
@@ -190,7 +190,7 @@ def test_train_and_eval_mode_stay(training):
 
 
 def test_the_cell_is_no_module():
-    """It is a plain object: a network that holds it gets no parameters from it."""
+    """The cell is a plain object, so a network that holds it gets no parameters from it."""
     cell = build()
 
     assert not isinstance(cell, nn.Module)
@@ -208,7 +208,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
 def test_the_loss_is_found_in_what_the_network_returns(wrap):
-    """A scalar, one element, the first of a tuple, or ``loss`` of a mapping."""
+    """The loss may be a scalar, one element, the first of a sequence, or the ``loss`` of a dict."""
 
     class Wrapped(Classifier):
         def forward(self, *arguments):

@@ -105,7 +105,7 @@ def test_a_flush_after_a_failed_step_moves_the_schedule():
 
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (4, 1), (2, 4)])
 def test_differing_accumulation_is_refused(theirs, ours):
-    """One of two numbers would be wrong: the error names both."""
+    """If accelerator and cell accumulate differently, the error names both numbers."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=theirs)
 
     message = f"`gradient_accumulation_steps` must be the accelerator's {theirs}, got {ours}"
@@ -203,7 +203,7 @@ def grad_scaler(**settings) -> torch.amp.GradScaler:
 
 
 def test_accelerates_grad_scaler_is_taken_out():
-    """It would scale a second time, in accelerator and optimizer."""
+    """Accelerate's gradient scaler is removed, because it would scale a second time."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler()
     _, optimizer, _, _ = prepared_training(accelerator)
@@ -273,7 +273,7 @@ def test_a_scale_that_is_given_stands(scale_sense, expected):
 
 
 def test_a_disabled_grad_scaler_has_no_numbers_to_take_over():
-    """The scale is then the default, 1."""
+    """With a disabled gradient scaler, the loss scale is the default of 1."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler(enabled=False)
 

@@ -53,7 +53,7 @@ BAD_NEW_SCALES = {
 
 @pytest.mark.parametrize(("sens", "error"), BAD_NEW_SCALES.values(), ids=BAD_NEW_SCALES)
 def test_set_sense_scale_takes_a_scalar_tensor(sens, error):
-    """Anything else is refused, and the scale stays."""
+    """Any other value raises an error and leaves the loss scale unchanged."""
     cell = build(scale_sense=4.0)
 
     with pytest.raises(error, match="`sens` must"):
@@ -115,26 +115,26 @@ BAD_SETTINGS = {
 
 @pytest.mark.parametrize(("settings", "error", "message"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
 def test_a_bad_setting_is_refused_at_construction(settings, error, message):
-    """The error names the argument, says what it must be and what it got."""
+    """The error names the argument, the expected value and the given value."""
     with pytest.raises(error, match=message):
         build(**settings)
 
 
 def test_the_network_is_a_module():
-    """A function is a TypeError."""
+    """A network that is a function raises a TypeError."""
     with pytest.raises(TypeError, match=r"`network` must be a torch.nn.Module, got"):
         MFTrainOneStepCell(lambda inputs: inputs.sum(), foreign_optimizer())
 
 
 @pytest.mark.parametrize("optimizer", [None, "AdamW", AdamW], ids=str)
 def test_the_optimizer_is_an_optimizer(optimizer):
-    """A name or a class is a TypeError."""
+    """An optimizer that is a name or a class raises a TypeError."""
     with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got"):
         MFTrainOneStepCell(Classifier(), optimizer)
 
 
 def test_an_optimizer_with_a_closure_is_refused():
-    """LBFGS evaluates the loss itself, which no cell can give it."""
+    """LBFGS raises an error, because it evaluates the loss itself."""
     network = Classifier()
 
     with pytest.raises(TypeError, match=r"`optimizer` must update from the gradients .*LBFGS"):
@@ -157,7 +157,7 @@ def test_an_optimizer_that_needs_an_argument_is_refused():
 
 
 def test_a_schedule_that_follows_a_metric_is_refused():
-    """Whatever its class is; nobody has the metric where the cell steps it."""
+    """A schedule that needs a metric raises an error, because the cell has no metric for it."""
     network = Classifier()
     optimizer = AdamW(network.parameters())
 
@@ -176,13 +176,13 @@ def test_an_average_of_weights_that_were_converted_since_is_refused():
 
 
 def test_an_average_of_another_network_is_refused():
-    """It would follow weights that nobody trains."""
+    """An average of another network raises an error: its weights are not trained."""
     with pytest.raises(ValueError, match="`ema` must average parameters that the cell trains"):
         build(ema=ExponentialMovingAverage(Classifier()))
 
 
 def test_an_optimizer_of_another_network_is_refused():
-    """It holds no parameter of the network that is trained."""
+    """An optimizer without any parameter of the trained network raises an error."""
     with pytest.raises(ValueError, match="`optimizer` must hold parameters of the network"):
         MFTrainOneStepCell(Classifier(), foreign_optimizer())
 
@@ -243,7 +243,7 @@ BAD_MICRO_BATCHES = {
     ("micro_batches", "error", "message"), BAD_MICRO_BATCHES.values(), ids=BAD_MICRO_BATCHES
 )
 def test_micro_batches_are_a_sequence_of_at_least_one(micro_batches, error, message):
-    """Anything else is refused by its name."""
+    """Another type, or an empty sequence, raises an error that says what is expected."""
     cell = build()
 
     assert_refused(cell, lambda: cell.step(micro_batches), error, f"`micro_batches` .*{message}")
@@ -281,7 +281,7 @@ NO_LOSS = {
 
 @pytest.mark.parametrize(("result", "error", "message"), NO_LOSS.values(), ids=NO_LOSS)
 def test_the_network_returns_a_loss(result, error, message):
-    """What is no loss of one element with a graph is refused."""
+    """An output raises an error unless it is one element with a graph."""
     cell = build(Returning(result))
 
     assert_refused(cell, lambda: cell(torch.ones(2)), error, message)
@@ -299,14 +299,14 @@ NO_PAIR = {
 
 @pytest.mark.parametrize(("result", "error", "message"), NO_PAIR.values(), ids=NO_PAIR)
 def test_a_per_token_network_returns_numerator_and_denominator(result, error, message):
-    """What is no such pair is refused."""
+    """An output that is not a numerator and a denominator raises an error."""
     cell = build(Returning(result), calculate_per_token_loss=True)
 
     assert_refused(cell, lambda: cell(torch.ones(2)), error, message)
 
 
 def test_a_language_model_without_labels_is_refused():
-    """Without labels there is no loss, nor anything to count."""
+    """Without labels there is no loss and no target to count, which raises an error."""
     batch = byte_batch([8, 8])
     del batch["labels"]
     mean = build(small_llama())
@@ -319,7 +319,7 @@ def test_a_language_model_without_labels_is_refused():
 
 
 def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_refused():
-    """There is nothing to update from."""
+    """A loss without a gradient for any parameter of the optimizer raises an error."""
     network = Classifier()
     network.unused = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="in no optimizer"):
@@ -330,7 +330,7 @@ def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_refused():
 
 
 def test_a_parameter_added_later_is_refused():
-    """The cell's groups and norms are those of its construction."""
+    """A parameter added after construction raises an error: groups and norms are fixed."""
     cell = build()
     cell.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 

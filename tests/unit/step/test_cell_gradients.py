@@ -43,7 +43,7 @@ def test_gradients_are_released(factor, fused):
 
 
 def test_gradients_of_parameters_in_no_optimizer_are_released():
-    """They are named in a warning, not updated, and do not pile up."""
+    """Parameters in no optimizer are named in a warning; their gradients are released."""
     network, [batch] = Classifier(), labelled_batches(1)
     before = copy.deepcopy(network)
     with pytest.warns(UserWarning, match=r"in no optimizer .*\['layers.2.weight', 'layers.2.bias'"):
@@ -57,7 +57,7 @@ def test_gradients_of_parameters_in_no_optimizer_are_released():
 
 
 def test_norms_concern_the_optimizers_parameters_alone():
-    """A gradient that updates nothing clips nothing."""
+    """Only gradients of the optimizer's parameters count in the norm for clipping."""
     network, [batch] = Classifier(), labelled_batches(1)
     reference = copy.deepcopy(network)
     reference(*batch).backward()
@@ -83,7 +83,7 @@ class Borrowing(LinearProbe):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 def test_parameters_outside_of_the_network_are_not_updated(fused):
-    """They are counted in a warning; backward may reach one, the step does not."""
+    """A warning counts parameters outside the network; the step does not update them."""
     stranger = nn.Parameter(torch.ones(3))
     network = Borrowing(stranger)
     optimizer = SGD([network.weight, stranger], lr=1.0, weight_decay=0.1, fused=fused)
@@ -99,7 +99,7 @@ def test_parameters_outside_of_the_network_are_not_updated(fused):
 
 
 def test_a_leftover_gradient_does_not_leak_in():
-    """What the user's own backward left behind is no part of the step."""
+    """Gradients of an earlier backward do not affect the step."""
     network, batches = Classifier(), labelled_batches(2)
     before = copy.deepcopy(network)
     cell = sgd_cell(network)
@@ -183,7 +183,7 @@ def test_tied_weights_count_once():
 
 
 def test_frozen_parameters_stay_and_have_no_norm():
-    """What requires no gradient is in no group and is not updated."""
+    """Frozen parameters belong to no group and are not updated."""
     network, [batch] = Classifier(), labelled_batches(1)
     network.layers[0].requires_grad_(requires_grad=False)
     before = copy.deepcopy(network)
@@ -197,7 +197,7 @@ def test_frozen_parameters_stay_and_have_no_norm():
 
 
 def test_a_parameter_unfrozen_later_is_updated_and_reported():
-    """Groups follow what is trainable; an old report keeps its names."""
+    """An unfrozen parameter joins the groups; an older report keeps its names."""
     network, batches = Classifier(), labelled_batches(2)
     network.layers[0].requires_grad_(requires_grad=False)
     cell = sgd_cell(network, local_norm=True)
@@ -215,7 +215,7 @@ def test_a_parameter_unfrozen_later_is_updated_and_reported():
 
 
 def test_an_unused_parameter_has_the_norm_zero_and_stays():
-    """Backward does not reach it: no weight decay, no state, norm 0."""
+    """An unused parameter has the norm 0, no optimizer state and no weight decay."""
     network, [batch] = Classifier(), labelled_batches(1)
     network.unused = nn.Linear(3, 3)
     before = copy.deepcopy(network.unused)
@@ -231,7 +231,7 @@ def test_an_unused_parameter_has_the_norm_zero_and_stays():
 
 
 def test_an_empty_parameter_has_the_norm_zero():
-    """A parameter without elements is no obstacle."""
+    """A parameter without elements has the norm 0."""
     network, [batch] = LinearProbe(), torch.tensor([[[3.0, 4.0]]])
     network.empty = nn.Parameter(torch.zeros(0))
     network.register_forward_hook(lambda module, _, loss: loss + module.empty.sum())
@@ -265,7 +265,7 @@ def test_a_sparse_gradient_is_refused():
 
 
 def test_several_types_of_weights_in_one_network():
-    """float32 and bfloat16 gradients make one norm, and both are updated."""
+    """float32 and bfloat16 gradients share one norm, and both weights are updated."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -32,7 +32,7 @@ def expected_scales(overflows: list[bool], *, start: float, window: int) -> list
 
 
 def test_the_loss_scale_falls_at_an_overflow_and_grows_after_the_window():
-    """The reported scale is the next step's, by MindSpore's rule, step by step."""
+    """The reported scale is the scale of the next step, by MindSpore's rule."""
     training = SpoiltTraining(
         OPTIMIZERS["fused AdamW"], scale_sense=DynamicLossScaleUpdateCell(2.0**10, 2, 3)
     )
@@ -46,7 +46,7 @@ def test_the_loss_scale_falls_at_an_overflow_and_grows_after_the_window():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("use_clip_grad", [True, False], ids=["clipped", "not clipped"])
 def test_a_step_is_unscaled_by_the_scale_it_was_scaled_with(use_clip_grad, fused):
-    """A scale that grows at every step is the next step's, not this one's."""
+    """A scale that changes in each step unscales gradients with the scale of their loss."""
     network, row = LinearProbe(), torch.tensor([[3.0, 4.0]])
     cell = MFTrainOneStepCell(
         network,
@@ -77,7 +77,7 @@ UPDATE_CELLS = {
 
 @pytest.mark.parametrize("make_update_cell", UPDATE_CELLS.values(), ids=UPDATE_CELLS)
 def test_the_scale_goes_as_the_update_cell_alone_has_it(make_update_cell):
-    """The update cell sees each step's flag, once."""
+    """The update cell receives the overflow flag of each step once."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], scale_sense=make_update_cell())
     alone, scale = make_update_cell(), torch.full((), 2.0**10)
     [batch] = labelled_batches(1)
@@ -90,7 +90,7 @@ def test_the_scale_goes_as_the_update_cell_alone_has_it(make_update_cell):
 
 
 def test_an_overflow_of_the_scaled_gradients_heals_by_itself():
-    """With float16 weights a scale that is too large falls until the gradients fit."""
+    """With float16 weights, a scale that is too large falls until gradients are finite."""
     training = SpoiltTraining(
         OPTIMIZERS["fused AdamW"],
         PRECISIONS["fp16 weights"],
@@ -127,7 +127,7 @@ def test_set_sense_scale_holds_from_the_next_step_on(shape, dtype):
 
 
 def test_set_sense_scale_takes_over_from_a_scale_of_one():
-    """A cell that began without scaling does not go on as if there were none."""
+    """A cell that started with scale 1 uses a scale that is set later."""
     network = LinearProbe()
     cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=1.0, fused=True))
 
@@ -139,7 +139,7 @@ def test_set_sense_scale_takes_over_from_a_scale_of_one():
 
 @pytest.mark.parametrize("sens", [0.0, -4.0, math.nan, math.inf], ids=str)
 def test_a_scale_that_cannot_be_one_shows_as_overflow(sens):
-    """It is not read where it is set, so the step that meets it skips, until it is replaced."""
+    """Steps with an invalid scale are skipped as overflows until the scale is replaced."""
     network, row = LinearProbe(), torch.tensor([[3.0, 4.0]])
     cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=1.0, fused=True))
 

@@ -251,13 +251,13 @@ def test_no_other_kind_of_cell_takes_the_state_of_a_dynamic_one(loss_scale):
 
 @pytest.mark.parametrize("state", [None, [], "state", 3], ids=repr)
 def test_a_state_must_be_a_mapping(state):
-    """Anything else is a TypeError."""
+    """A state that is not a mapping raises a TypeError."""
     with pytest.raises(TypeError, match="`state_dict` must be a mapping"):
         Training().cell.load_state_dict(state)
 
 
 def test_the_schedule_is_one_step_behind_until_a_flush():
-    """It is stepped before the next update, or when asked for."""
+    """The schedule is stepped before the next update or by a flush."""
     training = Training()
 
     training.train(0, 1)
@@ -270,7 +270,7 @@ def test_the_schedule_is_one_step_behind_until_a_flush():
 
 
 def test_a_flush_after_a_skipped_update_leaves_the_schedule():
-    """Only applied updates move it."""
+    """A flush after a skipped update does not step the schedule."""
     training = Training()
 
     training.train(0, 2)

@@ -31,19 +31,19 @@ def agreement(network: nn.Module) -> RankAgreement | None:
 
 
 def test_one_process_needs_no_agreement():
-    """A network without DistributedDataParallel has nobody to agree with."""
+    """A network without DistributedDataParallel exchanges no messages."""
     assert agreement(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.usefixtures("four_ranks")
 def test_reduced_gradients_need_no_agreement():
-    """They are the same bits on all ranks, and so are the decisions."""
+    """Reduced gradients are bitwise equal on all ranks, so all ranks decide the same."""
     assert agreement(DistributedDataParallel(nn.Linear(2, 2))) is None
 
 
 @pytest.mark.usefixtures("four_ranks")
 def test_a_parameter_outside_of_the_part_needs_agreement():
-    """Each rank keeps a gradient of its own for it."""
+    """Gradients outside DistributedDataParallel differ between ranks, so ranks must agree."""
     network = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2))
 
     assert isinstance(agreement(network), RankAgreement)
@@ -51,7 +51,7 @@ def test_a_parameter_outside_of_the_part_needs_agreement():
 
 @pytest.mark.usefixtures("four_ranks")
 def test_a_frozen_parameter_outside_of_the_part_needs_none():
-    """It has no gradient."""
+    """A frozen parameter outside DistributedDataParallel needs no agreement."""
     outside = nn.Linear(2, 2).requires_grad_(requires_grad=False)
 
     assert agreement(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), outside)) is None

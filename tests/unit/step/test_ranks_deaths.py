@@ -1,4 +1,4 @@
-"""When a rank fails, the others end, too, in time, and nothing of what there was is lost."""
+"""When a rank fails, the other ranks exit in time, and no training state is lost."""
 
 import itertools
 import os
@@ -25,11 +25,11 @@ FAILURES = ("killed", "raises", "raises and stays")
 WAYS = ("replicated", "sharded")
 CASES = list(itertools.product(FAILURES, WAYS))
 HANGS_SECONDS = 200
-"""More than a rank takes that waits for the process group's timeout, on a slow machine, too."""
+"""More than a rank needs on a slow machine to reach the timeout of the process group."""
 
 
 class Ended(NamedTuple):
-    """What is left of two ranks."""
+    """Folder, exit statuses and error output of two ranks."""
 
     folder: Path
     statuses: list[int]
@@ -64,7 +64,7 @@ def started(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def ended(request, started):
-    """Wait for both ranks, the first one first; one that hangs fails the test."""
+    """Wait for both ranks in order; a rank that hangs fails the test."""
     folder, ranks = started[request.param]
     errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
     return request.param[0], Ended(folder, [rank.returncode for rank in ranks], errors)
@@ -77,7 +77,7 @@ def first_error(errors):
 
 
 def test_every_rank_ends(ended):
-    """With an error, and not by waiting for ever."""
+    """After a rank fails, every other rank exits with an error instead of hanging."""
     failure, ranks = ended
 
     assert ranks.statuses[0] == 1
@@ -85,7 +85,7 @@ def test_every_rank_ends(ended):
 
 
 def test_the_own_error_comes_first(ended):
-    """What the failing rank raised is not hidden behind what its end leads to."""
+    """The first error that each rank prints is its own, not a consequence of the failure."""
     failure, ranks = ended
 
     assert first_error(ranks.errors[0]).startswith("RuntimeError")
@@ -94,7 +94,7 @@ def test_the_own_error_comes_first(ended):
 
 
 def test_half_a_step_changes_nothing(ended):
-    """On any rank that lives to tell: weights, optimizer, scale, counts and average."""
+    """An interrupted step leaves the complete training state of surviving ranks unchanged."""
     failure, ranks = ended
     for rank in range(1 if failure == "killed" else 2):
         states = torch.load(ranks.folder / f"rank{rank}.pt")
@@ -102,7 +102,7 @@ def test_half_a_step_changes_nothing(ended):
 
 
 def test_the_checkpoint_goes_on(ended):
-    """The checkpoint from before the death is intact, and one process resumes from it."""
+    """The checkpoint from before the failure is intact, and one process resumes from it."""
     _, ranks = ended
     cell, parts = new_training(FailingClassifier())
     load_sharded(ranks.folder / "checkpoint", cell)

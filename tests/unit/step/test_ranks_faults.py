@@ -20,7 +20,7 @@ with_case = pytest.mark.parametrize("name", CASES)
 
 @with_case
 def test_all_ranks_decide_the_same(met, name):
-    """The flags, the scale and the counts, in every step."""
+    """Flags, loss scale and counts are the same on all ranks in every step."""
     case = CASES[name]
     overflows = [case.overflows and step == case.step for step in range(NUM_STEPS)]
     for rank in met:
@@ -47,7 +47,7 @@ def test_a_skipped_update_changes_nothing(met, name):
 
 @with_case
 def test_ranks_stay_together(met, name):
-    """After every step all that they keep is the same, to the bit."""
+    """After every step the training state is bitwise the same on all ranks."""
     first, second = (rank[name]["states"] for rank in met)
     for left, right in zip(first, second, strict=True):
         assert_same_state(left, right)
@@ -55,7 +55,7 @@ def test_ranks_stay_together(met, name):
 
 @with_case
 def test_local_norms_tell_whose_gradients_they_were(met, name):
-    """The global norm is not finite on any rank; local norms are so on the faulty ones only."""
+    """After an overflow, only faulty ranks have a local norm that is not finite."""
     case = CASES[name]
     for is_bad, rank in zip(case.bad_ranks, met, strict=True):
         assert rank[name]["norms"][case.step].isfinite().item() is not case.overflows
@@ -63,7 +63,7 @@ def test_local_norms_tell_whose_gradients_they_were(met, name):
 
 
 def test_a_rank_without_targets_adds_nothing(met):
-    """Its local norms are 0, and the update is the other rank's."""
+    """A rank without targets has local norms of 0 and does not change the update."""
     name = "no targets on one"
     step = CASES[name].step
     first, second = (rank[name] for rank in met)
@@ -75,7 +75,7 @@ def test_a_rank_without_targets_adds_nothing(met):
 
 
 def test_the_recorded_steps(two_ranks):
-    """MindSpore 2.10 on two ranks, with the mean of gradients; its local norm is a square."""
+    """Steps match those recorded with MindSpore 2.10 on two ranks; its local norm is a square."""
     first, second = two_ranks.run(train_fixture)
 
     assert [first["losses"][0], second["losses"][0]] == [5.0, 11.0]

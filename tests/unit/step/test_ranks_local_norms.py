@@ -48,12 +48,12 @@ def assert_own_norms(results):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_with_settings_of_distributed_data_parallel(two_ranks, name):
-    """Buckets of any size, rebuilt or static, views or copies, with accumulation."""
+    """Local norms are right for all bucket settings of DDP, with and without accumulation."""
     assert_own_norms(two_ranks.run(train_with_options, name))
 
 
 def test_unused_parameters_count_zero(two_ranks):
-    """On the rank that does not use them; what no rank uses counts zero on all."""
+    """A parameter has the local norm 0 on each rank that does not use it."""
     first, second = two_ranks.run(train_with_unused)
 
     for rank, result in enumerate((first, second)):
@@ -93,7 +93,7 @@ def test_of_several_parts_and_of_none(two_ranks):
 
 
 def test_a_nan_in_what_is_not_reduced_skips_on_all_ranks(two_ranks):
-    """One message agrees on the norm, from which everything follows."""
+    """A NaN in an unreduced gradient on one rank makes all ranks skip."""
     results = two_ranks.run(train_partly_distributed)
 
     for result in results:
@@ -116,7 +116,7 @@ def test_a_nan_in_what_is_not_reduced_skips_on_all_ranks(two_ranks):
     ],
 )
 def test_in_an_accelerate_loop(two_ranks, name, hook):
-    """With accelerate's own handler or without; once detached, nothing is read any more."""
+    """Local norms are right with and without accelerate's handler; detaching removes the hook."""
     results = two_ranks.run(train_with_handler, name)
 
     assert_own_norms(results)
@@ -138,7 +138,7 @@ def test_the_last_reduction_counts(two_ranks):
 
 
 def test_of_two_optimizers_in_one_part(two_ranks):
-    """Each has the norms of its own parameters from the backward before its step."""
+    """Each optimizer reports the norms of its own parameters from its last backward."""
     for rank, result in enumerate(two_ranks.run(train_gan)):
         turns = torch.tensor([[1.0], [2 * 2.0], [3.0], [2 * 4.0]])
         torch.testing.assert_close(result["local_norms"], STEPS_OF_5[rank] * turns)

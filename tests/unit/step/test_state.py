@@ -54,7 +54,7 @@ def _flat(name, value):
 
 
 def test_all_parts_are_restored():
-    """Each gets its own state."""
+    """Each object gets its own state."""
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
 
     parts.restore(saved.states())
@@ -64,7 +64,7 @@ def test_all_parts_are_restored():
 
 
 def test_a_step_without_average_is_restored_without():
-    """There is nothing to restore then."""
+    """A state without an average restores a step without an average."""
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
     scale, first, _, _ = saved.states()
 
@@ -89,7 +89,7 @@ def test_if_one_part_does_not_fit_none_is_restored(part):
 
 
 def test_inside_a_swap_nothing_is_restored():
-    """The average refuses, and the scale is as before."""
+    """Loading inside a swap raises an error and leaves the loss scale unchanged."""
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
     before = parts.flat()
 
@@ -100,13 +100,13 @@ def test_inside_a_swap_nothing_is_restored():
 
 
 def test_keys_that_are_expected_pass():
-    """In any order."""
+    """The expected keys are accepted in any order."""
     check_keys({"b": 1, "a": 2}, {"a", "b"}, "loop")
 
 
 @pytest.mark.parametrize("keys", [[], ["a"], ["a", "b", "c"]], ids=str)
 def test_other_keys_are_refused(keys):
-    """The error says whose state it is, and both sets of keys."""
+    """The error names the object and lists the expected and the given keys."""
     message = f"`state_dict` of this loop must have the keys ['a', 'b'], got {keys}"
 
     with pytest.raises(KeyError, match=re.escape(message)):
@@ -115,6 +115,6 @@ def test_other_keys_are_refused(keys):
 
 @pytest.mark.parametrize("state", [None, [], "a", 1], ids=repr)
 def test_what_is_no_mapping_is_refused(state):
-    """It is a TypeError."""
+    """A state that is not a mapping raises a TypeError."""
     with pytest.raises(TypeError, match="`state_dict` must be a mapping, got"):
         check_keys(state, {"a"}, "loop")
