@@ -89,7 +89,7 @@ class StepConfig:
             )
             raise TypeError(msg)
         if not groups or not all(isinstance(pattern, str) for pattern in groups):
-            msg = f"`local_norm_groups` must hold at least one pattern, all str, got {groups!r}"
+            msg = f"`local_norm_groups` must be a non-empty list of str patterns, got {groups!r}"
             raise ValueError(msg)
         for pattern in groups:
             try:

@@ -38,15 +38,17 @@ class _Schedule(Protocol):
 def save_sharded(
     folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: _Schedule | None = None
 ) -> None:
-    """Write a checkpoint of a training. Call it on every rank; each writes its own shards.
+    """Write a checkpoint of sharded training. Call it on every rank; each writes its own shards.
 
-    Tensors of the network, the optimizer, the average and the step's state go to safetensors files.
-    Numbers of the optimizer and of the schedule go to ``mfwrap_sharded.json``, which is written
-    last: a folder without it is an incomplete checkpoint.
+    The safetensors files hold the tensors of the network and the optimizer, and the state of the
+    cell: loss scale, counters and, if the cell has an `ema`, the averages. The other values of
+    the optimizer, such as its learning rates, and the state of the schedule go to
+    ``mfwrap_sharded.json``. This file is written last: a folder without it is an incomplete
+    checkpoint.
 
     Args:
         folder: Folder that all ranks share; created if it is missing, otherwise it must be empty.
-        cell: Training cell; it is flushed first.
+        cell: Training cell. ``cell.flush()`` is called first, so that the schedule is up to date.
         lr_scheduler: Learning-rate schedule of the training, if it has one.
 
     Raises:
@@ -128,7 +130,7 @@ def load_sharded(
 
 
 def _own_tensors(cell: MFTrainOneStepCell, cell_state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the network's own tensors, not copies, and those of the cell's state."""
+    """Return the tensors of the network (without copying them) and of `cell_state`, by name."""
     reshard(cell.network)
     state = unwrapped_network(cell.network).state_dict()
     for name, value in state.items():
@@ -170,7 +172,7 @@ def _templates(cell: MFTrainOneStepCell, stored: Mapping[str, Any]) -> dict[str,
         if found.size == parameter.shape and not rest.endswith("/step"):
             templates[full_name] = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
-            # `Optimizer.load_state_dict` moves it to the right device.
+            # On the CPU: `Optimizer.load_state_dict` moves it to the device that it needs.
             templates[full_name] = torch.zeros(found.size, dtype=dtype)
     return templates
 
@@ -227,9 +229,9 @@ def _check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) ->
     names = [[group["params"] for group in groups] for groups in (saved, present)]
     if names[0] != names[1]:
         msg = (
-            "the optimizer's parameter groups differ from the saved ones: they have "
-            f"{[len(group) for group in names[1]]} parameters, saved were "
-            f"{[len(group) for group in names[0]]}"
+            "the optimizer's parameter groups differ from the saved ones; expected the same names "
+            f"in the same order, in groups of {[len(group) for group in names[0]]} parameters, "
+            f"got groups of {[len(group) for group in names[1]]}"
         )
         raise KeyError(msg)
 

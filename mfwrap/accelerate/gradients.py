@@ -22,8 +22,8 @@ A maintainer must not break these four:
   number; multiplying by a coefficient of 0 or nan destroys it (`note_overflow`).
 - The gradients may be unscaled or clipped in place once only, and a gradient that comes after that
   (accumulation) is scaled and unclipped: `before_backward` restores the scale first.
-- Nothing here synchronizes with the device. Whether gradients have changed is learned from torch's
-  version counters, on the host.
+- Nothing here synchronizes with the device. torch's version counters, which are on the host, show
+  whether gradients have changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +39,9 @@ from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
 
-# For each gradient a weak reference, and torch's count of the writes to it. The id would not do: a
-# new gradient often gets the address of one that has been released.
+# A weak reference to each gradient, with torch's version counter, which counts the writes to it.
+# An id could not replace the reference: a new gradient often gets the address, and so the id, of a
+# gradient that has been released.
 _Fingerprint = list[tuple[TensorWeakRef, int]]
 
 
@@ -115,16 +116,17 @@ class OptimizerWindow:
                 as one micro-batch.
         """
         if self._measured is not None:
-            # The loop has clipped or unscaled before it accumulates further. What backward adds
-            # is scaled and not clipped, so what is there must be scaled, with the clip done.
+            # The loop has clipped or unscaled before it accumulates further. Backward adds scaled
+            # and unclipped gradients, so apply a folded clip to the present gradients, and scale
+            # them again.
             self.settle_clip()
             if self.is_unscaled:
                 multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
                 self.is_unscaled = False
             self._measured = self._first = None
         if self._losses and not self._waits_for_gradients():
-            # The loop has zeroed the gradients by `network.zero_grad`, so these losses have no
-            # part in the update.
+            # The loop has zeroed the gradients by `network.zero_grad`, so these losses do not
+            # contribute to the update.
             self._losses, self._micro_batches = [], []
         self._losses.append(loss)
         self._numbers_micro_batches |= micro_batch != 0

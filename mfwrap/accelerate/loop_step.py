@@ -30,10 +30,10 @@ from mfwrap.tensors.shards import on_device
 
 
 class PendingSchedule(Protocol):
-    """A schedule that advances only when it is known whether the last update was applied."""
+    """A schedule whose steps are postponed until it is known whether the update was applied."""
 
     def resolve(self) -> None:
-        """Advance if the last update was applied."""
+        """Do the postponed steps if the last update was applied; drop them if it was skipped."""
 
 
 @final

@@ -25,17 +25,18 @@ from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrappe
 
 @final
 class ExponentialMovingAverage:
-    """Keep an exponential moving average of weights, updated only by applied updates.
+    """Keep an exponential moving average of weights that does not follow skipped updates.
 
-    The average starts as a copy of the weights. Each update computes
+    The average starts as a copy of the weights. Each averaging step computes
     ``average += (1 - decay) * (weight - average)`` with one ``torch._foreach_lerp_`` per dtype and
-    device. Without `warmup` and `dtype` the result is bitwise that of
-    ``torch.optim.swa_utils.get_ema_multi_avg_fn``. (On CUDA the call runs one kernel per weight,
-    because its factors stay on the device.)
+    device. With the default `warmup`, `device` and `dtype`, averages of float32 and float64 weights
+    are bitwise those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``. On CUDA,
+    ``torch._foreach_lerp_`` launches one kernel per weight here, because ``1 - decay`` is a tensor
+    on the device: a skipped update sets it to 0 without synchronization.
 
     For a module, the parameters that require a gradient at construction are averaged under the
     names of ``named_parameters()``; tied parameters are averaged once, frozen parameters are left
-    out. Persistent buffers such as running statistics are copied at each averaging call, not
+    out. Persistent buffers such as running statistics are copied at each averaging step, not
     averaged. For an iterable, every tensor is averaged, under the names ``"0"``, ``"1"``, ...
 
     The average keeps references to the parameter tensors. Move, convert or shard a module before
@@ -48,8 +49,8 @@ class ExponentialMovingAverage:
         warmup: Use the decay ``min(decay, (1 + n) / (10 + n))``, where ``n`` is the number of
             updates applied before this one. The first steps of training then lose their influence
             quickly.
-        update_every: Number of calls of `update` between two averaging steps. Calls for skipped
-            updates count. The decay is not adapted.
+        update_every: Average at every `update_every`-th call of `update`; 1 averages at each call.
+            Calls for skipped updates count as calls. `decay` is the same for every `update_every`.
         device: Device of the averages; by default that of each weight. If the averages are on the
             CPU and the weights are not, each averaging step synchronizes with the device.
         dtype: Floating-point dtype of the averages. The default is float32 for weights of fewer
@@ -115,12 +116,14 @@ class ExponentialMovingAverage:
     def update(self, applied: Tensor | None = None) -> None:
         """Update the average after an optimizer update; call it after every step.
 
-        No synchronization with the device. As long as the weights are finite, a skipped update
-        leaves the average unchanged under ``torch.equal``.
+        Does not synchronize with the device. A skipped update leaves the copied buffers bitwise
+        unchanged. If the weights are finite, it leaves the averages bitwise unchanged, too, except
+        that -0.0 may become 0.0.
 
         Args:
             applied: Whether the optimizer's update was applied: shape ``()``, bool, on the
-                training device, not read on the host. ``None`` means that it was.
+                training device. The flag stays on the device. ``None`` means that the update was
+                applied.
 
         Raises:
             TypeError: If `applied` is not a bool tensor.
@@ -313,7 +316,7 @@ class ExponentialMovingAverage:
             method: Name of the called method, for the message.
         """
         if self._swapped:
-            msg = f"`{method}` must not be called inside `swap`; leave its block first"
+            msg = f"`{method}` must not be called inside `swap`; call it after the block"
             raise RuntimeError(msg)
 
 

@@ -43,7 +43,7 @@ class AveragedGroup(NamedTuple):
         return torch.where(on_device(applied, factor.device), factor, self.zero)
 
     def follow(self, share: Tensor) -> None:
-        """Move the averages towards the weights by `share`, which is not read on the host."""
+        """Move the averages towards the weights by `share`, which stays on the device."""
         averages, weights = local_tensors(self.averages), local_tensors(self.weights)
         if not self.converted:
             # A list of factors: torch would read a single tensor on the host, as a number.
@@ -208,10 +208,13 @@ def fitting_tensors(
         if not isinstance(value, Tensor):
             msg = f"`{label}` must hold a tensor at {name!r}, got {described(value)}"
             raise TypeError(msg)
+        if value.shape != tensor.shape:
+            expected_shape, shape = tuple(tensor.shape), tuple(value.shape)
+            msg = f"`{label}` must have shape {expected_shape} at {name!r}, got {shape}"
+            raise ValueError(msg)
         both_float = value.is_floating_point() and tensor.is_floating_point()
-        if value.shape != tensor.shape or (value.dtype != tensor.dtype and not both_float):
-            wanted = f"{tuple(tensor.shape)} {tensor.dtype} at {name!r}"
-            msg = f"`{label}` must be like {wanted}, got {tuple(value.shape)} {value.dtype}"
+        if value.dtype != tensor.dtype and not both_float:
+            msg = f"`{label}` must have dtype {tensor.dtype} at {name!r}, got {value.dtype}"
             raise ValueError(msg)
     return [given[name] for name in expected]
 

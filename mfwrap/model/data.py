@@ -67,7 +67,7 @@ class Batches:
         if not has_length(self.dataset):
             msg = (
                 f"`{self._name}` must have a length, got {type(self.dataset).__name__} without "
-                "one; set the length of an epoch by dataset_sink_mode=True and `sink_size`"
+                "one; pass `dataset_sink_mode=True` and `sink_size`, the length of an epoch"
             )
             raise TypeError(msg)
         length = len(self.dataset)

@@ -203,12 +203,12 @@ def checked_indexes(
         msg = f"`eval_indexes` must be ints, got {eval_indexes!r}"
         raise TypeError(msg)
     if eval_network is None:
-        msg = f"`eval_indexes` must go with `eval_network`, got {eval_indexes!r} without one"
+        msg = f"`eval_indexes` needs `eval_network`, got {eval_indexes!r} without a network"
         raise ValueError(msg)
     if len(eval_indexes) != 3 or min(eval_indexes) < 0:
         msg = (
-            "`eval_indexes` must be those of loss, output and label (three ints >= 0), got "
-            f"{eval_indexes!r}"
+            "`eval_indexes` must be three ints >= 0, the positions of loss, output and label in "
+            f"the outputs of `eval_network`, got {eval_indexes!r}"
         )
         raise ValueError(msg)
     loss, output, label = eval_indexes

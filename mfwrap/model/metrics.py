@@ -47,7 +47,10 @@ def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[s
     if metrics is None:
         return {}
     if isinstance(metrics, str) or not isinstance(metrics, Collection):
-        msg = f"`metrics` must be a dict or a set of names, got {described(metrics)}"
+        msg = (
+            "`metrics` must be a set of metric names, or a dict from names to metrics, got "
+            f"{described(metrics)}"
+        )
         raise TypeError(msg)
     if isinstance(metrics, Mapping):
         named = dict(metrics)

@@ -52,9 +52,9 @@ class ModelRun:
         callbacks: Callbacks of both kinds, called in this order.
         trained: Network with a training cell.
         batches: The training data.
-        accelerator: Tells the rank and the number of ranks.
+        accelerator: Accelerator, for the rank and the number of ranks.
         epoch: Number of the last epoch.
-        initial_epoch: Number of epochs that are already done.
+        initial_epoch: Number of epochs that were done before this run.
         facts: Further facts for MindSpore's callbacks.
     """
 
@@ -112,7 +112,7 @@ class ModelRun:
         self._warned: set[str] = set()
         self._args = _arguments(epoch)
         self._handler = CallbackHandler([_LoopDecides()], trained.network, None, optimizer, None)
-        # Not by `add_callback`, which warns about two callbacks of the same class.
+        # `add_callback` would warn about two callbacks of the same class.
         self._handler.callbacks += [
             as_trainer_callback(callback) if isinstance(callback, Callback) else callback
             for callback in callbacks
@@ -133,7 +133,8 @@ class ModelRun:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            # An evaluation may have put averages into the model.
+            # After an error in an evaluation of averages, the model still holds the averages.
+            # Restore the raw weights.
             for callback in monitors(self._handler.callbacks):
                 callback.put_weights_back()
         self._entered.__exit__(kind, error, traceback)
@@ -253,7 +254,7 @@ def _output_with_loss(outputs: Any) -> Any:
 
 @final
 class Updates:
-    """Do updates within a ``with`` block, at whose end pending reads are flushed.
+    """Do updates within a ``with`` block; the end of the block does the pending reads.
 
     Args:
         trained: Network with a training cell.
@@ -296,7 +297,8 @@ class Updates:
         traceback: TracebackType | None,
     ) -> None:
         self._dividing.__exit__(kind, error, traceback)
-        # The schedule's last step is due after an error, too. A second error would hide the first.
+        # Flush after an error, too: the schedule has yet to do the step of the last update. An
+        # error of the flush is suppressed then, because it would hide the first error.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             self.flush()
 
@@ -305,10 +307,12 @@ class Updates:
 class _ManagerFollower:
     """Update a loss-scale manager on the host from the overflow flags on the device.
 
-    A flag is read while the device computes the next step, so that the host does not wait for it.
+    A flag is read when the device already has the next step to compute, so the device does not
+    idle during the read.
 
     Args:
-        manager: The manager. ``None``, or a manager that skips no update, needs no flags.
+        manager: The manager. With ``None``, or a manager whose `get_drop_overflow_update` returns
+            False, no flag is read and nothing is updated.
         device: The training device.
     """
 

@@ -81,10 +81,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: Entries of the form ``section.key=value`` that replace values of the file.
 
     Raises:
-        RecipeError: If a value does not fit. The message names key, file and line, in one line.
+        RecipeError: If the recipe is invalid. The message is one line of text that names the key,
+            the file and the line number.
 
     Warns:
-        RecipeWarning: If the recipe has MindFormers keys without an effect; one warning for all.
+        RecipeWarning: If MindFormers keys of the recipe have no effect: one warning that lists all
+            of these keys.
     """
     return parse_recipe(read_text(path), str(path), overrides)
 

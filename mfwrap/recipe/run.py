@@ -118,8 +118,9 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
         rows = _rows(recipe, objects)
         keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
-        # With an adapter, the model without the adapter is the reference. `eval` turns off dropout,
-        # which a model with random weights has on.
+        # Without an adapter the reference is a copy of the model. (With an adapter, the trainer
+        # takes the model with the adapter turned off.) A model that was just built from random
+        # weights is in training mode; `eval` turns off the dropout of the reference.
         return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
     if recipe.peft is None:
         return keywords

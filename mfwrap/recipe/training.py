@@ -46,7 +46,7 @@ class ScheduleChoice:
     """Length that the recipe sets; ``None`` for the length of the training."""
 
     def make(self, optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
-        """Return the schedule of an optimizer."""
+        """Build the schedule for an optimizer."""
         settings = dict(self.settings)
         if _has_length(self.kind):
             settings["total_steps"] = self.total_steps or num_training_steps
@@ -199,7 +199,7 @@ def _merge(
 def _max_grad_norm(
     objects: RecipeObjects, training: Mapping[str, Any], wrapper: RunnerWrapperSection
 ) -> float:
-    """Return the limit of the global norm. With 0 the Trainer reports the norm without clipping."""
+    """Return the limit of the global norm: 0 to report the norm in the Trainer without clipping."""
     path = ("training", "max_grad_norm")
     limit = training.get("max_grad_norm")
     if wrapper.max_grad_norm is not None and limit not in (None, wrapper.max_grad_norm):

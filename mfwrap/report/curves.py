@@ -49,7 +49,8 @@ def smoothed(curve: Curve) -> Curve:
     reach = max(1, round(0.015 * len(finite)))
     values = []
     for index in range(len(finite)):
-        # Equally far on both sides, so that the ends are not pulled towards the middle.
+        # The window is equally wide on both sides. Near an end it shrinks on both, because a
+        # one-sided window would pull the ends towards the middle.
         near = min(reach, index, len(finite) - 1 - index)
         start, end = index - near, index + near + 1
         count = counts[end] - counts[start]

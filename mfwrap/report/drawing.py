@@ -38,7 +38,7 @@ def label(run: RunRecord, what: str, runs: Sequence[RunRecord]) -> str:
 
 
 def line(curve: Curve, name: str, color: str, **settings: Any) -> go.Scatter:
-    """Return a curve as a line, thinned, with gaps at non-finite values."""
+    """Return a curve as a line with gaps at non-finite values; `thinned` shortens long curves."""
     shown = thinned(curve)
     return go.Scatter(
         x=shown.steps,

@@ -310,7 +310,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         self._update.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cell's own state, after a flush: loss scale, counters, average.
+        """Call `flush`, and return the cell's own state: loss scale, counters, average.
 
         Returns:
             A nested dict of tensors and numbers, which ``torch.save`` writes and

@@ -121,7 +121,7 @@ class UpdateCounts:
         return {name: getattr(self, name) for name in _COUNTERS}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the counters, after a flush."""
+        """Wait for the last update's results (`flush`), and return copies of the counters."""
         self.flush()
         return {name: value.clone() for name, value in self.tensors().items()}
 

@@ -99,8 +99,9 @@ class ShardedUnit:
 
     def before_reduction(self) -> "ReductionSeam":
         """Return the seam that runs each time gradients are about to be reduced."""
-        # torch's public hook replaces the reduce-scatter. It is no use here: it gets the gradients
-        # in pieces, in float16 divided already, and not which parameters had no gradient.
+        # torch has a public hook, which replaces the reduce-scatter. Norms cannot be read there:
+        # the hook gets gradients that are cut into pieces and, in float16, already divided. It is
+        # also not told which parameters had no gradient.
         seam = self._group.__dict__.get("post_backward")
         if not isinstance(seam, ReductionSeam):
             seam = ReductionSeam(self._group)
@@ -110,8 +111,8 @@ class ShardedUnit:
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return this rank's own whole gradients, each with the shard of its parameter.
 
-        To be called just before a reduction; the gradients are sums over all backward passes since
-        the reduction before. No copies are made.
+        Call it just before a reduction. The gradients are sums over all backward passes since the
+        previous reduction. No copies are made.
         """
         present = []
         for each in self._group.fsdp_params:
@@ -322,20 +323,27 @@ def sharded_local_squares_of(
         are_asked_for: Whether the step reports local norms.
 
     Returns:
-        `others` if it does not, or if no gradient is sharded over ranks.
+        `others` if the step reports no local norms, or if no gradient is sharded over ranks.
 
     Raises:
         ValueError: If a parameter is distributed over more ranks than its gradient is reduced
-            over, or over ranks without ``fully_shard``.
+            over, or is distributed but not in one of `parts`.
     """
     if not are_asked_for or not any(is_distributed(parameter) for parameter in parameters):
         return others
-    reduced = {id(p) for unit in parts.units if not unit.is_split_further for p in unit.parameters}
-    if any(is_distributed(p) and id(p) not in reduced for p in parameters):
+    distributed = {id(parameter) for parameter in parameters if is_distributed(parameter)}
+    split = {id(p) for unit in parts.units if unit.is_split_further for p in unit.parameters}
+    if distributed & split:
         msg = (
-            "`local_norm` must be False for distributed parameters, unless `fully_shard` alone has "
-            "sharded them: with tensor parallelism no rank has a whole gradient. With `attach`, "
-            "their network must go through `accelerator.prepare`"
+            "`local_norm` must be False with tensor parallelism, because no rank has a whole "
+            "gradient then"
+        )
+        raise ValueError(msg)
+    if distributed - {id(p) for unit in parts.units for p in unit.parameters}:
+        msg = (
+            "`local_norm` must be False for distributed parameters that `fully_shard` has not "
+            "sharded; if it has sharded them and you use `attach`, pass their network to "
+            "`accelerator.prepare`"
         )
         raise ValueError(msg)
     if all(len(unit.ranks) == 1 for unit in parts.units):

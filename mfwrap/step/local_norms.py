@@ -118,12 +118,15 @@ def checked_communication_hook(communication_hook: object) -> CommunicationHook 
 def tap(
     part: DistributedDataParallel, communication_hook: CommunicationHook | None = None
 ) -> GradientTap:
-    """Return the tap of a DistributedDataParallel; the first call registers its hook.
+    """Return the `GradientTap` of a DistributedDataParallel, as the state of a registered hook.
+
+    The first call registers the communication hook; later calls return the same `GradientTap`.
 
     Args:
-        part: DistributedDataParallel without a communication hook, or with ours.
-        communication_hook: Hook that reduces the gradients. ``None`` keeps the one of a tap that
-            is there, or else takes torch's ``allreduce_hook``, which reduces as no hook does.
+        part: DistributedDataParallel module without a communication hook, or with ours.
+        communication_hook: Hook that reduces the gradients. ``None`` keeps the hook of the first
+            call; in the first call it takes torch's ``allreduce_hook``, which reduces like a
+            module without a hook.
 
     Raises:
         RuntimeError: If another hook was registered.
@@ -136,9 +139,8 @@ def tap(
     if registered:
         name = getattr(registered[0][0], "__qualname__", described(registered[0][0]))
         msg = (
-            f"`network` has a communication hook already, {name}, and torch allows one; do not "
-            "register it, but give it as `communication_hook=(state, hook)`, so that local norms "
-            "are taken before it runs"
+            f"`network` already has the communication hook {name}, and torch allows only one; "
+            "instead of registering the hook, pass it as `communication_hook=(state, hook)`"
         )
         raise RuntimeError(msg)
     if communication_hook is None:
@@ -181,14 +183,18 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
 class DistributedLocalSquares:
     """`LocalSquares` of parameters under DistributedDataParallel, from communication hooks.
 
-    With accumulation, a bucket holds the sum over all micro-batches if all backward passes but the
-    last run under ``no_sync``. A loop may also reduce several times before an update. Then the
-    last reduction counts. Its gradient is the sum of this rank's own last part and the earlier
-    parts, which are means over ranks by then.
+    With accumulation, a loop should run every backward under ``no_sync`` except the last one of an
+    update. The last backward then reduces this rank's sum over all micro-batches, and the norm is
+    that of the sum.
+
+    If a loop reduces several times before an update, the norm is that of the gradient just before
+    the last reduction. This gradient is the sum of two terms: this rank's own gradient since the
+    reduction before, and the earlier gradients, which are already means over the ranks.
 
     Args:
         parameters: ``N`` trained parameters, in order.
-        taps: Each DistributedDataParallel part that holds some of them, with its tap.
+        taps: Pairs of a DistributedDataParallel module that holds some of the parameters, and the
+            `GradientTap` that reads its gradients.
     """
 
     def __init__(
@@ -232,13 +238,14 @@ def local_squares_of(
     """Register communication hooks, and return the source of local norms.
 
     Args:
-        parts: All DistributedDataParallel parts of the network.
+        parts: All DistributedDataParallel modules of the network.
         parameters: Trained parameters, in order.
         communication_hook: As in `tap`.
         are_asked_for: Whether the step reports local norms.
 
     Returns:
-        ``None`` if it does not, or there is only one rank, so that gradients are its own.
+        ``None`` if the step reports no local norms. Also ``None`` on a single rank without a
+        `communication_hook`, because no gradient is reduced there.
 
     Raises:
         RuntimeError: If another hook was registered.

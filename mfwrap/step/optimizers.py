@@ -214,8 +214,9 @@ def on_local_shards(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = held
         for parameter, shard in shards.items():
             for name, value in state.pop(shard, {}).items():
-                # State that was distributed before shares its storage with the shard, and is up to
-                # date. Only state that this step has created must be put back.
+                # State that was distributed before the block shares its storage with the shard's
+                # state, so the update has reached it. Only state that the update has created must
+                # be distributed and stored under the parameter.
                 if not is_distributed(state[parameter].get(name)):
                     state[parameter][name] = _placed(name, value, parameter)
 

@@ -154,7 +154,10 @@ class TrainedParameters:
             parameter.grad = None
         gradients = [parameter.grad for parameter in self._parameters.values()]
         if not may_be_absent and all(gradient is None for gradient in gradients):
-            msg = "no parameter of the optimizer has a gradient; the loss must depend on one"
+            msg = (
+                "no parameter of the optimizer has a gradient; the loss must depend on at least "
+                "one of its parameters"
+            )
             raise RuntimeError(msg)
         for name, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:

@@ -115,7 +115,7 @@ def measure(
     global_norm = square.sqrt() / divisor
     return Measurement(
         # The divisor is checked, too: a loop may set a scale of 0 or below, and a network may
-        # return a denominator that is nan or infinite. Nobody reads either on the host.
+        # return a denominator that is nan or infinite. The host reads neither of them.
         overflow=~(torch.isfinite(global_norm) & torch.isfinite(divisor) & (divisor > 0)),
         divisor=divisor,
         global_norm=global_norm,
@@ -126,7 +126,7 @@ def measure(
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    # A batch without targets has gradients of zero, and divided by zero they would report nan.
+    # Without targets in the batch the gradients are zero, and 0 / 0 would report a norm of nan.
     return torch.where(divisor == 0, 1.0, divisor)
 
 
@@ -331,14 +331,16 @@ class StepUpdate:
             RuntimeError: If the averages are swapped in, or too many updates in a row were skipped.
         """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            # As late as possible: this step's backward is queued, so the device is busy while the
-            # host waits. Still in time: the schedule advances here, before the rate is used.
+            # Flush as late as possible: this step's backward is queued by now, so the device is
+            # busy while the host waits. It must be before the optimizer's step, because a flush
+            # advances the schedule, which sets the learning rate of this update.
             self.flush()
             applied = ~self._skips(measured)
             divisor = self._clipped_divisor(measured, coefficient)
             rates = learning_rates(self._optimizer.optimizer, self._device)
             self._optimizer.step(divisor, ~applied)
-            # After everything that may raise: an error must leave the scale as it was.
+            # The scale changes after the calls that may raise, so that an error leaves it as it
+            # was.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:
                 self._ema.update(applied)

@@ -15,7 +15,10 @@ LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
 @final
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """Groups of parameters that share a local norm; `mfwrap.tensors.norms.sums_by_group` adds."""
+    """Groups of parameters; the parameters of a group have one local norm together.
+
+    `mfwrap.tensors.norms.sums_by_group` adds up the squares of each group's gradients.
+    """
 
     names: tuple[str, ...]
     """Names of the ``G`` groups."""

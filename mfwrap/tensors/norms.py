@@ -58,8 +58,9 @@ def sums_by_group(squares: Tensor, members: Tensor | None) -> Tensor:
     """
     if members is None:
         return squares
-    # A gather and a sum over rows. A product with a matrix of zeros and ones would carry one
-    # group's inf into all others, as 0 * inf, and index_add_ adds in no fixed order on CUDA.
+    # Gather the squares of each group into a row, and sum each row. Two shorter ways fail: in a
+    # product with a matrix of zeros and ones, an inf in one group makes all others nan (0 * inf),
+    # and `index_add_` adds in no fixed order on CUDA.
     padded = torch.cat((squares, squares.new_zeros(1)))
     return padded.take(members).sum(dim=1)
 
@@ -118,7 +119,7 @@ def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _norms_of_slices(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    # Rows would need a copy; slices along the longest dimension are views.
+    # Rows of such a tensor would need a copy; slices along the longest dimension are views.
     longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
     length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
     slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)

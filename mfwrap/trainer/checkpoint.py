@@ -130,7 +130,7 @@ class Checkpoints:
         self.saved_step = trainer.state.global_step
 
     def _complete(self, written: Path, final: Path) -> None:
-        """Move a checkpoint into place; then remove old checkpoints, and push."""
+        """Move a checkpoint into place, remove old ones, and push it to the Hub if requested."""
         trainer, args = self._trainer, self._trainer.args
         model: Any = trainer.model
         for callback in monitors(trainer.callback_handler.callbacks):

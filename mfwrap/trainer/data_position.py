@@ -56,7 +56,7 @@ class TrainerPosition:
 
     @property
     def saved_log(self) -> dict[str, Any] | None:
-        """What `save` was given as the log, if the training is resumed from such a file."""
+        """Content of the resumed file, which includes the log's state; ``None`` without a file."""
         return self._saved
 
     @property
@@ -101,8 +101,8 @@ class TrainerPosition:
         """Write this rank's file into a checkpoint; does nothing before the first epoch.
 
         Args:
-            folder: The checkpoint; made if it is missing.
-            args: Tell the rank and the number of ranks.
+            folder: Folder of the checkpoint; created if it is missing.
+            args: Training arguments, which contain the rank and the number of ranks.
             log: Returns the state of the log.
         """
         if self._epoch_random_states is None:
@@ -159,7 +159,7 @@ class _Resumed(NamedTuple):
     """The batch that had been made, but not trained on, when the checkpoint was written."""
 
     restore_rest: Callable[[], None]
-    """Sets the generators to their states when the checkpoint was written."""
+    """Function that sets the generators to their states when the checkpoint was written."""
 
 
 @final
@@ -204,11 +204,13 @@ class DataPosition:
         self.is_resumed = False
 
     def resume(self, saved: Mapping[str, Any] | None, restore_rest: Callable[[], None]) -> None:
-        """Replay the random states of a checkpoint in the coming epoch.
+        """Restore the random states of a checkpoint in the next epoch, at the right batch.
 
         Args:
-            saved: What `state_dict` returned.
-            restore_rest: Sets the generators to their states when the checkpoint was written.
+            saved: What `state_dict` returned. With ``None`` nothing is restored.
+            restore_rest: Function that sets the generators to their states when the checkpoint was
+                written. It is called once: after the batch that was made ahead of the checkpoint
+                has been made again, and before the next batch is made.
         """
         if saved is not None and self._watched is not None:
             ahead = _MadeBatch(saved["batch"], HostStates.decoded(saved["random_states"]))
@@ -224,7 +226,7 @@ class DataPosition:
         return {"batch": self._made.number, "random_states": self._made.states.encoded()}
 
     def before_batch(self, number: int) -> None:
-        """Note the states of the generators, after setting those that a checkpoint has for it."""
+        """Note the generators' states; first restore those that a checkpoint has for this batch."""
         if self._resumed is not None and number == self._resumed.ahead.number:
             self._resumed.ahead.states.restore()
             self.is_resumed = True
@@ -233,7 +235,7 @@ class DataPosition:
         self._made = _MadeBatch(number, HostStates.now())
 
     def after_batches(self) -> None:
-        """Set the states that came after the last batch, if that batch was the one made ahead."""
+        """Restore the states at saving, if the epoch's last batch was the one made ahead."""
         if self.is_resumed:
             self._restore_rest()
 

@@ -35,7 +35,7 @@ class Losses:
 
     @contextlib.contextmanager
     def filtering(self) -> Iterator[None]:
-        """Start counting anew; within the block, filter on the device instead of in the Trainer."""
+        """Reset the counts; within the block, filter on the device instead of in the Trainer."""
         args = self._trainer.args
         filters = args.logging_nan_inf_filter
         self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
@@ -65,7 +65,7 @@ class Losses:
         return share
 
     def completed(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return a log entry of the Trainer, completed with what the step and callbacks know.
+        """Return a log entry of the Trainer, with the values of the step and the callbacks added.
 
         Only the Trainer's training log and its final entry change; entries that a user logs are
         returned as they are. The training log synchronizes with the device.
@@ -77,7 +77,8 @@ class Losses:
             trainer.attached.flush()
             num_steps = self.step_log.num_steps
             logs, missing = self.step_log.completed(logs, report)
-            # Just before, the Trainer added its sum, in which filtered losses are 0, to its total.
+            # Just before it logs, the Trainer adds its sum of losses to `_total_loss_scalar`.
+            # Filtered losses are 0 in that sum, so the total lacks their share: add it.
             trainer._total_loss_scalar += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
@@ -155,16 +156,16 @@ class StepLog:
         self.filters = filters
         """Whether non-finite losses are replaced by 0."""
         self.begin = 0
-        """Step after which the losses begin that the Trainer has summed up."""
+        """The Trainer's sum of losses covers the steps after this one."""
         self.num_steps = 0
         """Updates since the last log."""
         self._num_losses = 0
         # Losses that are not counted yet, with their shares of the update.
         self._pending: list[tuple[Tensor, Tensor | float]] = []
-        # Since the last log: number of filtered losses, and the sum of their shares of updates.
+        # Counted since the last log: filtered losses, and the sum of their shares of updates.
         self._left_out = self._zero()
         self._left_share = self._zero().double()
-        # Since the training began.
+        # Counted since the start of the training: all non-finite losses, and all overflows.
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
 
@@ -209,7 +210,7 @@ class StepLog:
         self._overflows = self._overflows + report.output.overflow
 
     def completed_sum(self, losses: Tensor) -> Tensor:
-        """Scale a sum of losses up, as if the filtered losses were like the others.
+        """Scale a sum of losses up, as if each filtered loss were the mean of the others.
 
         Args:
             losses: Sum of the losses since the last log, shape ``()``, filtered losses being 0.
@@ -221,17 +222,19 @@ class StepLog:
     def completed(
         self, logs: dict[str, float], report: StepReport
     ) -> tuple[dict[str, float], float]:
-        """Return the log of the steps since the last one, and restart the counts of that interval.
+        """Complete the Trainer's log entry; return it, and the correction of its mean loss.
 
-        Synchronizes with the device once.
+        Synchronizes with the device once. The counts since the last log start again at 0; those
+        since the start of the training (overflows, non-finite losses) continue.
 
         Args:
-            logs: The Trainer's log entry, with the mean loss of these steps.
+            logs: The Trainer's log entry, with the mean loss of the steps since the last log.
             report: Report of the last of these steps.
 
         Returns:
-            The log entry with the mean of the losses that were not filtered (without ``loss`` if
-            all were), and how much larger this mean is than the Trainer's.
+            A pair. First the log entry with the values of the step added; its ``loss`` is the mean
+            of the losses that were not filtered, and is removed if all were filtered. Then the
+            difference of this mean (0 if it was removed) and the Trainer's mean.
         """
         self._settle()
         output = report.output

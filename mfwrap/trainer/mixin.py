@@ -152,8 +152,6 @@ class MFTrainerMixin(_Base):
             steps.schedules.append(schedule)
         return schedule
 
-    # Training
-
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -211,8 +209,6 @@ class MFTrainerMixin(_Base):
         elif event == "on_step_end" and self.attached.last_report is not None:
             self._losses.step_log.count(self.attached.last_report)
 
-    # Losses
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
@@ -233,8 +229,6 @@ class MFTrainerMixin(_Base):
         ):
             result = super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]  # (transformers)
         return TrainOutput(result.global_step, loss, result.metrics | {"train_loss": loss})
-
-    # Checkpoints
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoints.staging or super()._get_output_dir(trial))
@@ -279,8 +273,9 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # The Trainer calls this once the first batches are made. The states of the checkpoint are
-        # set by then, and making those batches has advanced them.
+        # In a training that is resumed in the middle of an epoch, the Trainer calls this after the
+        # first batches are made. The states of the checkpoint were restored before that, and making
+        # the batches has advanced them. Restoring them again would repeat random numbers.
         if not self._position.is_resumed:
             super()._load_rng_state(checkpoint)
 
@@ -379,7 +374,8 @@ def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
         value, expected = getattr(config, name), getattr(args, name)
         if value not in (default, expected):
             msg = (
-                f"`{name}` must be {default} (the default) or {expected}, as in `args`, got {value}"
+                f"`{name}` of `step` must be {default}, the default, or {expected}, the value in "
+                f"the training arguments, got {value}"
             )
             raise ValueError(msg)
     # The Trainer counts micro-batches and calls the clipping; the accelerator must not do so again.

@@ -239,7 +239,7 @@ def test_inside_a_swap_nothing_is_saved_or_loaded(tmp_path, method):
 
     with (
         run.step.ema.swap(),
-        pytest.raises(RuntimeError, match="must not be called inside `swap`; leave its block"),
+        pytest.raises(RuntimeError, match="must not be called inside `swap`; call it after"),
     ):
         getattr(run.accelerator, method)(folder)
 

@@ -271,10 +271,10 @@ def test_copy_to_by_position(of_module):
     ("target", "error", "message"),
     [
         (nn.Linear(3, 2, bias=False), KeyError, "`parameters` .*missing: 'bias'"),
-        (nn.Linear(3, 3), ValueError, "`parameters` must be like .2, 3. .* at 'weight'"),
+        (nn.Linear(3, 3), ValueError, "must have shape .2, 3. at 'weight', got .3, 3."),
         (nn.Sequential(nn.Linear(3, 2)), KeyError, "`parameters` .*missing: 'weight'"),
         ([torch.zeros(2, 3)], ValueError, "`parameters` must be 2 tensors, got 1"),
-        ([torch.zeros(2, 3), torch.zeros(3)], ValueError, "`parameters` must be like .2,."),
+        ([torch.zeros(2, 3), torch.zeros(3)], ValueError, "`parameters` must have shape .2,."),
         ([torch.zeros(2, 3), 1.0], TypeError, "`parameters` must be floating-point tensors"),
     ],
 )
@@ -373,7 +373,7 @@ def removed(*path: str):
         (
             replaced("averages", "norm.bias", torch.ones(4, dtype=torch.int64)),
             ValueError,
-            "`averages` .*'norm.bias', got .4,. torch.int64",
+            "`averages` .*'norm.bias', got torch.int64",
         ),
         (replaced("buffers", COPIED[2], torch.ones(())), ValueError, "`buffers` .*num_batches"),
         (replaced("counters", "num_calls", 3), TypeError, "`counters` .*'num_calls'"),

@@ -103,7 +103,7 @@ def test_positions_of_loss_output_and_label(indexes, network, expected):
     [
         ([0, 1.5, 2], nn.Identity(), TypeError, r"`eval_indexes` must be ints, got \[0, 1.5, 2\]"),
         ([0, True, 2], nn.Identity(), TypeError, "`eval_indexes` must be ints"),
-        ([0, 1, 2], None, ValueError, "`eval_indexes` must go with `eval_network`"),
+        ([0, 1, 2], None, ValueError, "`eval_indexes` needs `eval_network`"),
         ([0, 1], nn.Identity(), ValueError, "loss, output and label"),
         ([0, 1, -1], nn.Identity(), ValueError, "three ints >= 0"),
         (None, 3, TypeError, "`eval_network` must be a torch.nn.Module or None, got int"),

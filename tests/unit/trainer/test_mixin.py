@@ -47,11 +47,11 @@ def test_settings_that_agree_are_kept(config):
     [
         (
             StepConfig(gradient_accumulation_steps=2),
-            r"`gradient_accumulation_steps` must be 1 \(the default\) or 4, as in `args`, got 2",
+            "`gradient_accumulation_steps` of `step` must be 1, the default, or 4, .* got 2",
         ),
         (
             StepConfig(max_grad_norm=2.0),
-            r"`max_grad_norm` must be 1.0 \(the default\) or 0.5, as in `args`, got 2.0",
+            "`max_grad_norm` of `step` must be 1.0, the default, or 0.5, the value .* got 2.0",
         ),
         (
             StepConfig(calculate_per_token_loss=True),
