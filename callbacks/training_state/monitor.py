@@ -174,8 +174,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     ) -> None:
         """Use the pending values, look at the weights, and write the results."""
         del args
-        self._pause()
-        if self._run is not None and state.is_world_process_zero:
+        if self._run is None:
+            return
+        self._run.pause()
+        if state.is_world_process_zero:
             results = {
                 name: float(value)
                 for name, value in (metrics or {}).items()
@@ -185,11 +187,13 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Use the pending values, and look at the weights."""
-        self._pause()
+        if self._run is not None:
+            self._run.pause()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Use the pending values, and look at the weights."""
-        self._pause()
+        if self._run is not None:
+            self._run.pause()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Use the pending values, and close all files."""
@@ -236,14 +240,6 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         if text not in self._warnings:
             self._warnings.add(text)
             run_logger(__package__).warning("TrainingStateMonitor cannot show %s", text)
-
-    def _pause(self) -> None:
-        self._flush()
-        if self._run is not None:
-            finder = self._run.finder
-            if finder is not None and finder.weights is not None:
-                finder.weights.look()
-            self._run.clock.restart()
 
     def _flush(self) -> None:
         if self._run is not None:

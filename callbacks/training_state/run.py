@@ -199,6 +199,16 @@ class TrainingStateRun:
             self._weights_have_moved = weights_have_moved
             self._reads.flush()
 
+    def pause(self) -> None:
+        """Use the pending values, look at the weights, and let the clock start again.
+
+        Called where training pauses: for an evaluation, a checkpoint, the end of an epoch.
+        """
+        self.flush()
+        if self.finder is not None and self.finder.weights is not None:
+            self.finder.weights.look()
+        self.clock.restart()
+
     def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
         """Judge a step by the loss and norm that a loop without outputs logs.
 
