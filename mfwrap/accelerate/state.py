@@ -69,7 +69,7 @@ def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None
     step.load_state_dict(_fitting(folder, state, step, ema, warns=True))
     if ema is not None and "ema" not in state:
         warnings.warn(
-            f"no average in {folder}: it starts from the weights that are loaded",
+            f"no average in {folder}: the average starts from the loaded weights",
             stacklevel=callers_stacklevel(),
         )
         ema.restart()
@@ -85,7 +85,10 @@ def _fitting(
 ) -> dict[str, Any]:
     """Complete a saved state with the parts that this run has and the checkpoint lacks."""
     if ema is None and "ema" in state:
-        msg = f"`ema` must be given to go on from {folder}, which has an average, got None"
+        msg = (
+            f"cannot resume from {folder}: it holds an average of the weights, but `ema` is None; "
+            "pass `ema` to `attach`"
+        )
         raise ValueError(msg)
     fitting = dict(state)
     if ema is not None:
@@ -105,7 +108,7 @@ def _fitting(
 def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
     """Return the initial state for a checkpoint that was written without the step."""
     warnings.warn(
-        f"no state of the step in {folder}, written without it: counts start from zero",
+        f"no state of the step in {folder}: it was written without mfwrap; counts start from zero",
         stacklevel=callers_stacklevel(),
     )
     state = step.state_dict()

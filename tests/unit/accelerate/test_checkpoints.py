@@ -118,7 +118,7 @@ def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(tmp_path):
     run = AttachedRun(RunSettings(seed=1))
     run.train(0, 3)
 
-    with pytest.warns(UserWarning, match=f"no average in {tmp_path}: it starts from the weights"):
+    with pytest.warns(UserWarning, match=f"no average in {tmp_path}: the average starts from"):
         run.accelerator.load_state(tmp_path)
 
     expected, state = saved.state(), run.state()
@@ -173,7 +173,7 @@ def test_an_average_that_the_run_has_not_is_asked_for(tmp_path):
     run = AttachedRun(RunSettings(ema=False))
     run.train(0, 3)
 
-    refused(run, tmp_path, ValueError, f"`ema` must be given to go on from {tmp_path}")
+    refused(run, tmp_path, ValueError, f"cannot resume from {tmp_path}: it holds an average")
 
 
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_SCALES.values(), ids=OTHER_SCALES)

@@ -358,7 +358,7 @@ def test_the_average_after_a_stock_checkpoint(tmp_path):
     trainer = new_trainer(tmp_path / "ours", replace(PLAIN, ema=True), seed=1, callbacks=[begin])
     begin.trainer = trainer
 
-    with pytest.warns(UserWarning, match="no average in .*checkpoint-5.*weights that are loaded"):
+    with pytest.warns(UserWarning, match="no average in .*checkpoint-5.*loaded weights"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-5"))
 
     saved = load_file(tmp_path / "stock" / "checkpoint-5" / "model.safetensors")
