@@ -1,4 +1,4 @@
-"""A detached accelerator is as one that was never attached; so is one that was freed or copied."""
+"""Detaching, freeing and copying an attached accelerator behave as with accelerate alone."""
 
 import copy
 from dataclasses import replace
@@ -17,20 +17,20 @@ from support.training_state import assert_same_state
 
 APPLIED = (1.0,) * len(FACTORS)
 PLAIN = RunSettings(loss_scale="none", max_norm=None)
-"""What trains as accelerate alone does, to the last bit."""
+"""Settings with which an attached run is bitwise equal to accelerate alone."""
 
 PRECISIONS = ["no", "bf16", "fp16"]
 
 
 def kinds(value):
-    """Return names and types of all attributes."""
+    """Return the types of all attributes by name."""
     return {name: type(each) for name, each in vars(value).items()}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_updates", [0, 3])
 def test_a_detached_accelerator_has_the_attributes_of_a_twin(num_updates, precision):
-    """Accelerator, prepared optimizer and schedule: the same classes, attributes and hooks."""
+    """Detached objects have the classes, attributes and hooks of objects never attached."""
     settings = replace(PLAIN, precision=precision)
     twin = AttachedRun(settings, attached=False)
     twin.train(0, num_updates, APPLIED)
@@ -50,7 +50,7 @@ def test_a_detached_accelerator_has_the_attributes_of_a_twin(num_updates, precis
 
 
 def test_an_accelerator_of_a_class_of_ones_own_gets_it_back():
-    """The Trainer, too, has an accelerator of its own class."""
+    """Detaching restores the class of an accelerator of a subclass."""
 
     class Own(Accelerator):
         pass
@@ -65,7 +65,7 @@ def test_an_accelerator_of_a_class_of_ones_own_gets_it_back():
 
 
 def test_accelerates_own_scaler_comes_back_as_it_was():
-    """The same object, untouched, in accelerator and optimizer."""
+    """Detaching restores accelerate's own scaler with its state unchanged."""
     accelerator = new_accelerator("fp16")
     scaler = accelerator.scaler
     before = scaler.state_dict()
@@ -87,7 +87,7 @@ def test_accelerates_own_scaler_comes_back_as_it_was():
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW", "fused SGD"])
 def test_after_detaching_the_loop_goes_on_as_accelerates_own(optimizer, accumulation, precision):
-    """Half of the run attached and half not is the run that never was, to the last bit."""
+    """A run that is detached halfway is bitwise equal to a run with accelerate alone."""
     settings = replace(PLAIN, optimizer=optimizer, accumulation=accumulation, precision=precision)
     alone = AttachedRun(settings, attached=False)
     expected = alone.train(0, 8, APPLIED)
@@ -103,7 +103,7 @@ def test_after_detaching_the_loop_goes_on_as_accelerates_own(optimizer, accumula
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_after_a_skip_too_it_goes_on_from_where_it_was(tmp_path, precision):
-    """Accelerate alone, from the checkpoint of the attached run, trains to the same weights."""
+    """After a skip, a detached run continues like accelerate alone from the run's checkpoint."""
     settings = RunSettings(loss_scale="none", precision=precision)
     run = AttachedRun(settings)
     run.train(0, 6)
@@ -120,7 +120,7 @@ def test_after_a_skip_too_it_goes_on_from_where_it_was(tmp_path, precision):
 
 
 def test_a_detached_loop_steps_its_schedule_at_once():
-    """What was pending is done when detaching; nothing is late afterwards."""
+    """Detaching applies the pending schedule step, and later steps take effect immediately."""
     run = AttachedRun(PLAIN)
     run.train(0, 2, APPLIED)
     behind = run.schedule.scheduler.last_epoch
@@ -133,7 +133,7 @@ def test_a_detached_loop_steps_its_schedule_at_once():
 
 
 def test_a_detached_step_can_be_flushed_and_read():
-    """There is nothing left to wait for; its last report stays."""
+    """A detached step can be flushed and keeps its last report."""
     run = AttachedRun()
     run.train(0, 3)
     report = run.step.last_report
@@ -146,7 +146,7 @@ def test_a_detached_step_can_be_flushed_and_read():
 
 
 def test_the_average_stays_as_it_is():
-    """It follows no update after the last attached one, and can still be swapped in."""
+    """After detaching, the average follows no update and can still be swapped in."""
     run = AttachedRun()
     run.train(0, 3)
     ema = run.step.ema
@@ -163,7 +163,7 @@ def test_the_average_stays_as_it_is():
 
 
 def test_gradients_that_wait_for_their_step_are_unscaled():
-    """A loop that is detached between backward and step continues as with accelerate alone."""
+    """Detaching between backward and step unscales the gradients."""
     gradients = []
     for attached in (False, True):
         run = AttachedRun(replace(PLAIN, loss_scale="number"), attached=attached)
@@ -177,7 +177,7 @@ def test_gradients_that_wait_for_their_step_are_unscaled():
 
 
 def test_gradients_that_were_clipped_are_clipped_after_detaching():
-    """Clipping is folded into the step; without it, it must have been done in place."""
+    """Detaching applies a folded clip to the gradients in place."""
     gradients = []
     for attached in (False, True):
         run = AttachedRun(PLAIN, attached=attached)
@@ -192,7 +192,7 @@ def test_gradients_that_were_clipped_are_clipped_after_detaching():
 
 
 def test_detaching_twice_does_no_more_than_once():
-    """The second call does nothing, even if another step was attached in between."""
+    """A second `detach` does nothing, even if another step was attached in between."""
     accelerator = new_accelerator()
     first = attach(accelerator)
     first.detach()
@@ -206,7 +206,7 @@ def test_detaching_twice_does_no_more_than_once():
 
 
 def test_what_is_prepared_cannot_be_attached_again():
-    """Its optimizer was prepared without the step; freed, the accelerator can."""
+    """A detached accelerator can be attached again only after its memory is freed."""
     run = AttachedRun()
     run.train(0, 1)
     run.step.detach()
@@ -224,7 +224,7 @@ def test_what_is_prepared_cannot_be_attached_again():
 
 @pytest.mark.parametrize("method", ["free_memory", "clear"])
 def test_a_freed_accelerator_trains_what_is_prepared_next(method):
-    """A new training starts: counts and average are new, the loss scale is kept."""
+    """After `free_memory` or `clear`, a newly prepared training starts with fresh state."""
     fresh = AttachedRun(replace(PLAIN, seed=1))
     fresh.train(0, 4, APPLIED)
     expected = fresh.state()
@@ -240,7 +240,7 @@ def test_a_freed_accelerator_trains_what_is_prepared_next(method):
 
 
 def test_freeing_settles_what_is_pending():
-    """The schedule that one still holds has seen the last update."""
+    """`free_memory` applies the pending step of the schedule."""
     run = AttachedRun()
     run.train(0, 3)
 
@@ -250,7 +250,7 @@ def test_freeing_settles_what_is_pending():
 
 
 def test_the_end_of_training_settles_what_is_pending():
-    """``end_training`` flushes, so that the schedule has seen the last update."""
+    """`end_training` applies the pending step of the schedule."""
     run = AttachedRun()
     run.train(0, 3)
 
@@ -260,7 +260,7 @@ def test_the_end_of_training_settles_what_is_pending():
 
 
 def test_a_copy_of_an_attached_accelerator_is_the_accelerator_itself():
-    """So accelerate has it, and so it stays."""
+    """A deep copy of an attached accelerator is the accelerator itself, as in accelerate."""
     accelerator = new_accelerator()
     step = attach(accelerator)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that another kind of run wrote, and damaged ones."""
+"""Attached runs load checkpoints of other kinds of runs and reject damaged ones."""
 
 import json
 
@@ -13,7 +13,7 @@ ALL_APPLIED = (1.0,) * len(FACTORS)
 
 
 def saved_by(folder, settings=None, *, attached=True, last=6, factors=FACTORS):
-    """Train a while, save, and return the run."""
+    """Train, save a checkpoint and return the run."""
     run = AttachedRun(settings, attached=attached)
     run.train(0, last, factors)
     run.accelerator.save_state(folder)
@@ -21,13 +21,13 @@ def saved_by(folder, settings=None, *, attached=True, last=6, factors=FACTORS):
 
 
 def counts(run):
-    """Return applied and skipped updates in all, as they would be saved."""
+    """Return the total numbers of applied and skipped updates."""
     state = run.state()
     return [state[f"/step/updates/0/{name}_updates"].item() for name in ("applied", "skipped")]
 
 
 def assert_average_starts_from_the_weights(run):
-    """Fail unless averages equal weights, and their count is zero."""
+    """Check that the averages equal the weights and their counters are zero."""
     state = run.state()
     for name, average in run.step.ema.named_averages():
         assert torch.equal(average, state[f"/network/{name}"])
@@ -36,7 +36,7 @@ def assert_average_starts_from_the_weights(run):
 
 
 def test_a_checkpoint_of_accelerate_alone_starts_a_new_count(tmp_path):
-    """Weights, optimizer and schedule are taken; warnings say what is new."""
+    """Loading a checkpoint of accelerate alone resets counters and average, with warnings."""
     alone = saved_by(tmp_path, attached=False, factors=ALL_APPLIED)
     run = AttachedRun(RunSettings(seed=1))
     run.train(0, 3)
@@ -57,7 +57,7 @@ def test_a_checkpoint_of_accelerate_alone_starts_a_new_count(tmp_path):
 
 @pytest.mark.parametrize("loss_scale", ["none", "dynamic", "number"])
 def test_the_scale_of_accelerates_scaler_is_taken_over(tmp_path, loss_scale):
-    """If the checkpoint has ``scaler.pt``, the loss scale continues from it."""
+    """The loss scale continues from ``scaler.pt`` if the checkpoint contains that file."""
     settings = RunSettings(precision="fp16", loss_scale="none", ema=False)
     # The second of three updates overflows, which halves the scale.
     alone = saved_by(tmp_path, settings, attached=False, last=3)
@@ -73,7 +73,7 @@ def test_the_scale_of_accelerates_scaler_is_taken_over(tmp_path, loss_scale):
 
 
 def test_without_a_scaler_the_scale_stays(tmp_path):
-    """There is nothing to take over from a checkpoint of float32."""
+    """The loss scale is unchanged if the checkpoint has no ``scaler.pt``."""
     saved_by(tmp_path, RunSettings(ema=False), attached=False, factors=ALL_APPLIED)
     run = AttachedRun(RunSettings(ema=False, loss_scale="number"))
 
@@ -84,7 +84,7 @@ def test_without_a_scaler_the_scale_stays(tmp_path):
 
 
 def test_a_scaler_that_was_switched_off_has_no_scale_to_take_over(tmp_path):
-    """Its saved state is empty; the loss scale stays as it is."""
+    """The loss scale is unchanged if the checkpoint's scaler was disabled."""
     settings = RunSettings(precision="fp16", loss_scale="none", ema=False)
     alone = AttachedRun(settings, attached=False)
     alone.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -99,7 +99,7 @@ def test_a_scaler_that_was_switched_off_has_no_scale_to_take_over(tmp_path):
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_accelerate_alone_loads_what_an_attached_run_saved(tmp_path, precision):
-    """Weights, optimizer and schedule, and its scaler gets the scale that was reached."""
+    """Accelerate alone loads weights, optimizer, schedule and loss scale of an attached run."""
     attached = saved_by(tmp_path, RunSettings(precision=precision, loss_scale="none"), last=3)
 
     alone = AttachedRun(RunSettings(precision=precision, seed=1), attached=False)
@@ -113,7 +113,7 @@ def test_accelerate_alone_loads_what_an_attached_run_saved(tmp_path, precision):
 
 
 def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(tmp_path):
-    """Everything else is restored; one warning names the folder."""
+    """A checkpoint without an average loads with a warning and restarts the average."""
     saved = saved_by(tmp_path, RunSettings(ema=False))
     run = AttachedRun(RunSettings(seed=1))
     run.train(0, 3)
@@ -127,7 +127,7 @@ def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(tmp_path):
 
 
 def refused(run, folder, error, message):
-    """Load, and fail unless that raises and changes nothing of the run."""
+    """Check that loading raises and leaves the run unchanged."""
     before = run.state()
     scale = run.step.loss_scale
 
@@ -159,7 +159,7 @@ OTHER_SCALES = {
 
 @pytest.mark.parametrize(("theirs", "ours", "message"), FOREIGN.values(), ids=FOREIGN)
 def test_the_state_of_another_kind_of_run_is_refused(tmp_path, theirs, ours, message):
-    """The error names what differs; weights, loss scale and average are as before."""
+    """A checkpoint with another number of optimizers raises and leaves the run unchanged."""
     saved_by(tmp_path, theirs)
     run = AttachedRun(ours)
     run.train(0, 3)
@@ -168,7 +168,7 @@ def test_the_state_of_another_kind_of_run_is_refused(tmp_path, theirs, ours, mes
 
 
 def test_an_average_that_the_run_has_not_is_asked_for(tmp_path):
-    """It would be lost; the error names the argument, and nothing is changed."""
+    """A checkpoint with an average raises if the run has no average."""
     saved_by(tmp_path)
     run = AttachedRun(RunSettings(ema=False))
     run.train(0, 3)
@@ -178,7 +178,7 @@ def test_an_average_that_the_run_has_not_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_SCALES.values(), ids=OTHER_SCALES)
 def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
-    """A run that leaves float16 restores everything else, with one warning."""
+    """Loading keeps the run's loss scale, with a warning, if the saved scale is of another kind."""
     saved = saved_by(tmp_path, theirs)
     run = AttachedRun(ours)
     run.train(0, 3)
@@ -192,7 +192,7 @@ def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
 
 
 def changed_tensor(name, value):
-    """Return a damage that puts a tensor in the place of another, or takes it away."""
+    """Return a function that replaces a tensor in the checkpoint, or removes it."""
 
     def damage(folder):
         path = folder / "mfwrap_step.safetensors"
@@ -207,7 +207,7 @@ def changed_tensor(name, value):
 
 
 def changed_record(key, value):
-    """Return a damage that changes the JSON file."""
+    """Return a function that changes an entry of the checkpoint's JSON file."""
 
     def damage(folder):
         path = folder / "mfwrap_step.json"
@@ -260,7 +260,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("error", "message", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, error, message, damage):
-    """The error says what does not fit; weights, loss scale and average are as before."""
+    """A damaged checkpoint raises an error that names the fault and leaves the run unchanged."""
     saved_by(tmp_path)
     damage(tmp_path)
     run = AttachedRun()
@@ -270,14 +270,14 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, error, me
 
 
 def cut(path):
-    """Leave the first half of a file, as a full disk does."""
+    """Truncate a file to its first half, as a full disk would."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize("name", ["mfwrap_step.safetensors", "mfwrap_step.json"])
 def test_half_a_file_is_refused_by_its_name(tmp_path, name):
-    """What the reader of the format says is followed by which file it is about."""
+    """A truncated file raises an error that names the file."""
     saved_by(tmp_path)
     cut(tmp_path / name)
     run = AttachedRun()
@@ -287,7 +287,7 @@ def test_half_a_file_is_refused_by_its_name(tmp_path, name):
 
 
 def test_without_accelerates_own_file_nothing_is_changed(tmp_path):
-    """What accelerate cannot load does not leave another run's scale and average behind."""
+    """A checkpoint without the model file raises and leaves the run unchanged."""
     saved_by(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     run = AttachedRun()
@@ -297,7 +297,7 @@ def test_without_accelerates_own_file_nothing_is_changed(tmp_path):
 
 
 def test_after_a_refused_checkpoint_training_goes_on(tmp_path):
-    """The run trains to the end as if nobody had tried to load."""
+    """After a rejected checkpoint the run trains on as if no load had been attempted."""
     saved_by(tmp_path)
     changed_record("format_version", 2)(tmp_path)
     unbroken = AttachedRun()

@@ -1,4 +1,4 @@
-"""accelerate's objects with the step behind them: the same objects, and accelerate's methods."""
+"""Attached accelerators, optimizers and schedules keep their identity and accelerate's methods."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SCALE = 2.0**10
 
 
 class Prepared:
-    """A linear network, its optimizer and schedule behind an attached accelerator."""
+    """A linear network with an optimizer and a schedule, prepared by an attached accelerator."""
 
     def __init__(self, wrap=lambda optimizer: optimizer) -> None:
         torch.manual_seed(0)
@@ -30,12 +30,12 @@ class Prepared:
         )
 
     def backward(self) -> None:
-        """Do the backward of a loss whose gradients are 1 for each weight and the bias."""
+        """Run backward on a loss whose gradients are 1 for each weight and the bias."""
         self.accelerator.backward(self.network(torch.ones(1, 2)).sum())
 
 
 def test_prepared_objects_stay_accelerates():
-    """Isinstance answers as without the step, and detach restores the classes."""
+    """Attached objects remain instances of accelerate's classes, which `detach` restores."""
     prepared = Prepared()
     accelerator, optimizer, schedule = (
         prepared.accelerator,
@@ -58,7 +58,7 @@ def test_prepared_objects_stay_accelerates():
     ids=["bare", "wrapped by hand"],
 )
 def test_a_prepared_optimizer_has_one_wrapper(wrap):
-    """The step finds the optimizer itself, also for questions about skips."""
+    """An optimizer that is already wrapped is wrapped once, and updates and skips correctly."""
     prepared = Prepared(wrap)
     before = prepared.network.weight.detach().clone()
 
@@ -77,7 +77,7 @@ def test_a_prepared_optimizer_has_one_wrapper(wrap):
 
 @pytest.mark.parametrize("choice", ["all", "one", "a list", "the optimizer itself"])
 def test_gradients_are_unscaled_once(choice):
-    """All optimizers, one, or a list of them; the step does not divide again."""
+    """`unscale_gradients` divides once, even if it is called twice before the step."""
     prepared = Prepared()
     before = prepared.network.weight.detach().clone()
     chosen = {
@@ -116,7 +116,7 @@ def test_the_scaler_takes_accelerates_wrapper():
 
 
 def test_zeroing_gradients_gives_up_what_is_known_of_them():
-    """A folded clip of gradients that were zeroed does not clip the next ones."""
+    """Zeroing gradients discards their folded clip, so the next gradients are not clipped."""
     prepared = Prepared()
     before = prepared.network.weight.detach().clone()
     prepared.backward()

@@ -1,4 +1,4 @@
-"""Clipping in an attached loop means what it means to accelerate, at any loss scale."""
+"""Clipping in an attached loop agrees with accelerate's at any loss scale."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ each_time = pytest.mark.parametrize(
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD", "foreach AdamW"])
 @pytest.mark.parametrize(("way", "setting"), CASES)
 def test_clipping_is_accelerates(way, setting, optimizer):
-    """What is returned, and the weights, after every kind of clipping in any order."""
+    """Every combination of clipping calls returns accelerate's values and gives its weights."""
     actual = ClippedTraining(optimizer, setting, attached=True).run(WAYS[way])
 
     assert_agree(clipped_alone(WAYS[way], optimizer, setting), actual)
@@ -55,7 +55,7 @@ def test_clipping_is_accelerates(way, setting, optimizer):
 @each_scale
 @each_way
 def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro_batch):
-    """Without ``if accelerator.sync_gradients``, the gradients accumulated so far are clipped."""
+    """Clipping at each micro-batch clips the accumulated gradients, as accelerate does."""
     setting = Setting(scale=scale, accumulation=4)
     settings = {"each_micro_batch": each_micro_batch}
     actual = ClippedTraining("fused SGD", setting, attached=True).run(WAYS[way], **settings)
@@ -67,7 +67,7 @@ def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro
 @each_scale
 @each_way
 def test_clipping_between_two_backwards_is_accelerates(way, scale):
-    """Where a loop accumulates by hand, nobody says which micro-batch is an update's last."""
+    """Clipping between the backwards of a manually accumulated update agrees with accelerate's."""
     expected = ClippedTraining("fused SGD", Setting(), attached=False).run_by_hand(WAYS[way])
 
     training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True)
@@ -75,7 +75,7 @@ def test_clipping_between_two_backwards_is_accelerates(way, scale):
 
 
 def test_these_ways_of_clipping_differ():
-    """The comparisons above compare something: most ways lead to weights of their own."""
+    """Most of the compared ways of clipping lead to different weights."""
     weights = {
         way: tuple(clipped_alone(clip, "SGD").weights[0].view(-1).tolist())
         for way, clip in WAYS.items()
@@ -90,7 +90,7 @@ def test_these_ways_of_clipping_differ():
 @each_scale
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_a_bare_tensor_is_clipped_as_a_list_of_it(norm_type, scale):
-    """Torch does the same; accelerate alone would iterate over the tensor's rows."""
+    """A bare tensor is clipped like a list that contains only that tensor."""
 
     def clip(training):
         weight = training.network.layers[0].weight
@@ -108,7 +108,7 @@ def test_a_bare_tensor_is_clipped_as_a_list_of_it(norm_type, scale):
 @each_scale
 @pytest.mark.parametrize("limit", [LIMIT, INF])
 def test_without_gradients_the_norm_is_zero(limit, scale):
-    """Before any backward, and of parameters that none has reached."""
+    """The norm is zero before any backward and for parameters without gradients."""
     training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True)
     network = training.network
 
@@ -122,7 +122,7 @@ def test_without_gradients_the_norm_is_zero(limit, scale):
 @each_scale
 @pytest.mark.parametrize("limit", [LIMIT, INF])
 def test_parameters_in_no_optimizer_count_as_they_do_alone(limit, scale):
-    """Their gradients belong to the norm, are clipped with the others, and pile up."""
+    """Parameters in no optimizer count towards the norm and are clipped, as in accelerate."""
     outcomes = [
         ClippedTraining(
             "fused SGD", setting, attached=attached, select=lambda n: n.layers[2].parameters()
@@ -137,7 +137,7 @@ def test_parameters_in_no_optimizer_count_as_they_do_alone(limit, scale):
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD", "foreach AdamW"])
 @pytest.mark.parametrize("way", NOT_CLIPPING)
 def test_the_configuration_clips_where_the_loop_does_not(way, optimizer, scale):
-    """It clips by the norm of the gradients at the time of the step."""
+    """The config's clipping applies at the step if the loop does not clip."""
     config = StepConfig(use_clip_grad=True, max_grad_norm=LIMIT)
     training = ClippedTraining(optimizer, Setting(scale=scale), attached=True, config=config)
     actual = training.run(WAYS[way])
@@ -150,7 +150,7 @@ def test_the_configuration_clips_where_the_loop_does_not(way, optimizer, scale):
 @each_scale
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in NOT_CLIPPING])
 def test_the_loops_own_clipping_comes_before_the_configurations(way, scale):
-    """Whatever the loop clips, or only measures, the configuration does not clip again."""
+    """The config's clipping does not apply if the loop clips or measures the norm itself."""
     config = StepConfig(use_clip_grad=True, max_grad_norm=0.01)
     training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True, config=config)
 
@@ -178,14 +178,14 @@ HIDING = {
 def test_an_infinite_element_that_clipping_hides_skips_all_the_same(
     way, optimizer, each_micro_batch, accumulation, scale
 ):
-    """Clamped to a finite number, or multiplied by 0, it would have gone into the weights."""
+    """An infinite gradient skips the update even if clipping makes that gradient finite."""
     setting = Setting(scale=scale, accumulation=accumulation)
     training = ClippedTraining(optimizer, setting, attached=True)
     weights = copy.deepcopy(training.network.state_dict())
     training.bad_element.active = True
 
     def clip(training):
-        # Of several micro-batches only the first is bad.
+        # Only the first of several micro-batches has a non-finite gradient.
         training.bad_element.active = False
         return HIDING[way](training)
 
@@ -196,12 +196,12 @@ def test_an_infinite_element_that_clipping_hides_skips_all_the_same(
     assert training.step.last_output.overflow
     for name, weight in training.network.state_dict().items():
         assert torch.equal(weight, weights[name])
-    # And nothing of it is left.
+    # The overflow has no effect on later updates.
     assert_agree(clipped_alone(HIDING[way], optimizer, setting), training.run(HIDING[way]))
 
 
 def test_accelerate_alone_lets_a_clamped_infinity_into_the_weights():
-    """What the step is for: a limit of 0.02 makes a number of it that looks like any other."""
+    """Accelerate alone updates weights with an infinite gradient that clipping made finite."""
     training = ClippedTraining("SGD", Setting(), attached=False)
     training.bad_element.active = True
     weight = training.network.layers[0].weight.detach()
@@ -228,7 +228,7 @@ def test_accelerate_alone_lets_a_clamped_infinity_into_the_weights():
     ids=["all", "one", "replaced", "removed"],
 )
 def test_gradients_must_not_change_between_clipping_and_step(change, optimizer, scale):
-    """They are clipped by a factor that was taken before: an error, and nothing is updated."""
+    """Changing gradients between clipping and step raises an error, and no weight changes."""
     training = ClippedTraining(optimizer, Setting(scale=scale), attached=True)
     weights = copy.deepcopy(training.network.state_dict())
     training.backward(labelled_batches(1)[0])

@@ -1,4 +1,4 @@
-"""Norms that clipping in an attached loop returns and reports, and what they cost."""
+"""Clipping in an attached loop returns and reports correct norms without extra passes."""
 
 import copy
 import math
@@ -21,12 +21,12 @@ each_scale = pytest.mark.parametrize("scale", [1.0, 2.0**16], ids=["scale 1", "s
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @each_scale
 def test_the_returned_norm_is_that_of_float64(scale, precision, accumulation, limit):
-    """It is of the unscaled gradients, before they are clipped.
+    """Clipping returns the norm of the unscaled gradients before they are clipped.
 
-    A float32 sum of 212 squares keeps about 1e-7.
+    The tolerance covers a float32 sum of 212 squares, whose error is about 1e-7.
     """
     training = ClippedTraining("fused SGD", Setting(precision, scale, accumulation), attached=True)
-    # The copy computes in accelerate's precision, too; in float16 gradients depend on the scale.
+    # The copy also computes in accelerate's precision: float16 gradients depend on the scale.
     network = copy.deepcopy(training.network)
     batches = labelled_batches(accumulation)
     for batch in batches:
@@ -44,7 +44,7 @@ def test_the_returned_norm_is_that_of_float64(scale, precision, accumulation, li
 
 @each_scale
 def test_reported_names_are_those_of_the_norms(scale):
-    """Names fit the norms, even if a layer is frozen between clipping and step."""
+    """Reported names match the norms even if a layer is frozen between clipping and step."""
     config = StepConfig(local_norm=True)
     training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True, config=config)
     network = training.network
@@ -68,7 +68,7 @@ def test_reported_names_are_those_of_the_norms(scale):
 @each_scale
 @pytest.mark.parametrize("way", WAYS)
 def test_reported_norms_are_those_before_any_clipping(way, scale):
-    """Global and local ones, however the loop clips afterwards."""
+    """Reported global and local norms are those before any clipping by the loop."""
     torch.manual_seed(0)
     network = Classifier()
     batches = labelled_batches(1)
@@ -87,7 +87,7 @@ def test_reported_norms_are_those_before_any_clipping(way, scale):
 @each_scale
 @pytest.mark.parametrize("limit", [LIMIT, INF])
 def test_the_configurations_clipping_reports_the_norm_that_the_loops_returns(limit, scale):
-    """To the last bit, update for update."""
+    """Clipping by config reports norms bitwise equal to those that the loop's clipping returns."""
     config = StepConfig(use_clip_grad=True, max_grad_norm=limit)
     setting = Setting(scale=scale)
     by_config = ClippedTraining("fused SGD", setting, attached=True, config=config)
@@ -100,11 +100,11 @@ def test_the_configurations_clipping_reports_the_norm_that_the_loops_returns(lim
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "fused SGD"])
 @each_scale
 def test_clipping_reads_the_gradients_once_and_the_step_once_more(scale, optimizer):
-    """No second pass: accelerate alone reads them for the norm, to clip, and to update."""
+    """Clipping reads the gradients once, where accelerate alone reads them twice."""
     num_passes = {}
     for attached in (True, False):
         training = ClippedTraining(optimizer, Setting(scale=scale), attached=attached)
-        # An optimizer makes its state at its first step.
+        # The first steps allocate the optimizer's state, which must not be counted.
         training.run(norm_of())
         training.backward(labelled_batches(1)[0])
         size = sum(gradient.numel() * 4 for gradient in training.gradients)
@@ -120,7 +120,7 @@ def test_clipping_reads_the_gradients_once_and_the_step_once_more(scale, optimiz
 @pytest.mark.parametrize("optimizer", ["SGD", "foreach AdamW"])
 @each_scale
 def test_without_a_fused_optimizer_there_are_no_more_passes_than_alone(scale, optimizer):
-    """The one that unscales and clips has moved from the clipping into the step."""
+    """Without a fused optimizer the loop reads as many gradient bytes as accelerate alone."""
     num_bytes = {}
     for attached in (True, False):
         training = ClippedTraining(optimizer, Setting(scale=scale), attached=attached)

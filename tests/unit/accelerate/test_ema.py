@@ -1,4 +1,4 @@
-"""What an attached loop asks of an average: whose it is, where it is, and to begin anew."""
+"""The average checks its parameters and placement and can restart."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ def followed(**settings):
 
 
 def changed(network):
-    """Change all weights and running statistics, as an update does."""
+    """Add 1 to all weights and running means, as an update would."""
     with torch.no_grad():
         for tensor in [*network.parameters(), network[1].running_mean]:
             tensor.add_(1.0)
 
 
 def test_it_follows_the_parameters_that_it_was_made_of():
-    """One is enough, and others may be among them."""
+    """`follows` is true if at least one of the parameters is averaged."""
     network, ema = followed()
     stranger = nn.Parameter(torch.zeros(2))
 
@@ -36,7 +36,7 @@ def test_it_follows_the_parameters_that_it_was_made_of():
 
 
 def test_it_follows_no_equal_parameter_of_another_network():
-    """Parameters are recognized by identity, not by value."""
+    """`follows` compares parameters by identity and not by value."""
     _, ema = followed()
     twin, _ = followed()
 
@@ -45,7 +45,7 @@ def test_it_follows_no_equal_parameter_of_another_network():
 
 
 def test_it_follows_no_frozen_parameter():
-    """Parameters that were frozen at construction are not averaged."""
+    """`follows` is false for parameters that were frozen when the average was built."""
     network = nn.Linear(2, 3)
     network.bias.requires_grad_(requires_grad=False)
     ema = ExponentialMovingAverage(network)
@@ -63,20 +63,20 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("settings", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_an_average_is_where_it_was_asked_to_be(settings):
-    """A dtype or device of its own is no mistake."""
+    """`check_placement` accepts an average with its own dtype or device."""
     _, ema = followed(**settings)
 
     ema.check_placement()
 
 
 def test_an_average_of_half_precision_weights_is_in_float32():
-    """That difference is the average's own."""
+    """`check_placement` accepts the default float32 average of bfloat16 weights."""
     ExponentialMovingAverage(nn.Linear(2, 3).bfloat16()).check_placement()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_converted_since_are_noticed(dtype):
-    """The error names the device or dtype of the weights and the remedy."""
+    """`check_placement` raises if the weights were converted after the average was built."""
     network, ema = followed()
     network.to(dtype)
 
@@ -85,7 +85,7 @@ def test_weights_converted_since_are_noticed(dtype):
 
 
 def test_weights_converted_in_part_are_noticed():
-    """Not only the first one is looked at."""
+    """`check_placement` raises if only a later layer was converted."""
     network, ema = followed()
     network[1].double()
 
@@ -95,7 +95,7 @@ def test_weights_converted_in_part_are_noticed():
 
 @pytest.mark.cuda
 def test_weights_moved_since_are_noticed():
-    """Averages on the CPU that nobody asked for would be waited for at every update."""
+    """`check_placement` raises if the weights moved to CUDA after the average was built."""
     network, ema = followed()
     network.cuda()
 
@@ -104,7 +104,7 @@ def test_weights_moved_since_are_noticed():
 
 
 def test_a_restart_begins_from_the_weights_as_they_are():
-    """Averages, copied buffers and counters are those of an average made now, bit by bit."""
+    """A restarted average is bitwise equal to an average that is built now."""
     network, ema = followed(warmup=True, update_every=2)
     changed(network)
     fresh = ExponentialMovingAverage(network, decay=0.5, warmup=True, update_every=2)
@@ -123,7 +123,7 @@ def test_a_restart_begins_from_the_weights_as_they_are():
 
 
 def test_a_restart_leaves_the_weights():
-    """Only the average changes, and it is no alias of the weights."""
+    """A restart keeps the weights and copies them into the average without aliasing them."""
     network, ema = followed()
     before = [weight.detach().clone() for weight in network.parameters()]
 

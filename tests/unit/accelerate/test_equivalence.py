@@ -1,4 +1,4 @@
-"""Where nothing is skipped, the attached loop trains as accelerate alone does, at any scale."""
+"""Without skips, the attached loop trains like accelerate alone at any loss scale."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from mfwrap import StepConfig
 from support.accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone
 
 MAX_NORM = 0.3
-"""Below every norm of these runs, so that every update is clipped."""
+"""Maximum norm, below every norm of these runs, so that every update is clipped."""
 
 LOOPS = [
     pytest.param(
@@ -33,7 +33,7 @@ each_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
 def alone(loop: Loop) -> Trace:
-    """Return the trace of accelerate alone, which in fp16 only has a loss scale."""
+    """Return the trace of accelerate alone, which uses a loss scale only in fp16."""
     if loop.precision != "fp16":
         loop = changed(loop, scale=1.0)
     return train_alone(loop)
@@ -46,12 +46,12 @@ def changed(loop: Loop, **settings) -> Loop:
 
 @functools.cache
 def attached(loop: Loop) -> Trace:
-    """Return the trace of the attached loop, which is not to be changed."""
+    """Return the cached trace of the attached loop, which callers must not change."""
     return train(loop, attached=True)
 
 
 def assert_bitwise(expected: Trace, actual: Trace) -> None:
-    """Fail unless losses, rates, skips, weights, averages and schedule agree to the last bit."""
+    """Check that losses, rates, skips, weights, averages and schedule are bitwise equal."""
     assert actual.losses == expected.losses
     assert actual.rates == expected.rates
     assert actual.skipped == expected.skipped == [False] * len(expected.rates)
@@ -60,20 +60,20 @@ def assert_bitwise(expected: Trace, actual: Trace) -> None:
 
 
 def assert_same_norms(expected: Trace, actual: Trace) -> None:
-    """Fail unless the same weights gave the same norms.
+    """Check that the norms agree for equal weights.
 
-    A norm adds 212 squares up, in float32, in two orders: a few units of 6e-8.
+    A norm sums 212 squares in float32 in two different orders: a few units of 6e-8.
     """
     torch.testing.assert_close(actual.norms, expected.norms, rtol=5e-7, atol=0)
 
 
 def assert_near(expected: Trace, actual: Trace, *, weights: float) -> None:
-    """Fail unless weights and averages agree after every update.
+    """Check that weights and averages agree after every update.
 
     Args:
-        expected: Of accelerate alone.
-        actual: Of the attached loop.
-        weights: Largest difference.
+        expected: Results of accelerate alone.
+        actual: Results of the attached loop.
+        weights: Largest allowed absolute difference.
     """
     for theirs, ours in zip(expected.states, actual.states, strict=True):
         for name in expected.weights:
@@ -85,14 +85,14 @@ def assert_near(expected: Trace, actual: Trace, *, weights: float) -> None:
 @pytest.mark.fast_sample(12)
 @each_loop
 def test_without_clipping_weights_are_accelerates_to_the_last_bit(loop):
-    """A power of two goes into the gradients and out of them without rounding."""
+    """Without clipping, a run is bitwise equal to accelerate alone at any power-of-two scale."""
     assert_bitwise(alone(loop), attached(loop))
 
 
 @pytest.mark.fast_sample(12)
 @each_loop
 def test_a_limit_of_infinity_measures_and_changes_no_bit(loop):
-    """Norms are accelerate's, of unscaled gradients, and the weights those without clipping."""
+    """An infinite limit returns accelerate's norms and changes no bit of the training."""
     measuring = changed(loop, max_norm=math.inf)
 
     assert_bitwise(alone(loop), attached(measuring))
@@ -102,14 +102,14 @@ def test_a_limit_of_infinity_measures_and_changes_no_bit(loop):
 @pytest.mark.fast_sample(12)
 @each_loop
 def test_clipped_training_agrees_with_accelerates(loop):
-    """Losses, norms, rates, weights and averages are accelerate's, clipping included.
+    """Losses, norms, rates, weights and averages agree with accelerate's under clipping.
 
     The step divides each gradient by ``scale / coefficient``, where accelerate multiplies it by the
-    coefficient, and takes the norm in another order: together at most 4 units in the last place,
-    5e-7 of an update, and no update is above 0.1 (AdamW's first are its rate, 0.01; SGD's are
-    0.05 * 0.3 * 10 at most). Over 8 updates that is 4e-7, if all errors have one sign. (Seen:
-    6e-8.) In half precision a weight that differs by that may round to the other side, and then
-    moves the gradients by 2**-8; these runs come by no such weight.
+    coefficient, and it sums the norm in another order: together at most 4 units in the last place,
+    5e-7 of an update. No update is above 0.1: AdamW's first updates equal its rate, 0.01; SGD's are
+    at most 0.05 * 0.3 * 10. Over 8 updates that is 4e-7 if all errors have one sign (measured:
+    6e-8). In half precision such a difference may round a weight to the other side, which moves the
+    gradients by 2**-8; these runs contain no such weight.
     """
     loop = changed(loop, max_norm=MAX_NORM)
     expected, actual = alone(loop), attached(loop)
@@ -124,7 +124,7 @@ def test_clipped_training_agrees_with_accelerates(loop):
 @pytest.mark.fast_sample(12)
 @each_loop
 def test_these_runs_learn_clip_and_move_the_rate(loop):
-    """The comparisons above compare something."""
+    """The compared runs reduce the loss, clip every update and change the rate."""
     trace = alone(changed(loop, max_norm=MAX_NORM))
 
     quarter = len(trace.losses) // 4
@@ -139,7 +139,7 @@ def test_these_runs_learn_clip_and_move_the_rate(loop):
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_gradients_may_be_zeroed_before_forward(precision, accumulation, scale):
-    """That order of calls means what it means to accelerate: the last micro-batch alone counts."""
+    """Zeroing gradients before each forward trains like accelerate alone."""
     loop = Loop(
         precision=precision,
         accumulation=accumulation,
@@ -165,10 +165,7 @@ def test_no_question_need_be_asked(optimizer):
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_reports_say_what_the_loop_saw(precision, accumulation, scale):
-    """The loss is the mean over an update's micro-batches, also where an epoch ends early.
-
-    Norm and rate are what clipping returned and the optimizer used.
-    """
+    """Reports contain the mean loss, norm, rate and loss scale of each update."""
     loop = Loop(
         precision=precision, accumulation=accumulation, scale=scale, num_batches=10, max_norm=0.3
     )
@@ -194,7 +191,7 @@ def test_reports_say_what_the_loop_saw(precision, accumulation, scale):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_everything_switched_on_changes_no_bit(optimizer):
-    """Local norms, and the check for spikes of the norm, only look."""
+    """Local norms and the check for norm spikes change no bit of the training."""
     loop = Loop(optimizer=optimizer, precision="bf16", scale=2.0**16, num_batches=8)
     config = StepConfig(
         local_norm=True,
@@ -208,7 +205,7 @@ def test_everything_switched_on_changes_no_bit(optimizer):
 
 
 def test_local_norms_add_up_to_the_norm_that_clipping_returns():
-    """They are unscaled, and from the same read."""
+    """The norm of the reported local norms is the norm that clipping returns."""
     loop = Loop(scale=2.0**16, max_norm=MAX_NORM, accumulation=4, num_batches=8)
 
     trace = train(loop, attached=True, config=StepConfig(local_norm=True))

@@ -1,4 +1,4 @@
-"""Loops and trainers whose network accelerate itself shards with FSDP2."""
+"""Loops and Trainers train networks that accelerate shards with FSDP2."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from support.small_llama import small_llama
 
 EXACT = {"rtol": 0, "atol": 0}
 ROUNDED = {"rtol": 2e-4, "atol": 5e-5}
-"""Sums in another order, which AdamW enlarges where a gradient is near zero; a step is 1e-2."""
+"""Tolerance for sums in another order; AdamW amplifies them near zero; a step is 1e-2."""
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_attached_loop(two_ranks, accumulation):
-    """Trains as one process on all rows does."""
+    """A sharded attached loop trains like one process on all rows."""
     first, second = two_ranks.run(train_attached, accumulation)
     alone = train_attached(0, accumulation)
 
@@ -36,7 +36,7 @@ def test_an_attached_loop(two_ranks, accumulation):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
-    """At the first step they equal the norms of the rank's own gradients."""
+    """The first local norms equal the norms of the rank's own gradients."""
     for rank, result in enumerate(two_ranks.run(train_attached, accumulation)):
         torch.manual_seed(0)
         network = small_llama().double()
@@ -51,7 +51,7 @@ def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
-    """It resumes bitwise from accelerate's checkpoint, which holds the average in shards."""
+    """A resumed loop is bitwise equal to the unbroken loop, with the average saved in shards."""
     for result in two_ranks.run(resume_attached, str(tmp_path / "state"), state_dict_type):
         torch.testing.assert_close(result["resumed"], result["unbroken"], **EXACT)
         assert result["applied"] == 2 * NUM_STEPS
@@ -60,7 +60,7 @@ def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_the_trainer(two_ranks, tmp_path, state_dict_type):
-    """Trains as one process does, and a resumed run is the run that was not stopped."""
+    """A sharded Trainer trains like one process, and a resumed run equals the unbroken run."""
     folders = [str(tmp_path / name) for name in ("run", "resumed")]
     checkpoint = f"{folders[0]}/checkpoint-3"
     unbroken = two_ranks.run(train_with_trainer, folders[0], None, 2, state_dict_type)
@@ -79,7 +79,7 @@ def test_the_trainer(two_ranks, tmp_path, state_dict_type):
 
 
 def test_the_trainer_with_averages(two_ranks, tmp_path):
-    """Evaluated, exported and loaded at the end as those of one process are."""
+    """A sharded Trainer evaluates, exports and reloads averages like one process."""
     ranks = two_ranks.run(evaluate_averages, str(tmp_path / "ranks"))
     alone = evaluate_averages(0, str(tmp_path / "alone"), 1)
 

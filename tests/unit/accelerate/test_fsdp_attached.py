@@ -1,4 +1,4 @@
-"""The step behind an accelerate loop does on shards what the cell does."""
+"""An attached step on shards agrees with the training cell on shards."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from support.fsdp.attached import train_attached, train_by_cell
 @pytest.mark.parametrize("way", ["folded", "in place"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_attached_loop_on_shards_does_what_the_cell_does(two_ranks, accumulation, way):
-    """Norms before clipping, each rank's own among them, and weights; at scale 2**16."""
+    """Norms before clipping, local norms and weights on shards equal those of the cell."""
     cells = two_ranks.run(train_by_cell, accumulation)
     loops = two_ranks.run(train_attached, accumulation, way)
 

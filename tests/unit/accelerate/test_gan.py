@@ -1,4 +1,4 @@
-"""The loop of torch's DCGAN tutorial, attached: two networks that take turns."""
+"""Two networks train in turn in an attached loop, as in torch's DCGAN tutorial."""
 
 import math
 from collections.abc import Callable
@@ -28,14 +28,14 @@ each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 BAD = {
     "none": (set(), set()),
-    # Not the first update, at which torch's fused SGD would go on with momentum it never wrote.
+    # Not the first update: torch's fused SGD would then use uninitialized momentum.
     "both": ({1, 5, 6}, {1, 5, 6}),
     "in turn": ({1, 7}, {2, 9}),
 }
 
 
 class Nets(NamedTuple):
-    """A discriminator and a generator, their optimizers, and an element of each to be spoilt."""
+    """A discriminator and a generator, each with an optimizer and an element to corrupt."""
 
     discriminator: Any
     generator: Any
@@ -44,7 +44,7 @@ class Nets(NamedTuple):
 
 
 def nets(optimizer: str) -> Nets:
-    """Return small ones."""
+    """Return a small discriminator and generator with optimizers of this name."""
     torch.manual_seed(0)
     discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
     generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -57,13 +57,13 @@ def nets(optimizer: str) -> Nets:
 
 
 def loss_of(discriminator: nn.Module, samples: Tensor, target: float) -> Tensor:
-    """Return the loss of calling samples real (1) or not (0)."""
+    """Return the loss of classifying samples as real (target 1) or fake (target 0)."""
     scores = discriminator(samples).squeeze(1)
     return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, target))
 
 
 class GanTrace(NamedTuple):
-    """What training a GAN leaves behind."""
+    """Results of training a GAN."""
 
     losses: list[tuple[float, float]]
     norms: list[tuple[Tensor, Tensor]]
@@ -82,13 +82,13 @@ def train_gan(
     """Train with the loop of torch's DCGAN tutorial.
 
     Args:
-        trained: What is trained.
-        backward: Does a backward.
-        update: Clips, does the update of discriminator (0) or generator (1), returns the norm. Its
-            second argument is the number of the update.
-        by_module: Zero gradients by the networks, not by the optimizers.
-        on_update: Called after each generator's update.
-        bad: Updates of discriminator and generator whose gradient is spoilt.
+        trained: Networks and optimizers to train.
+        backward: Function that runs backward on a loss.
+        update: Function that clips, updates the discriminator (0) or the generator (1) and returns
+            the norm. Its second argument is the number of the update.
+        by_module: Zero gradients by the networks instead of by the optimizers.
+        on_update: Function that is called after each of the generator's updates.
+        bad: Updates of discriminator and generator whose gradient is corrupted.
     """
     discriminator, generator, optimizers, bad_elements = trained
     random = torch.Generator().manual_seed(1)
@@ -117,7 +117,7 @@ def train_gan(
 
 
 def gan_plainly(optimizer: str, bad: tuple[set[int], set[int]], limit: float) -> GanTrace:
-    """Train with plain torch, without loss scale, and leave bad updates out by hand."""
+    """Train with plain torch without a loss scale, and skip corrupted updates explicitly."""
     trained = nets(optimizer)
 
     def update(which: int, index: int) -> Tensor:
@@ -131,10 +131,10 @@ def gan_plainly(optimizer: str, bad: tuple[set[int], set[int]], limit: float) ->
 
 
 class AttachedGan:
-    """The same in an attached loop.
+    """The networks of `nets`, trained in an attached loop.
 
     Args:
-        optimizer: The optimizers' name.
+        optimizer: Name of both optimizers.
         scale_sense: Loss scale.
     """
 
@@ -153,7 +153,7 @@ class AttachedGan:
         self._limit = INF
 
     def train(self, *, limit: float, **settings: Any) -> GanTrace:
-        """Train; arguments as in `train_gan`."""
+        """Train with `train_gan`, clipping by `limit`; `settings` are further arguments."""
         self._limit = limit
         return train_gan(
             self.nets, self.accelerator.backward, self._update, on_update=self._note, **settings
@@ -172,7 +172,7 @@ class AttachedGan:
 
 
 def assert_near(expected: list[Any], actual: list[Any], *, rtol: float) -> None:
-    """Fail unless pairs of numbers agree."""
+    """Check that pairs of numbers agree within a relative tolerance."""
     torch.testing.assert_close(
         torch.tensor(actual), torch.tensor(expected), rtol=rtol, atol=0, equal_nan=True
     )
@@ -181,7 +181,7 @@ def assert_near(expected: list[Any], actual: list[Any], *, rtol: float) -> None:
 SCALES = {
     "scale 1": lambda: 1.0,
     "scale 2**16": lambda: 2.0**16,
-    # Moves at every update, so that a gradient that is divided by another scale shows.
+    # Changes at every update, so that dividing a gradient by a wrong scale fails the test.
     "moving scale": lambda: DynamicLossScaleUpdateCell(2.0**10, 2, 1),
 }
 each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
@@ -197,9 +197,9 @@ each_zeroing = pytest.mark.parametrize(
 @each_scale
 @each_optimizer
 def test_a_gan_trains_as_with_plain_torch(optimizer, make_scale, by_module, bad, limit):
-    """Weights and norms, with the skips that each of its optimizers has alone.
+    """Losses, norms, weights and skips of a GAN equal those with plain torch.
 
-    The generator's backward leaves gradients in the discriminator that nothing ever uses.
+    The generator's backward leaves gradients in the discriminator that no update uses.
     """
     expected = gan_plainly(optimizer, bad, limit)
     gan = AttachedGan(optimizer, make_scale())
@@ -218,7 +218,7 @@ def test_a_gan_trains_as_with_plain_torch(optimizer, make_scale, by_module, bad,
 @each_zeroing
 @each_optimizer
 def test_losses_of_a_gan_are_reported_apart(optimizer, by_module):
-    """The discriminator's is the sum of its two, and neither holds the other network's."""
+    """Each optimizer reports only the losses of its own network."""
     gan = AttachedGan(optimizer, 2.0**16)
 
     trace = gan.train(limit=INF, by_module=by_module)
@@ -230,12 +230,12 @@ def test_losses_of_a_gan_are_reported_apart(optimizer, by_module):
 @each_zeroing
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD"])
 def test_the_scale_of_a_gan_falls_for_the_overflow_of_either(optimizer, by_module):
-    """Once for each bad update, though one network's gradients may wait meanwhile."""
+    """The scale falls once for each update of either network that overflows."""
     gan = AttachedGan(optimizer, DynamicLossScaleUpdateCell(2.0**20, 2, 1000))
     bad = ({1, 8}, {2, 5, 8})
 
     gan.train(limit=INF, by_module=by_module, bad=bad)
-    # The generator's flag is seen when the discriminator's left-over gradients are gone.
+    # The generator's overflow counts once the discriminator's unused gradients are zeroed.
     gan.train(limit=INF, by_module=by_module)
 
     scales = gan.scales
@@ -247,7 +247,7 @@ def test_the_scale_of_a_gan_falls_for_the_overflow_of_either(optimizer, by_modul
 
 @each_zeroing
 def test_the_scale_of_a_gan_grows_after_as_many_good_updates_as_it_should(by_module):
-    """Each optimizer's update counts as one."""
+    """Each optimizer's applied update counts as one step towards growth of the scale."""
     gan = AttachedGan("fused SGD", DynamicLossScaleUpdateCell(2.0**10, 2, 2 * NUM_UPDATES))
 
     gan.train(limit=INF, by_module=by_module)

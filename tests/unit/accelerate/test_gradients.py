@@ -1,4 +1,4 @@
-"""Gradients between backward and step: read once, and clipped as torch clips them."""
+"""Gradients are read once between backward and step, and are clipped like torch's."""
 
 import copy
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ ONE = torch.ones(())
 
 
 class Window:
-    """The window of two weights at zero, plain SGD at rate 1, loss scale 8."""
+    """An optimizer window over two zero weights, with plain SGD at rate 1 and loss scale 8."""
 
     def __init__(self, scale: float = 8.0) -> None:
         self.weights = {name: nn.Parameter(torch.zeros(2)) for name in ("first", "second")}
@@ -38,7 +38,7 @@ class Window:
         self.window = OptimizerWindow(update, loss_scale.value)
 
     def backward(self, first: Sequence[float], second: Sequence[float] | None = None) -> None:
-        """Add scaled gradients, as a backward does."""
+        """Add scaled gradients, as a backward pass does."""
         self.window.before_backward(ONE, 1)
         for weight, values in zip(self.weights.values(), (first, second), strict=True):
             if values is not None:
@@ -47,12 +47,12 @@ class Window:
 
     @property
     def gradients(self) -> list[list[float] | None]:
-        """The gradients as they are."""
+        """The current gradients as lists, or None where a weight has no gradient."""
         weights = self.weights.values()
         return [None if weight.grad is None else weight.grad.tolist() for weight in weights]
 
     def step(self) -> list[list[float]]:
-        """Do the update, and return by how much the weights fell."""
+        """Apply the update and return the amount by which each weight decreased."""
         self.window.apply(1)
         return [(-weight.detach()).tolist() for weight in self.weights.values()]
 
@@ -76,7 +76,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_gradients_are_read_again(change):
-    """A change in place and a new tensor are both noticed."""
+    """Gradients that were changed in place or replaced are read again."""
     window = Window()
     window.backward([3.0, 4.0])
     window.window.measured()
@@ -87,7 +87,7 @@ def test_changed_gradients_are_read_again(change):
 
 
 def test_gradients_must_stay_after_their_clipping_was_folded():
-    """A change after a folded clip raises an error, because the factor would not fit."""
+    """Changing gradients after a folded clip raises an error."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -99,7 +99,7 @@ def test_gradients_must_stay_after_their_clipping_was_folded():
 
 
 def test_a_folded_clip_is_done_by_the_step():
-    """The gradients keep their values until the step."""
+    """A folded clip leaves the gradients unchanged and is applied by the step."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -112,7 +112,7 @@ def test_a_folded_clip_is_done_by_the_step():
 
 
 def test_a_folded_clip_can_be_settled_in_place():
-    """The gradients are clipped once, and the step does not clip again."""
+    """Settling a folded clip clips the gradients in place once, and the step does not repeat it."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -126,7 +126,7 @@ def test_a_folded_clip_can_be_settled_in_place():
 
 
 def test_unscaling_happens_once():
-    """A second call and the step do not divide again."""
+    """Gradients are unscaled once, even after a second call and the step."""
     window = Window()
     window.backward([3.0, 4.0])
 
@@ -150,7 +150,7 @@ def test_a_backward_after_unscaling_adds_up_scaled_gradients():
 
 
 def test_a_backward_after_a_folded_clip_adds_to_clipped_gradients():
-    """The result equals that of torch, which clips at once."""
+    """A backward after a folded clip adds its gradients to the clipped gradients, as in torch."""
     window = Window()
     window.backward([3.0, 4.0])
     measured = window.window.measured()
@@ -162,7 +162,7 @@ def test_a_backward_after_a_folded_clip_adds_to_clipped_gradients():
 
 
 def test_an_overflow_that_is_hidden_later_still_skips():
-    """An overflow that was noted before a change in place skips the update."""
+    """An overflow that was recorded before the gradients were repaired still skips the update."""
     window = Window()
     window.backward([NAN, 4.0])
     window.window.note_overflow()
@@ -175,7 +175,7 @@ def test_an_overflow_that_is_hidden_later_still_skips():
 
 
 def test_an_overflow_does_not_outlive_its_window():
-    """The next window has no overflow."""
+    """Opening a new window clears a recorded overflow."""
     window = Window()
     window.backward([NAN, 4.0])
     window.window.note_overflow()
@@ -187,7 +187,7 @@ def test_an_overflow_does_not_outlive_its_window():
 
 
 def test_gradients_are_unused_from_backward_to_step():
-    """Gradients that stay after the step are used; a further backward makes them unused again."""
+    """Gradients count as unused from a backward until the next step."""
     window = Window()
     told = [window.window.has_unused_gradients()]
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_gradients_are_unused_from_backward_to_step():
 
 
 def reported_loss(losses, accumulation_steps):
-    """Return the loss that a step reports after these, each with its micro-batch's number."""
+    """Return the loss that a step reports for pairs of loss and micro-batch number."""
     window = Window(scale=1.0)
     for loss, micro_batch in losses:
         window.window.before_backward(torch.tensor(loss), micro_batch)
@@ -219,12 +219,12 @@ LOSSES = {
 
 @pytest.mark.parametrize(("losses", "steps", "expected"), LOSSES.values(), ids=LOSSES)
 def test_the_loss_is_the_mean_over_micro_batches(losses, steps, expected):
-    """The reported loss is right for short windows, too."""
+    """The reported loss is the mean over micro-batches, also in a shorter last window."""
     assert reported_loss(losses, steps) == expected
 
 
 def test_losses_whose_gradients_were_zeroed_do_not_count():
-    """If a network zeroes its gradients, their losses do not count."""
+    """The reported loss excludes losses whose gradients were zeroed."""
     window = Window(scale=1.0)
     window.window.before_backward(torch.tensor(5.0), 1)
     window.weights["first"].grad = torch.ones(2)
@@ -235,13 +235,13 @@ def test_losses_whose_gradients_were_zeroed_do_not_count():
 
 
 def test_without_a_backward_the_loss_is_unknown():
-    """The loss is NaN, not 0."""
+    """The reported loss is NaN if no backward took place."""
     assert reported_loss([], 1) != reported_loss([], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_tensors_are_multiplied_in_place_without_a_read(dtype):
-    """Tensors keep their dtype; an empty list is accepted."""
+    """`multiply_in_place` keeps each dtype, accepts an empty list and reads nothing on the host."""
     tensors = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)]
     factor = torch.full((), 0.5)
 
@@ -258,7 +258,7 @@ SCALE = 2.0**10
 
 
 class Weights:
-    """Two weights with an optimizer each, and a third one with none; gradients are scaled."""
+    """Three weights with scaled gradients, of which the first two have an optimizer each."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -280,7 +280,7 @@ class Weights:
         return window
 
     def clip(self, indices, max_norm=0.5, **settings):
-        """Clip the gradients of these weights; return our norm and torch's."""
+        """Clip the gradients of the weights at these indices; return our norm and torch's."""
         ours = clip_grad_norm(
             self.windows,
             (self.scaled[index] for index in indices),
@@ -292,7 +292,7 @@ class Weights:
         return ours, clip_grad_norm_(chosen, max_norm, settings.get("norm_type", 2.0))
 
     def assert_steps_are_torchs(self) -> None:
-        """Do both updates, and fail unless the weights fell by torch's clipped gradients."""
+        """Apply both updates and check that the weights decreased by torch's clipped gradients."""
         for window, weight, plain in zip(self.windows, self.scaled, self.plain, strict=False):
             window.apply(1)
             torch.testing.assert_close(weight.detach(), -plain.grad, rtol=1e-6, atol=0)
@@ -302,9 +302,10 @@ class Weights:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("indices", [[0], [1], [0, 1], [1, 0], [0, 2], [0, 1, 2], [2]], ids=str)
 def test_norm_and_update_are_torchs(indices, norm_type, may_fold):
-    """Whichever weights are clipped together, one in no optimizer among them.
+    """Norm and updates equal torch's for any group of weights, with or without an optimizer.
 
-    A norm of nine numbers in another order, and one more rounding where it is folded.
+    The tolerance covers a norm of nine numbers that are summed in another order, and one more
+    rounding if the clip is folded.
     """
     weights = Weights()
 
@@ -327,7 +328,7 @@ def test_clipping_twice_is_clipping_twice(indices):
 
 
 def test_folding_leaves_the_gradients_alone():
-    """A folded clip leaves them to the step; a clip in place multiplies at once."""
+    """A folded clip leaves the gradients unchanged, where a clip in place multiplies them."""
     folded, in_place = Weights(), Weights()
     before = [weight.grad.clone() for weight in folded.scaled]
 
@@ -341,7 +342,7 @@ def test_folding_leaves_the_gradients_alone():
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_overflow_of_one_optimizer_skips_all_that_were_clipped_together(index):
-    """All optimizers that share the norm skip."""
+    """An overflow in one optimizer's gradients skips all optimizers that share the norm."""
     weights = Weights()
     weights.scaled[index].grad[1] = torch.inf
 
@@ -354,7 +355,7 @@ def test_an_overflow_of_one_optimizer_skips_all_that_were_clipped_together(index
 
 
 def test_what_has_no_gradient_has_norm_zero():
-    """The norm is 0, as in torch."""
+    """The norm is 0 if no parameter has a gradient."""
     weights = Weights()
     for weight in weights.scaled:
         weight.grad = None
@@ -364,7 +365,7 @@ def test_what_has_no_gradient_has_norm_zero():
 
 @pytest.mark.parametrize("indices", [[0], [0, 1]], ids=str)
 def test_elements_are_clamped_unscaled(indices):
-    """The elements equal those that torch clamps without a loss scale."""
+    """Clipping by value clamps the unscaled elements, as torch does without a loss scale."""
     weights = Weights()
 
     clip_grad_value(weights.windows, (weights.scaled[index] for index in indices), 0.3)
@@ -377,7 +378,7 @@ def test_elements_are_clamped_unscaled(indices):
 
 @pytest.mark.parametrize("may_fold", [True, False], ids=["folded", "in place"])
 def test_clipping_reads_nothing_on_the_host(may_fold):
-    """The norm and the coefficient stay on the device."""
+    """Clipping reads nothing on the host."""
     weights = Weights()
     max_norm = 0.5
 

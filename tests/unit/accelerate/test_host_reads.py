@@ -1,4 +1,4 @@
-"""The attached loop reads nothing on the host where the optimizer can skip on the device."""
+"""The attached loop never reads on the host if the optimizer can skip on the device."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ FACTORS = {
     "overflow first": (NAN, 1.0, 1.0, SPIKE, NAN, 1.0),
     "spike first": (SPIKE, NAN, 1.0, 1.0, 1.0, SPIKE),
 }
-"""What the losses of successive updates are multiplied by."""
+"""Factors that multiply the losses of successive updates."""
 
 FUSED = {
     "AdamW": lambda parameters: AdamW(parameters, lr=1e-2, fused=True),
@@ -59,7 +59,7 @@ each_order = pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 
 
 class Loop(NamedTuple):
-    """An attached loop with all that a step can do, and micro-batches that lie on its device."""
+    """An attached loop with every feature of the step, and micro-batches on its device."""
 
     accelerator: Accelerator
     step: AttachedStep
@@ -69,7 +69,7 @@ class Loop(NamedTuple):
     micro_batches: list[tuple[Tensor, Tensor, Tensor]]
 
     def update(self, number: int) -> None:
-        """Do one update of two micro-batches."""
+        """Run one update of two micro-batches."""
         for batch in self.micro_batches[2 * number : 2 * number + 2]:
             with self.accelerator.accumulate(self.network):
                 self.accelerator.backward(self.network(*batch))
@@ -89,7 +89,7 @@ def whole_loop(
     precision: str = "no",
     device: str = "cpu",
 ) -> Loop:
-    """Return a loop with everything switched on."""
+    """Return a loop with every feature of the step enabled."""
     accelerator = Accelerator(
         cpu=device == "cpu", gradient_accumulation_steps=2, mixed_precision=precision
     )
@@ -117,7 +117,7 @@ def whole_loop(
 
 
 def count_reads(loop: Loop) -> Iterator[tuple[bool, HostReads]]:
-    """Yield for each update whether it was skipped, and its reads."""
+    """Yield, for each update, whether it was skipped and the host reads that it made."""
     for number in range(len(loop.micro_batches) // 2):
         with HostReads() as counted:
             loop.update(number)
@@ -125,7 +125,7 @@ def count_reads(loop: Loop) -> Iterator[tuple[bool, HostReads]]:
 
 
 def assert_no_reads(loop: Loop, factors: tuple[float, ...]) -> None:
-    """Fail if any update reads, or if others are skipped than those that should be."""
+    """Check that no update reads and that exactly the updates whose factor is not 1 are skipped."""
     steps = list(count_reads(loop))
 
     assert [counted.reads for _, counted in steps] == [[]] * len(factors)
@@ -135,14 +135,14 @@ def assert_no_reads(loop: Loop, factors: tuple[float, ...]) -> None:
 @each_order
 @each_fused
 def test_the_loop_with_a_fused_optimizer_reads_nothing(make_optimizer, factors):
-    """No update reads on the host: the first one, applied ones, overflows and spikes alike."""
+    """With a fused optimizer no update reads on the host, whether applied or skipped."""
     assert_no_reads(whole_loop(make_optimizer, factors), factors)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_no_loss_scale_and_no_precision_reads(loss_scale, precision):
-    """Whatever changes the scale, if anything does."""
+    """No update reads on the host with any kind of loss scale or precision."""
     factors = FACTORS["applied first"]
     loop = whole_loop(FUSED["AdamW"], factors, loss_scale=loss_scale, precision=precision)
 
@@ -151,7 +151,7 @@ def test_no_loss_scale_and_no_precision_reads(loss_scale, precision):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_schedule_reads(schedule):
-    """It learns late whether the update was applied, and moves all the same."""
+    """No schedule reads on the host, and each counts the last update only after a flush."""
     factors = FACTORS["applied first"]
     loop = whole_loop(FUSED["AdamW"], factors, schedule=schedule)
 
@@ -163,7 +163,7 @@ def test_no_schedule_reads(schedule):
 
 
 def test_asking_for_the_last_rate_reads_nothing():
-    """``get_last_lr`` answers with the rate that was used."""
+    """``get_last_lr`` returns the last rate that was used without reading on the host."""
     factors = FACTORS["applied first"]
     loop = whole_loop(FUSED["AdamW"], factors)
     rates = []
@@ -178,7 +178,7 @@ def test_asking_for_the_last_rate_reads_nothing():
 
 
 def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: int) -> list[int]:
-    """Return how often the optimizer itself reads, in each of successive steps."""
+    """Return the number of host reads of the plain optimizer in each step."""
     network = Classifier()
     optimizer = make_optimizer(network.parameters())
     reads = []
@@ -193,7 +193,7 @@ def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: in
 @each_order
 @pytest.mark.parametrize("make_optimizer", FOREACH.values(), ids=FOREACH)
 def test_the_loop_with_a_foreach_optimizer_reads_once_an_update(make_optimizer, factors):
-    """A step, skipped or applied, adds one read to those of torch's optimizer."""
+    """Each update with a foreach optimizer reads once more than torch's optimizer does."""
     own_reads = iter(reads_of_plain_steps(make_optimizer, len(factors)))
 
     for skipped, counted in count_reads(whole_loop(make_optimizer, factors)):
@@ -202,9 +202,9 @@ def test_the_loop_with_a_foreach_optimizer_reads_once_an_update(make_optimizer, 
 
 
 def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
-    """Its record of an update is made of values that have arrived by the next one."""
+    """A loss monitor that prints every step reads nothing on the host after the first step."""
     factors = FACTORS["applied first"]
-    # First, because they reset what accelerators share.
+    # Built first: TrainingArguments reset the state that all accelerators share.
     arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], max_steps=6)
     loop = whole_loop(FUSED["AdamW"], factors)
     caplog.set_level("INFO")
@@ -222,7 +222,7 @@ def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
         events("on_step_end", step_output=step.last_output, step_report=step.last_report)
 
     events("on_train_begin")
-    # It makes the host memory that the values of all steps go through.
+    # The first update allocates the host buffers for the values of all steps.
     monitored_update(0)
     with HostReads() as counted:
         for number in range(1, len(factors)):
@@ -238,7 +238,7 @@ def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
 
 @pytest.fixture
 def _default_sync_debug_mode() -> Iterator[None]:
-    """Let waits for the device pass again after the test, whatever it did."""
+    """Restore the default synchronization check after the test, even if the test fails."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -248,7 +248,7 @@ def _default_sync_debug_mode() -> Iterator[None]:
 @each_order
 @each_fused
 def test_the_loop_on_cuda_waits_for_nothing(make_optimizer, factors):
-    """No update of a fused optimizer synchronises with the device, from the very first one."""
+    """No update of a fused optimizer synchronizes with the device, including the first update."""
     loop = whole_loop(make_optimizer, factors, device="cuda")
 
     torch.cuda.set_sync_debug_mode("error")

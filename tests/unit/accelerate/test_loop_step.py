@@ -1,4 +1,4 @@
-"""The step behind a loop that is written by hand, without accelerate."""
+"""A `LoopStep` runs the updates of a hand-written loop without accelerate."""
 
 import copy
 
@@ -18,20 +18,20 @@ NAN = float("nan")
 
 
 class Schedule:
-    """Notes how many updates had been counted when it was resolved."""
+    """A stub that records the number of applied updates whenever it is resolved."""
 
     def __init__(self, step: LoopStep) -> None:
         self.seen: list[list[int]] = []
         self._step = step
 
     def resolve(self) -> None:
-        """Note it."""
+        """Record the number of applied updates of each optimizer."""
         windows = self._step.windows.values()
         self.seen.append([int(w.update.counts.applied_updates) for w in windows])
 
 
 class Training:
-    """Linear networks, each with an optimizer of its own, behind one step."""
+    """Linear networks with an optimizer each, which share one step."""
 
     def __init__(
         self, *, scale_sense=1.0, num_networks: int = 1, ema: bool = False, **config
@@ -47,7 +47,7 @@ class Training:
             self.add(network, optimizer)
 
     def add(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer."""
+        """Add a network's optimizer to the step."""
         named = dict(network.named_parameters())
         self.step.add(optimizer, TrainedParameters(named, optimizer, None))
 
@@ -56,7 +56,7 @@ class Training:
         return (self.networks[0](torch.ones(3, 2)) * factor).square().mean()
 
     def update(self, factor: float = 1.0):
-        """Do one update of the first network, and zero its gradients."""
+        """Run one update of the first network, and zero its gradients."""
         self.step.scaled(self.loss(factor)).backward()
         report = self.step.update(self.optimizers[0])
         self.optimizers[0].zero_grad()
@@ -64,12 +64,12 @@ class Training:
         return report
 
     def state(self):
-        """Return copies of weights, optimizer and step."""
+        """Return copies of weights, optimizer state and step state."""
         return training_state(self.networks[0], self.optimizers[0], self.step)
 
 
 def test_an_update_is_torchs():
-    """Plain SGD from the gradient of the loss, at any scale."""
+    """An SGD update is bitwise equal to torch's at any loss scale."""
     for scale in (1.0, 2.0**16):
         training = Training(scale_sense=scale)
         weight = training.networks[0].weight
@@ -83,7 +83,7 @@ def test_an_update_is_torchs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a_loss_is_scaled_in_float32_or_better(dtype):
-    """A scale above what float16 holds is no overflow by itself."""
+    """A float16 loss is scaled in float32, so a large scale does not overflow."""
     training = Training(scale_sense=2.0**17)
 
     scaled = training.step.scaled(torch.ones((), dtype=dtype))
@@ -93,14 +93,14 @@ def test_a_loss_is_scaled_in_float32_or_better(dtype):
 
 
 def test_at_scale_one_a_loss_is_itself():
-    """Nothing is multiplied."""
+    """A loss at scale 1 is returned as the same tensor."""
     loss = torch.ones(())
 
     assert Training().step.scaled(loss) is loss
 
 
 def test_schedules_are_resolved_before_each_update():
-    """When it is known whether the last one was applied, and before this one's learning rate."""
+    """Each update resolves the schedules before it is applied."""
     training = Training()
     schedule = Schedule(training.step)
     training.step.schedules.append(schedule)
@@ -113,7 +113,7 @@ def test_schedules_are_resolved_before_each_update():
 
 
 def test_one_skip_too_many_still_resolves_schedules():
-    """The error does not leave them behind."""
+    """A flush that raises because of too many skips still resolves the schedules."""
     training = Training(max_consecutive_skips=1)
     schedule = Schedule(training.step)
     training.update(NAN)
@@ -126,7 +126,7 @@ def test_one_skip_too_many_still_resolves_schedules():
 
 
 def test_each_optimizer_has_its_own_report_and_the_last_is_the_steps():
-    """Each optimizer has its own report and counts."""
+    """Each optimizer has its own report and counts, and the step returns the latest report."""
     training = Training(num_networks=2)
     training.update(NAN)
     first = training.step.last_report
@@ -141,12 +141,12 @@ def test_each_optimizer_has_its_own_report_and_the_last_is_the_steps():
 
 
 def test_an_optimizer_that_is_not_known_has_skipped_nothing():
-    """It may have been freed."""
+    """`was_skipped` returns False for an optimizer that was not added."""
     assert Training().step.was_skipped(SGD([nn.Parameter(torch.ones(()))])) is False
 
 
 def test_adding_an_optimizer_again_replaces_what_it_updates():
-    """Its counts go on."""
+    """Adding an optimizer again replaces its parameters and keeps its counts."""
     training = Training()
     training.update()
     window = training.step.windows[training.optimizers[0]]
@@ -164,7 +164,7 @@ def test_adding_an_optimizer_again_replaces_what_it_updates():
 
 
 def test_an_average_of_nothing_that_is_updated_is_refused():
-    """With no optimizer there is nothing to say yet."""
+    """`check_average` raises if no optimizer updates the averaged parameters."""
     training = Training(num_networks=0)
     training.step.follow(ExponentialMovingAverage(nn.Linear(1, 1)))
     training.step.check_average()
@@ -176,7 +176,7 @@ def test_an_average_of_nothing_that_is_updated_is_refused():
 
 
 def test_a_cleared_step_has_forgotten_all():
-    """Optimizers, schedules and average; the loss scale stays."""
+    """`clear` removes optimizers, schedules and average, and keeps the loss scale."""
     training = Training(scale_sense=DynamicLossScaleUpdateCell(8.0, 2, 1), ema=True)
     training.step.schedules.append(Schedule(training.step))
     training.update()
@@ -207,7 +207,7 @@ def test_loading_gives_up_what_was_begun():
 
 
 def test_loading_drops_what_several_optimizers_have_gathered():
-    """After loading, earlier overflows and updates of the average have no effect."""
+    """After loading, earlier overflows and pending updates of the average have no effect."""
     training = Training(
         scale_sense=DynamicLossScaleUpdateCell(8.0, 2, 100), num_networks=2, ema=True
     )
@@ -238,7 +238,7 @@ STATES = {
 
 @pytest.mark.parametrize(("error", "change"), STATES.values(), ids=STATES)
 def test_a_state_that_does_not_fit_changes_nothing(error, change):
-    """The step is what it was."""
+    """Loading an invalid state raises an error and leaves the step unchanged."""
     donor, training = Training(scale_sense=8.0, ema=True), Training(scale_sense=2.0, ema=True)
     donor.update()
     state = donor.step.state_dict()

@@ -1,4 +1,4 @@
-"""Several optimizers, and parameters that come and go, in an attached loop."""
+"""An attached loop supports several optimizers and parameters that are added or frozen."""
 
 import math
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ def average(network: nn.Module) -> ExponentialMovingAverage:
 
 
 class Pair(NamedTuple):
-    """What training one network with two optimizers leaves behind."""
+    """Results of training one network with two optimizers."""
 
     norms: list[Tensor]
     rates: list[tuple[float, float]]
@@ -48,15 +48,15 @@ def train_pair(
     bad_updates: tuple[int, ...] = (),
     zero_each_at_once: bool = False,
 ) -> Pair:
-    """Train the first layer with one optimizer, and the second with another.
+    """Train the first layer with one optimizer and the second layer with another.
 
     Args:
         precision: accelerate's ``mixed_precision``.
         scale: Loss scale of the attached step; ``None`` for accelerate alone.
-        optimizers: Their names.
-        accumulation: Micro-batches in an update.
-        limit: What the whole network is clipped by; ``None`` for no clipping.
-        bad_updates: With a bad element in the gradient of the first layer.
+        optimizers: Names of the two optimizers.
+        accumulation: Number of micro-batches in an update.
+        limit: Maximum norm of the whole network's gradients; ``None`` for no clipping.
+        bad_updates: Updates whose gradient of the first layer contains a NaN.
         zero_each_at_once: Zero each optimizer's gradients right after its step.
     """
     accelerator = new_accelerator(precision, gradient_accumulation_steps=accumulation)
@@ -109,7 +109,7 @@ def train_pair(
 def test_two_optimizers_of_one_network_train_as_alone(
     scale, precision, accumulation, optimizers, zero_each_at_once
 ):
-    """Weights, average and both rates, to the last bit; the average follows once an update."""
+    """Two optimizers give rates, weights and averages bitwise equal to accelerate alone."""
     settings = {"optimizers": optimizers, "accumulation": accumulation}
     expected = train_pair(precision, None, **settings)
 
@@ -125,7 +125,7 @@ def test_two_optimizers_of_one_network_train_as_alone(
 @each_precision
 @each_scale
 def test_two_optimizers_are_clipped_by_one_norm(scale, precision, limit):
-    """That of the whole network; the tolerances are those of clipping with one optimizer."""
+    """Both optimizers are clipped and report by the norm of the whole network."""
     expected = train_pair(precision, None, limit=limit)
 
     actual = train_pair(precision, scale, limit=limit)
@@ -138,7 +138,7 @@ def test_two_optimizers_are_clipped_by_one_norm(scale, precision, limit):
 
 @each_scale
 def test_without_clipping_each_optimizer_skips_for_itself(scale):
-    """One optimizer skips with its schedule while the other updates, as with torch's scaler."""
+    """One optimizer skips with its schedule while the other optimizer updates."""
     actual = train_pair("no", scale, bad_updates=(1, 4))
 
     bad = [index in {1, 4} for index in range(NUM_UPDATES)]
@@ -152,7 +152,7 @@ def test_without_clipping_each_optimizer_skips_for_itself(scale):
 
 @each_scale
 def test_a_norm_of_both_that_is_not_finite_skips_both(scale):
-    """If the common norm is not finite, both optimizers skip."""
+    """Both optimizers skip if their common norm is not finite."""
     actual = train_pair("no", scale, limit=0.2, bad_updates=(1,))
 
     assert actual.skipped == [[index == 1] * 2 for index in range(NUM_UPDATES)]
@@ -161,13 +161,14 @@ def test_a_norm_of_both_that_is_not_finite_skips_both(scale):
 
 
 def train_with_changes(change, scale: float | None, optimizer: str, **settings: Any):
-    """Train a network while `change` does something to it or its optimizer, once an update.
+    """Train a network and call `change` before each update.
 
     Args:
-        change: Called before each update with its number, network and optimizer.
+        change: Function that is called with update number, network and optimizer.
         scale: Loss scale of the attached step; ``None`` for accelerate alone.
-        optimizer: Its name; at first it holds the second layer, and the parameters of `settings`.
-        settings: `outside`: parameters beside the network's; `prepares_network`; `config`.
+        optimizer: Name of the optimizer, which at first holds only the second layer.
+        settings: `outside`: also train a parameter outside the network; `prepares_network`: whether
+            the network is prepared; `config`: settings of the attached step.
 
     Returns:
         Weights, and the reports of all updates.
@@ -200,20 +201,20 @@ def train_with_changes(change, scale: float | None, optimizer: str, **settings: 
 
 
 def assert_trained_alike(expected, actual) -> None:
-    """Fail if any weight differs by a bit."""
+    """Check that all weights are bitwise equal."""
     for theirs, ours in zip(expected, actual, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def add_first_layer(index: int, network: nn.Module, optimizer: Any) -> None:
-    """Let the optimizer train the first layer, too, from the third update on."""
+    """Add the first layer to the optimizer at the third update."""
     if index == 2:
         parameters = list(network.layers[0].parameters())
         optimizer.add_param_group({"params": parameters, "lr": 0.02})
 
 
 def freeze_and_thaw(index: int, network: nn.Module, optimizer: Any) -> None:
-    """Freeze a weight for two updates."""
+    """Freeze a weight at the third and fourth update."""
     network.layers[2].weight.requires_grad_(index not in {2, 3})
 
 
@@ -243,7 +244,7 @@ def test_parameters_may_be_added_to_a_prepared_optimizer(scale, optimizer):
 @each_optimizer
 @each_scale
 def test_parameters_may_be_frozen_for_a_while(scale, optimizer):
-    """Frozen parameters do not change and are in no report."""
+    """Frozen parameters train as with accelerate alone and are left out of the reports."""
     config = StepConfig(local_norm=True)
     expected, _ = train_with_changes(freeze_and_thaw, None, optimizer)
 
@@ -259,7 +260,7 @@ def test_parameters_may_be_frozen_for_a_while(scale, optimizer):
 @each_optimizer
 @each_scale
 def test_parameters_outside_of_any_prepared_network_are_trained(scale, optimizer, prepares_network):
-    """They are updated, with or without a network's parameters; reports name them by number."""
+    """Parameters outside a prepared network are updated and are reported by number."""
     settings = {"outside": True, "prepares_network": prepares_network}
     expected, _ = train_with_changes(leave_alone, None, optimizer, **settings)
 
@@ -279,7 +280,7 @@ def test_parameters_outside_of_any_prepared_network_are_trained(scale, optimizer
 @each_precision
 @each_scale
 def test_a_compiled_network_trains_as_alone(scale, precision, limit, backend):
-    """Weights and norms are those of accelerate with the same compiler; names are plain."""
+    """A compiled network trains as with accelerate alone and reports plain parameter names."""
 
     def train(scale: float | None):
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""An attached loop on two ranks is that of one process on all of the data."""
+"""An attached loop on two ranks trains like one process on all of the data."""
 
 import math
 
@@ -18,7 +18,7 @@ SKIPS = [math.isnan(factor) for factor in FACTORS]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return where the ranks have left results and checkpoints."""
+    """Return the folder with the results and checkpoints of the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=NUM_RANKS)
     return folder
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """Return what each rank has left behind."""
+    """Return the results of each rank."""
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
 
 
@@ -37,11 +37,11 @@ def files_in(folder):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, name):
-    """Weights, average, schedule, loss scale and counts; a NaN on one rank skips on both.
+    """Two ranks reach the state of one process on the whole batch, with NaN on one rank.
 
-    The mean of two means is rounded once more than the mean, in float32 by 6e-8 of a gradient,
-    and six updates of at most 0.1 are applied (seen: 3e-8). In bf16 the gradients of half a batch
-    are rounded by up to 2**-9 of their size, which is below 1, before they are reduced.
+    The mean of two means is rounded once more than the mean: in float32 by 6e-8 of a gradient, over
+    six updates of at most 0.1 (measured: 3e-8). In bf16 the gradients of half a batch, which are
+    below 1, are rounded by up to 2**-9 of their size before they are reduced.
     """
     run = AttachedRun(SETTINGS[name])
     run.train(0, len(FACTORS))
@@ -71,7 +71,7 @@ def test_an_overflow_on_one_rank_skips_on_both(ranks, name):
 
 
 def test_clipping_returns_the_norm_of_the_reduced_gradients(ranks):
-    """On both ranks clipping returns the norm of a single process on all data."""
+    """On both ranks clipping returns the norm that a single process computes on all data."""
     run = AttachedRun(SETTINGS["fused"])
     for update in range(len(FACTORS)):
         run.train(update, update + 1)
@@ -83,7 +83,7 @@ def test_clipping_returns_the_norm_of_the_reduced_gradients(ranks):
 
 @pytest.mark.parametrize("way", ["saved", "each node"])
 def test_a_checkpoint_brings_both_ranks_back(ranks, way):
-    """A checkpoint that was saved right after a skip restores everything on both ranks."""
+    """A checkpoint that was saved right after a skip restores the whole state on both ranks."""
     for rank in ranks:
         assert_same_state(rank[way]["saved"], rank[way]["loaded"])
         assert_same_state(rank[way]["end"], rank[way]["end again"])
@@ -93,7 +93,7 @@ def test_a_checkpoint_brings_both_ranks_back(ranks, way):
 
 
 def test_the_main_process_writes_for_all(folder, ranks):
-    """Asked to save elsewhere, the other one writes nothing of ours, nor of the network."""
+    """Only the main process writes mfwrap's files and the model into its folder."""
     first, second = (files_in(folder / f"saved by {rank}") for rank in range(NUM_RANKS))
 
     assert first >= OURS | {"model.safetensors"}
@@ -101,6 +101,6 @@ def test_the_main_process_writes_for_all(folder, ranks):
 
 
 def test_if_asked_to_one_process_writes_on_each_node(folder, ranks):
-    """``save_on_each_node`` also applies to mfwrap's files."""
+    """``save_on_each_node`` makes the main process of each node write mfwrap's files."""
     for rank in range(NUM_RANKS):
         assert files_in(folder / f"node{rank}") >= OURS | {"model.safetensors"}

@@ -1,4 +1,4 @@
-"""A run that was saved and resumed in a new process is the run that was never stopped."""
+"""A run that is saved and resumed in a new process equals the unbroken run."""
 
 from dataclasses import replace
 
@@ -35,11 +35,11 @@ JOBS = {
     "fp16, accelerate's scale": (RunSettings(precision="fp16", loss_scale="none"), AFTER_SKIPPED),
     "no average, no clipping": (RunSettings(ema=False, max_norm=None), AFTER_APPLIED),
 }
-"""Settings, and after how many updates the run is stopped."""
+"""Settings of each run, and the number of updates after which it is stopped."""
 
 
 def stop(job, folder):
-    """Begin a run, and leave its checkpoint in the folder."""
+    """Train a run up to its stop and save its checkpoint in the folder."""
     run_settings, first = job
     stopped = AttachedRun(run_settings)
     stopped.train(0, first)
@@ -47,12 +47,12 @@ def stop(job, folder):
 
 
 def from_other_weights(jobs):
-    """Return the jobs with another seed, so that everything must come from the checkpoint."""
+    """Return the jobs with another seed, so that all state must come from the checkpoint."""
     return {name: (replace(each, seed=1), first) for name, (each, first) in jobs.items()}
 
 
 def assert_resumed(job, resumed):
-    """Fail unless losses and the state at the end are those of the run that was never stopped."""
+    """Check that losses and final state equal those of the unbroken run."""
     run_settings, first = job
     unbroken = AttachedRun(run_settings)
     expected = unbroken.train(0, len(FACTORS))[first * run_settings.accumulation :]
@@ -63,7 +63,7 @@ def assert_resumed(job, resumed):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """Return what a new process has made of the checkpoints of all jobs."""
+    """Return the results of a new process that resumes all jobs."""
     folder = tmp_path_factory.mktemp("resumed")
     for name, job in JOBS.items():
         stop(job, folder / name)
@@ -72,12 +72,12 @@ def resumed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_resumed_run_is_the_unbroken_run(resumed, name):
-    """Losses, weights, optimizer, schedule, loss scale, average and counters, to the last bit."""
+    """Losses and final state of a resumed run are bitwise equal to those of the unbroken run."""
     assert_resumed(JOBS[name], resumed[name])
 
 
 def test_these_runs_skip_change_their_scale_and_move_their_average():
-    """The comparisons above compare something."""
+    """The compared runs skip updates, change the loss scale and move the average."""
     run = AttachedRun(RunSettings())
     begin = run.state()
 
@@ -97,7 +97,10 @@ def test_these_runs_skip_change_their_scale_and_move_their_average():
 @settings(max_examples=10)
 @given(data=st.data())
 def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_factory):
-    """Any settings, stopped after any update, several at once to start few processes."""
+    """A run with any settings can be stopped after any update and resumed bitwise.
+
+    Each example draws several runs, so that few processes are started.
+    """
     run_settings = st.builds(
         RunSettings,
         optimizer=st.sampled_from(sorted(OPTIMIZERS)),

@@ -1,7 +1,7 @@
-"""Schedules of an attached loop: every kind, counting applied updates only.
+"""Schedules of every kind count only applied updates in an attached loop.
 
-accelerate alone tells the truth about skips in fp16 with an optimizer that is not fused, and rates
-do not depend on precision or optimizer: that loop is what the others are compared with.
+accelerate alone reports skips correctly only in fp16 with an optimizer that is not fused. Rates do
+not depend on precision or optimizer, so that loop is the reference for all others.
 """
 
 import copy
@@ -14,7 +14,7 @@ from support.accelerate_loops import OPTIMIZERS
 from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
 from support.small_networks import labelled_batches
 
-# What torch says of a schedule that is stepped before the optimizer.
+# torch warns if a schedule is stepped before the optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -32,9 +32,9 @@ each_accumulation = pytest.mark.parametrize("accumulation", [1, 2])
 def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
     name, bad_updates, optimizer, precision, accumulation
 ):
-    """Every rate, the momentum that some schedules move, and the schedule's state at the end.
+    """Rates, momentum and final schedule state equal those of the reference loop.
 
-    Updates 3 and 7 are the last of their epochs, 11 is the last of all.
+    Updates 3 and 7 are the last of their epochs; update 11 is the last of the run.
     """
     expected = truthful(name, bad_updates, accumulation)
 
@@ -56,7 +56,7 @@ def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 @each_schedule
 def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
-    """Late or not, each update uses the rate and the betas of accelerate's."""
+    """Without skips, rates, betas and weights are bitwise equal to those of accelerate alone."""
     settings = {"gradient_accumulation_steps": accumulation}
     expected = run(name, optimizer, attached=False, **settings)
 
@@ -72,7 +72,7 @@ def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
 @pytest.mark.parametrize("bad_updates", [(), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "OneCycleLR" not in name])
 def test_a_schedule_apart_from_the_optimizer_is_stepped_at_once(name, bad_updates, accumulation):
-    """With ``step_scheduler_with_optimizer=False`` every call is a step, as it is alone."""
+    """With ``step_scheduler_with_optimizer=False`` every call steps the schedule immediately."""
     settings = {
         "gradient_accumulation_steps": accumulation,
         "step_scheduler_with_optimizer": False,
@@ -90,7 +90,7 @@ def test_a_schedule_apart_from_the_optimizer_is_stepped_at_once(name, bad_update
 @pytest.mark.parametrize("num_updates", [1, 3, 4])
 @each_schedule
 def test_a_state_right_after_a_skip_is_that_of_the_updates_before(name, num_updates):
-    """Who asks for the schedule's state gets the truth of the very last update."""
+    """A schedule's state that is read right after a skip does not count the skipped update."""
     bad_updates = (num_updates - 1,)
     expected = ScheduledTraining(name, "SGD", "fp16", attached=False)
     expected.epoch(bad_updates, num_updates=num_updates)
@@ -105,7 +105,7 @@ def test_a_state_right_after_a_skip_is_that_of_the_updates_before(name, num_upda
 @pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
 @each_schedule
 def test_a_state_between_two_micro_batches_is_that_after_the_last_update(name, bad_updates):
-    """What the loop asked for at the end of an update is not lost on the next one's way."""
+    """A schedule's state that is read between micro-batches includes the last update."""
     states = []
     for settings in ({"optimizer": "SGD", "precision": "fp16", "attached": False}, {}):
         training = ScheduledTraining(name, gradient_accumulation_steps=2, **settings)
@@ -121,7 +121,7 @@ def test_a_state_between_two_micro_batches_is_that_after_the_last_update(name, b
 
 @pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
 def test_the_last_rate_is_told_without_waiting(bad_updates):
-    """It is the one last used; what the schedule makes of the last update comes with a flush."""
+    """``get_last_lr`` returns the last rate that was used until a flush applies the last step."""
     training = ScheduledTraining("LambdaLR")
     training.epoch(bad_updates, num_updates=2)
     first = OPTIMIZERS["fused SGD"]([torch.zeros(1)]).param_groups[0]["lr"]
@@ -134,8 +134,8 @@ def test_the_last_rate_is_told_without_waiting(bad_updates):
 
 
 def saved_states(training: ScheduledTraining) -> dict[str, Any]:
-    """Return copies of the states that a loop saves by itself, in its order."""
-    # Copies, because states hold the schedules' own lists.
+    """Return copies of the optimizer's and the schedule's state, in the order of a manual save."""
+    # Copied because the states refer to lists that the schedules change later.
     return {
         "optimizer": copy.deepcopy(training.optimizer.state_dict()),
         "schedule": copy.deepcopy(training.schedule.state_dict()),
@@ -145,9 +145,9 @@ def saved_states(training: ScheduledTraining) -> dict[str, Any]:
 @pytest.mark.parametrize("is_bad", [False, True], ids=["applied", "skipped"])
 @each_schedule
 def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad):
-    """Loaded where training has gone on meanwhile, they bring the rates of accelerate's.
+    """Manually saved states continue with the same rates as accelerate's after loading.
 
-    The rate is in the optimizer's state, which is usually asked for before the schedule's.
+    The optimizer's state, which holds the rate, is usually saved before the schedule's.
     """
     rates = []
     for settings in ({"optimizer": "SGD", "precision": "fp16", "attached": False}, {}):
@@ -165,7 +165,7 @@ def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad
 
 
 def test_accelerate_alone_moves_a_schedule_over_a_skip_that_it_does_not_see():
-    """What the step is for: with a fused optimizer in fp16 the rate falls for nothing."""
+    """With a fused optimizer in fp16, a skip lowers the rate only with accelerate alone."""
     blind = run("LambdaLR", "fused SGD", "fp16", attached=False, bad_updates=(2,))
     seeing = run("LambdaLR", "fused SGD", "fp16", bad_updates=(2,))
 

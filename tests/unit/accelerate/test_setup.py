@@ -1,4 +1,4 @@
-"""What cannot be attached or prepared is refused by name, and nothing is changed."""
+"""`attach` and `prepare` reject unsupported arguments by name and change nothing."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from support.training_state import assert_same_state, training_state
 
 
 def of_type(distributed_type):
-    """Return an accelerator that says that it is of this type."""
+    """Return an accelerator whose state reports this distributed type."""
     accelerator = new_accelerator()
     accelerator.state.distributed_type = distributed_type
     if distributed_type == DistributedType.FSDP:
@@ -32,7 +32,7 @@ def of_type(distributed_type):
 
 
 def in_fp16_without_scaler():
-    """Return an accelerator in fp16, as on CUDA, whose gradient scaler is gone."""
+    """Return an accelerator in fp16, as on CUDA, without a gradient scaler."""
     accelerator = new_accelerator("fp16")
     accelerator.scaler = None
     accelerator.state.device = torch.device("cuda")
@@ -40,21 +40,21 @@ def in_fp16_without_scaler():
 
 
 def that_has_prepared(make):
-    """Return an accelerator that has prepared what is made for a network."""
+    """Return an accelerator that has prepared the object that `make` builds for a network."""
     accelerator = new_accelerator()
     accelerator.prepare(make(Classifier()))
     return accelerator
 
 
 def attached():
-    """Return an accelerator that is attached already."""
+    """Return an accelerator that is already attached."""
     accelerator = new_accelerator()
     attach(accelerator)
     return accelerator
 
 
 def schedule_of(network):
-    """Return a schedule of an optimizer that accelerate does not see."""
+    """Return a schedule whose optimizer accelerate has not prepared."""
     return torch.optim.lr_scheduler.StepLR(SGD(network.parameters(), lr=0.1), 1)
 
 
@@ -115,7 +115,7 @@ ACCELERATORS = {
 
 
 def refused_attach(accelerator, error, message, **settings):
-    """Attach, and fail unless that raises and leaves the accelerator as it was."""
+    """Check that `attach` raises and leaves the accelerator unchanged."""
     before = dict(vars(accelerator))
     hooks = len(accelerator._save_model_state_pre_hook), len(accelerator._load_model_state_pre_hook)
     kind = type(accelerator)
@@ -133,13 +133,13 @@ def refused_attach(accelerator, error, message, **settings):
 
 @pytest.mark.parametrize(("error", "message", "settings"), SETTINGS.values(), ids=SETTINGS)
 def test_a_setting_that_does_not_fit_is_refused(error, message, settings):
-    """The error names it, and the accelerator is as before."""
+    """`attach` rejects an invalid setting by name and leaves the accelerator unchanged."""
     refused_attach(new_accelerator(), error, message, **settings)
 
 
 @pytest.mark.parametrize(("error", "message", "make"), ACCELERATORS.values(), ids=ACCELERATORS)
 def test_an_accelerator_that_does_not_fit_is_refused(error, message, make):
-    """The error names what it is, and the accelerator is as before."""
+    """`attach` rejects an unsupported accelerator and leaves it unchanged."""
     refused_attach(make(), error, message)
 
 
@@ -147,13 +147,13 @@ def test_an_accelerator_that_does_not_fit_is_refused(error, message, make):
     "accelerator", [None, "accelerator", Accelerator, nn.Linear(1, 1)], ids=repr
 )
 def test_only_an_accelerator_can_be_attached(accelerator):
-    """Any other object raises a TypeError that names its type."""
+    """`attach` raises a TypeError for any object that is not an accelerator."""
     with pytest.raises(TypeError, match=r"`accelerator` must be an accelerate\.Accelerator, got"):
         attach(accelerator)
 
 
 def test_a_communication_hook_is_given_once():
-    """One for `attach` and one of the accelerator's handler would not both be registered."""
+    """`attach` raises if a handler and `communication_hook` both set a hook."""
     handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     refused_attach(
         new_accelerator(kwargs_handlers=[handler]),
@@ -165,7 +165,7 @@ def test_a_communication_hook_is_given_once():
 
 
 def test_a_communication_hook_is_a_state_and_a_callable():
-    """The argument has the form of torch's ``register_comm_hook``."""
+    """`attach` raises a TypeError if `communication_hook` is not a pair of state and hook."""
     refused_attach(
         new_accelerator(),
         TypeError,
@@ -176,7 +176,7 @@ def test_a_communication_hook_is_a_state_and_a_callable():
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_accelerators_accumulation_may_be_given_or_left_out(steps):
-    """Giving the accelerator's accumulation has the same effect as leaving it out."""
+    """`attach` accepts a config with the accelerator's accumulation or with the default of 1."""
     accelerator = new_accelerator(gradient_accumulation_steps=4)
 
     step = attach(accelerator, StepConfig(gradient_accumulation_steps=steps))
@@ -205,7 +205,7 @@ AVERAGES = {
 
 @pytest.mark.parametrize(("error", "message", "make"), AVERAGES.values(), ids=AVERAGES)
 def test_an_average_that_does_not_fit_is_refused(error, message, make):
-    """The error is raised before the first update, so no weight has changed."""
+    """An unsuitable average raises before the first update, so no weight changes."""
     network = Classifier()
     accelerator = new_accelerator()
     attach(accelerator, ema=make(network))
@@ -226,7 +226,7 @@ def test_an_average_that_does_not_fit_is_refused(error, message, make):
 
 @pytest.mark.cuda
 def test_an_average_from_before_the_network_was_moved_is_refused():
-    """Its averages would be on the CPU, and each update would wait for them."""
+    """`prepare` raises if the average is on the CPU and the network moves to CUDA."""
     accelerator = Accelerator()
     network = Classifier()
     attach(accelerator, ema=ExponentialMovingAverage(network))
@@ -237,7 +237,7 @@ def test_an_average_from_before_the_network_was_moved_is_refused():
 
 @pytest.mark.parametrize("num_networks", [0, 2])
 def test_a_callable_average_needs_exactly_one_network(num_networks):
-    """With none or several networks, a callable average raises an error."""
+    """A callable average raises an error if no network or several networks are prepared."""
     accelerator = new_accelerator()
     attach(accelerator, ema=ExponentialMovingAverage)
     networks = [Classifier() for _ in range(num_networks)]
@@ -264,7 +264,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("error", "message", "make"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_optimizer_that_cannot_skip_is_refused_when_prepared(error, message, make):
-    """The error is raised when the optimizer is prepared, before any computation."""
+    """`prepare` raises for an optimizer that cannot skip updates."""
     accelerator = new_accelerator()
     attach(accelerator)
     network = Classifier()

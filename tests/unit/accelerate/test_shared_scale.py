@@ -1,4 +1,4 @@
-"""Two optimizers of one network share a loss scale that moves."""
+"""Two optimizers of one network share a dynamic loss scale."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ def grad_scaler() -> torch.amp.GradScaler:
 
 
 def pair_of(*, fused: bool):
-    """Return a network, and an optimizer for each of its layers with an element to be spoilt."""
+    """Return a network, and for each layer an optimizer and an element to corrupt."""
     torch.manual_seed(0)
     network = Classifier()
     layers = [network.layers[0], network.layers[2]]
@@ -35,7 +35,7 @@ def pair_of(*, fused: bool):
 
 
 def train_pair_plainly(bad: tuple[set[int], set[int]], *, fused: bool):
-    """Train as torch's documentation of several optimizers has it: one scaler, updated once."""
+    """Train as in torch's documentation, with one scaler that is updated after both steps."""
     network, optimizers, bad_elements = pair_of(fused=fused)
     scaler = grad_scaler()
     scales = []
@@ -52,23 +52,23 @@ def train_pair_plainly(bad: tuple[set[int], set[int]], *, fused: bool):
 
 
 def zero_network(network: nn.Module, optimizers: list[Any]) -> None:
-    """Zero gradients as torch's tutorials do."""
+    """Zero gradients with the network's default, as in torch's tutorials."""
     network.zero_grad()
 
 
 def zero_network_in_place(network: nn.Module, optimizers: list[Any]) -> None:
-    """Zero gradients as torch once did."""
+    """Zero the network's gradients in place, as was torch's old default."""
     network.zero_grad(set_to_none=False)
 
 
 def zero_optimizers(network: nn.Module, optimizers: list[Any]) -> None:
-    """Zero gradients as accelerate's documentation does."""
+    """Zero gradients with each optimizer, as in accelerate's documentation."""
     for optimizer in optimizers:
         optimizer.zero_grad()
 
 
 def zero_optimizers_in_place(network: nn.Module, optimizers: list[Any]) -> None:
-    """The same, but keep the tensors."""
+    """Zero gradients with each optimizer and keep the gradient tensors."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=False)
 
@@ -84,7 +84,7 @@ BAD = {
     "none": (set(), set()),
     "the first": ({1, 6}, set()),
     "the second": (set(), {1, 6}),
-    # Not the first update, at which torch's fused SGD would go on with momentum it never wrote.
+    # Not the first update: torch's fused SGD would then use uninitialized momentum.
     "both": ({1, 5, 6}, {1, 5, 6}),
     "in turn": ({1, 8}, {2, 9}),
 }
@@ -96,10 +96,10 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 def test_the_scale_changes_once_for_both_and_not_between_them(fused, bad, zero, zeroed_first):
-    """Scales and weights are those of one scaler that is updated after both have stepped.
+    """Scales and weights equal those of one scaler that is updated after both optimizers step.
 
-    Gradients that wait for the second optimizer are divided by the scale they were made with,
-    whatever the first one's have done to it.
+    The second optimizer's gradients are divided by the scale that they were computed with, even if
+    the first optimizer's gradients overflowed.
     """
     expected_scales, expected = train_pair_plainly(bad, fused=fused)
     accelerator = new_accelerator()
@@ -129,10 +129,10 @@ def test_the_scale_changes_once_for_both_and_not_between_them(fused, bad, zero, 
 
 
 def test_accelerate_alone_divides_by_a_scale_that_has_moved():
-    """What the step is for: alone, the scaler moves after each optimizer's step.
+    """Without the step, accelerate changes the scale between two optimizers and doubles an update.
 
-    An overflow of the first layer halves the scale, by which the second layer's gradients, made
-    with twice that, are then divided.
+    An overflow in the first layer halves the scale. The second layer's gradients, which were
+    computed with the old scale, are then divided by the halved scale.
     """
     bad = ({0}, set())
     network, optimizers, bad_elements = pair_of(fused=False)
@@ -153,7 +153,7 @@ def test_accelerate_alone_divides_by_a_scale_that_has_moved():
 
 
 class TwoWeights(nn.Module):
-    """The sum of two weights' products with the inputs."""
+    """A network that returns the sum of the products of two weights with the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,13 +165,13 @@ class TwoWeights(nn.Module):
 
 
 def two_weights(*, fused: bool):
-    """Return such a network, and an optimizer for each weight."""
+    """Return a `TwoWeights` network and an optimizer for each weight."""
     network = TwoWeights()
     return network, *(SGD([weight], lr=0.05, fused=fused) for weight in network.parameters())
 
 
 def renew_gradient(weight: nn.Parameter) -> None:
-    """Replace a gradient by zeros, at the same address if possible."""
+    """Replace a gradient with zeros, in an object with the same id if possible."""
     if weight.grad is not None:
         old = id(weight.grad)
         weight.grad = None
@@ -186,9 +186,9 @@ def renew_gradient(weight: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 def test_gradients_are_new_though_they_lie_where_the_last_ones_lay(fused):
-    """Nothing tells them apart: Python reuses memory, and a fused optimizer leaves no trace.
+    """New gradients are recognized even if they reuse the Python ids of the previous gradients.
 
-    The scale moves at every update: it grows after each good one and falls at each bad one.
+    The scale changes at every update: it grows after an applied update and falls after an overflow.
     """
     settings = {"init_scale": 2.0**10, "growth_interval": 1}
     batches = [torch.full((2,), value) for value in (1.0, INF) * 10]

@@ -1,4 +1,4 @@
-"""One loss scale and one average, told of the updates of several optimizers."""
+"""Several optimizers share one loss scale and one average."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ YES, NO = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no
 
 
 class Scale:
-    """A shared scale that falls at each overflow, and whether other gradients wait."""
+    """A shared dynamic scale with a flag for unused gradients of other optimizers."""
 
     def __init__(self, *, window: int = 100) -> None:
         self.others_wait = False
@@ -20,14 +20,14 @@ class Scale:
         self.shared = SharedLossScale(loss_scale, lambda: not self.others_wait)
 
     def update(self, overflow, *, others_wait: bool) -> float:
-        """Tell of an update; return the scale then."""
+        """Report an update to the shared scale and return the new scale."""
         self.others_wait = others_wait
         assert self.shared.update(overflow) is overflow
         return self.shared.value.item()
 
 
 def test_the_scale_waits_until_all_gradients_are_used():
-    """The scale changes when no other optimizer has unused gradients."""
+    """The scale changes only when no other optimizer has unused gradients."""
     scale = Scale()
 
     values = [scale.update(YES, others_wait=True), scale.update(NO, others_wait=False)]
@@ -37,7 +37,7 @@ def test_the_scale_waits_until_all_gradients_are_used():
 
 @pytest.mark.parametrize("flags", [(YES, YES), (YES, NO), (NO, YES)], ids=str)
 def test_an_overflow_of_any_lowers_it_once(flags):
-    """An overflow of several optimizers lowers the scale once."""
+    """Overflows of one or both optimizers in a round lower the scale once."""
     first, second = flags
     scale = Scale()
 
@@ -48,7 +48,7 @@ def test_an_overflow_of_any_lowers_it_once(flags):
 
 
 def test_updates_of_several_count_as_one_towards_growth():
-    """One round of updates of all optimizers counts as one step."""
+    """One round of updates of all optimizers counts as one step towards growth."""
     scale = Scale(window=2)
 
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_updates_of_several_count_as_one_towards_growth():
 
 
 def test_what_waited_is_settled_when_it_can_be():
-    """Gradients that were given up need no update to follow."""
+    """`settle` applies a pending overflow once, when no other optimizer has unused gradients."""
     scale = Scale()
     scale.update(YES, others_wait=True)
     scale.shared.settle()
@@ -73,7 +73,7 @@ def test_what_waited_is_settled_when_it_can_be():
 
 
 def test_what_has_gathered_can_be_discarded():
-    """It belongs to a run that has been left."""
+    """`discard` removes a pending overflow."""
     scale = Scale()
     scale.update(YES, others_wait=True)
 
@@ -84,7 +84,7 @@ def test_what_has_gathered_can_be_discarded():
 
 
 def test_a_scale_of_one_is_known_to_be_one():
-    """Nobody has to ask the device."""
+    """`is_one` is true for a fixed scale of 1 and false for a dynamic scale."""
     loss_scale = LossScale(1.0, torch.device("cpu"))
 
     assert SharedLossScale(loss_scale, lambda: True).is_one
@@ -92,7 +92,7 @@ def test_a_scale_of_one_is_known_to_be_one():
 
 
 class Average:
-    """An average of one weight that several optimizers update, with decay one half."""
+    """An average with decay 0.5 of one weight that several optimizers update."""
 
     def __init__(self, num_parts: int) -> None:
         self.weight = nn.Parameter(torch.zeros(()))
@@ -101,7 +101,7 @@ class Average:
         self.parts = [self.shared.part() for _ in range(num_parts)]
 
     def update(self, part: int, applied=YES) -> float:
-        """Add 1 to the weight, tell of it, and return the average."""
+        """Add 1 to the weight, report the update, and return the average."""
         with torch.no_grad():
             self.weight.add_(1)
         self.parts[part].update(applied)
@@ -109,13 +109,13 @@ class Average:
 
     @property
     def value(self) -> float:
-        """The average as it is."""
+        """The current average."""
         [(_, average)] = self.ema.named_averages()
         return average.item()
 
 
 def test_the_average_of_one_optimizer_follows_each_update():
-    """It is the average itself."""
+    """The average of a single optimizer is updated after each update."""
     average = Average(1)
 
     assert [average.update(0) for _ in range(3)] == [0.5, 1.25, 2.125]
@@ -132,7 +132,7 @@ def test_the_average_follows_when_all_have_done_their_update():
 
 
 def test_an_optimizer_that_comes_again_ends_the_round():
-    """One that updates more often than the other does not wait for it."""
+    """A second update of the same optimizer ends the round and updates the average."""
     average = Average(2)
 
     values = [average.update(part) for part in (0, 0, 0, 1)]
@@ -145,7 +145,7 @@ def test_an_optimizer_that_comes_again_ends_the_round():
     ("flags", "expected"), [((NO, NO), 0), ((YES, NO), 1), ((NO, YES), 1)], ids=str
 )
 def test_the_average_follows_if_any_was_applied(flags, expected):
-    """It stays where all were skipped."""
+    """The average is updated if at least one optimizer's update was applied."""
     average = Average(2)
 
     values = [average.update(part, applied) for part, applied in enumerate(flags)]
@@ -155,7 +155,7 @@ def test_the_average_follows_if_any_was_applied(flags, expected):
 
 
 def test_a_round_that_has_begun_can_be_discarded():
-    """The next one begins with nobody."""
+    """`discard` drops an unfinished round, and the next update begins a new round."""
     average = Average(2)
     average.update(0)
 
@@ -165,7 +165,7 @@ def test_a_round_that_has_begun_can_be_discarded():
 
 
 def test_an_average_that_nobody_updates_is_known():
-    """No optimizer has a part in it."""
+    """`has_parts` is false if no optimizer updates the average."""
     assert not Average(0).shared.has_parts
     assert Average(1).shared.has_parts
 

@@ -1,4 +1,4 @@
-"""An attached loop skips updates whose gradients are not finite, and says so."""
+"""An attached loop skips updates whose gradients are not finite and reports each skip."""
 
 import functools
 import math
@@ -32,12 +32,12 @@ def loop_with(bad_update: int, **settings) -> Loop:
 
 @functools.cache
 def attached(loop: Loop) -> Trace:
-    """Return the trace of the attached loop, which is not to be changed."""
+    """Return the cached trace of the attached loop, which callers must not change."""
     return train(loop, attached=True)
 
 
 def applied_rates(skipped: list[bool], first: float) -> list[float]:
-    """Return the rates ``first * (1 / (1 + n))``, with ``n`` the updates applied before."""
+    """Return the rates ``first / (1 + n)``, where ``n`` counts earlier applied updates."""
     return [first * (1 / (1 + skipped[:index].count(False))) for index in range(len(skipped))]
 
 
@@ -68,7 +68,7 @@ each_clipping = pytest.mark.parametrize(
 def test_a_bad_element_changes_nothing(
     optimizer, precision, bad_value, bad_update, max_norm, accumulation
 ):
-    """Weights, optimizer state and average are bitwise what they were, and the rate stays."""
+    """A non-finite gradient element leaves weights, optimizer state, average and rate unchanged."""
     trace = attached(
         loop_with(
             bad_update,
@@ -97,7 +97,7 @@ def test_a_bad_element_changes_nothing(
 @each_precision
 @each_optimizer
 def test_the_other_updates_are_done(optimizer, precision, bad_update):
-    """Each of them moves weights and average, so that what is skipped would have, too."""
+    """Every update with finite gradients changes all weights and averages."""
     trace = attached(loop_with(bad_update, optimizer=optimizer, precision=precision))
 
     for index in set(range(NUM_UPDATES)) - {bad_update}:
@@ -116,7 +116,7 @@ def test_the_other_updates_are_done(optimizer, precision, bad_update):
 def test_training_goes_on_as_if_the_bad_batch_had_not_been(
     optimizer, precision, bad_update, accumulation, given_ema
 ):
-    """Weights, state, schedule and average are those of accelerate on the other batches alone."""
+    """A run with a skipped batch ends in the state of accelerate alone without that batch."""
     loop = loop_with(
         bad_update, optimizer=optimizer, precision=precision, accumulation=accumulation
     )
@@ -137,9 +137,9 @@ def test_training_goes_on_as_if_the_bad_batch_had_not_been(
 @each_precision
 @each_optimizer
 def test_nobody_need_ask(optimizer, precision, bad_updates):
-    """Rates, weights and the schedule's state are right in a loop that never asks.
+    """Rates, weights and schedule are correct if the loop never asks about skips.
 
-    Also at the end, where the answer to the last update is still on its way.
+    This includes the end of training, when the last update's outcome is still pending.
     """
     loop = loop_with(0, bad_updates=bad_updates, optimizer=optimizer, precision=precision)
     expected = [index in bad_updates for index in range(NUM_UPDATES)]
@@ -158,14 +158,14 @@ def test_nobody_need_ask(optimizer, precision, bad_updates):
 def test_in_fp16_without_fused_optimizers_it_is_accelerates_own_skip(
     optimizer, bad_update, max_norm
 ):
-    """There accelerate notices and tells the truth, and the attached loop does what it does."""
+    """In fp16 without a fused optimizer, the attached loop skips like accelerate alone."""
     loop = loop_with(bad_update, optimizer=optimizer, precision="fp16", max_norm=max_norm)
     expected, actual = train_alone(loop), attached(loop)
 
     assert actual.skipped == expected.skipped == [i == bad_update for i in range(NUM_UPDATES)]
     assert actual.rates == expected.rates
     assert actual.schedule == expected.schedule
-    # Where something is clipped, as far as clipped training agrees at all.
+    # Clipping rounds in another order, so clipped training agrees only up to this tolerance.
     tolerance = 4e-7 if max_norm == 0.3 else 0.0
     for name, weight in expected.weights.items():
         torch.testing.assert_close(actual.weights[name], weight, rtol=0, atol=tolerance)
@@ -174,7 +174,7 @@ def test_in_fp16_without_fused_optimizers_it_is_accelerates_own_skip(
 
 @pytest.mark.parametrize("optimizer", NOT_FUSED)
 def test_a_scale_that_is_too_high_falls_as_accelerates_does(optimizer):
-    """Nothing is planted: in float16 the gradients themselves overflow, until they do not."""
+    """A loss scale that overflows float16 gradients falls as with accelerate alone."""
     loop = Loop(optimizer=optimizer, precision="fp16", scale=2.0**24, num_batches=12)
     expected, actual = train_alone(loop), attached(loop)
 
@@ -186,9 +186,10 @@ def test_a_scale_that_is_too_high_falls_as_accelerates_does(optimizer):
 
 @each_place
 def test_accelerate_alone_denies_a_skip_in_fp16_with_a_fused_optimizer(bad_update):
-    """What the step is for: the update is skipped, but schedule and average move, and it says no.
+    """Accelerate alone misses a fused optimizer's skip in fp16, where the step reports the skip.
 
-    accelerate notices whether the optimizer's ``step`` was called, and a fused one skips inside.
+    Accelerate checks whether the optimizer's ``step`` was called; a fused optimizer skips inside
+    that call. So accelerate still moves the schedule.
     """
     loop = loop_with(bad_update, precision="fp16")
     stock, ours = train_alone(loop), attached(loop)
@@ -205,7 +206,7 @@ def test_accelerate_alone_denies_a_skip_in_fp16_with_a_fused_optimizer(bad_updat
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @each_optimizer
 def test_accelerate_alone_loses_the_model_to_a_bad_element(optimizer, precision, bad_update):
-    """What the step is for: without a loss scale it updates, and clipping spreads the NaN."""
+    """A NaN gradient spoils the weights with accelerate alone, and the step prevents that."""
     settings = {"optimizer": optimizer, "precision": precision, "scale": 1.0}
     loop = loop_with(bad_update, max_norm=0.3, **settings)
     stock, ours = train_alone(loop), attached(loop)
@@ -223,7 +224,7 @@ def test_accelerate_alone_loses_the_model_to_a_bad_element(optimizer, precision,
 @each_precision
 @each_optimizer
 def test_norm_and_loss_of_a_skipped_update_are_reported_as_they_were(optimizer, precision):
-    """The norm that clipping returns is not finite, where the loss may well be."""
+    """A skipped update returns a non-finite norm and reports the loss that the loop computed."""
     loop = loop_with(2, optimizer=optimizer, precision=precision, max_norm=0.3, bad_value=INF)
     trace = attached(loop)
 
@@ -235,7 +236,7 @@ def test_norm_and_loss_of_a_skipped_update_are_reported_as_they_were(optimizer, 
 
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
-    """The loop learns of the skip, the schedule stays, and the loss scale does not fall."""
+    """A norm above the spike threshold skips the update and keeps rate and loss scale."""
     loop = Loop(optimizer=optimizer, precision="fp16", scale=2.0**10, max_norm=INF, num_batches=6)
     threshold = sorted(train_alone(loop).norms)[2].item()
     config = StepConfig(
@@ -260,7 +261,7 @@ def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
 @each_precision
 @each_optimizer
 def test_training_that_only_skips_ends_with_an_error(optimizer, precision):
-    """After the allowed number of skips in a row, the error names the layer; weights are intact."""
+    """Reaching the limit of consecutive skips raises an error that names the layer."""
     loop = loop_with(0, bad_updates=(1, 2, 3), optimizer=optimizer, precision=precision)
     config = StepConfig(max_consecutive_skips=3, local_norm=True)
 

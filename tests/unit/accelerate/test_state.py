@@ -1,4 +1,4 @@
-"""What `save_state` writes of an attached step, and what `load_state` makes of it again."""
+"""`save_state` writes and `load_state` restores the state of an attached step."""
 
 import json
 import pickle
@@ -24,13 +24,13 @@ def files_in(folder):
 
 
 def own_state(run):
-    """Return what only the step keeps, by name."""
+    """Return the entries of the run's state that belong to the step, by name."""
     return {name: value for name, value in run.state().items() if name.startswith("/step/")}
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_two_files_lie_beside_those_of_accelerate(tmp_path, precision):
-    """No more and no less: ``scaler.pt`` only where accelerate has a gradient scaler itself."""
+    """`save_state` adds two files to accelerate's and writes ``scaler.pt`` only in fp16."""
     settings = RunSettings(precision=precision, loss_scale="none")
     for attached in (False, True):
         run = AttachedRun(settings, attached=attached)
@@ -43,7 +43,7 @@ def test_two_files_lie_beside_those_of_accelerate(tmp_path, precision):
 
 
 def test_the_tensors_are_the_live_values(tmp_path):
-    """Loss scale with its counters, counts of updates and the average, bit by bit."""
+    """The saved tensors are bitwise equal to loss scale, counters and average."""
     run = AttachedRun()
     run.train(0, AFTER_SKIPPED)
 
@@ -61,7 +61,7 @@ def test_the_tensors_are_the_live_values(tmp_path):
 
 
 def test_a_person_can_read_the_record(tmp_path):
-    """The record is JSON with the numbers that locate the run."""
+    """The JSON record contains the loss scale and the counts of updates."""
     run = AttachedRun()
     run.train(0, AFTER_SKIPPED)
 
@@ -78,7 +78,7 @@ def test_a_person_can_read_the_record(tmp_path):
 
 
 def test_nothing_of_ours_is_a_pickle(tmp_path, monkeypatch):
-    """The files are safetensors and JSON, and the step is restored where nothing is unpickled."""
+    """The step is restored from its files without unpickling."""
     saved = AttachedRun()
     saved.train(0, AFTER_SKIPPED)
     saved.accelerator.save_state(tmp_path)
@@ -117,7 +117,7 @@ def test_loading_brings_everything_back(tmp_path, loss_scale, stop):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 def test_saving_after_each_update_changes_nothing(tmp_path, optimizer, accumulation):
-    """Saving does not change the run."""
+    """Saving after each update does not change the run."""
     settings = RunSettings(optimizer=optimizer, accumulation=accumulation)
     unsaved = AttachedRun(settings)
     unsaved.train(0, len(FACTORS))
@@ -133,7 +133,7 @@ def test_saving_after_each_update_changes_nothing(tmp_path, optimizer, accumulat
 
 @pytest.mark.parametrize(("stop", "position"), [(1, 1), (2, 1), (3, 2), (6, 3)])
 def test_what_is_pending_is_settled_before_it_is_saved(tmp_path, stop, position):
-    """The schedule that is saved has seen the last update, applied or skipped."""
+    """The saved schedule has counted the last update if that update was applied."""
     run = AttachedRun()
     run.train(0, stop)
 
@@ -160,7 +160,7 @@ def test_loading_drops_what_is_pending(tmp_path):
 
 @pytest.mark.parametrize(("stop", "skipped"), [(AFTER_APPLIED, False), (AFTER_SKIPPED, True)])
 def test_a_resumed_run_knows_whether_its_last_update_was_skipped(tmp_path, stop, skipped):
-    """The question has the answer that it had when the run was saved."""
+    """A resumed run reports whether the last update before saving was skipped."""
     run = AttachedRun()
     run.train(0, stop)
     run.accelerator.save_state(tmp_path)
@@ -173,7 +173,7 @@ def test_a_resumed_run_knows_whether_its_last_update_was_skipped(tmp_path, stop,
 
 
 def test_buffers_of_the_average_are_carried(tmp_path):
-    """Running statistics are copied with the average, and are part of its state."""
+    """The averaged copies of buffers are saved and restored."""
     averages = []
     for seed in (0, 1):
         accelerator = new_accelerator()
@@ -197,7 +197,7 @@ def test_buffers_of_the_average_are_carried(tmp_path):
 
 
 def test_automatic_names_and_a_limit_keep_whole_checkpoints(tmp_path):
-    """The oldest goes with all its files; the newest is the one that is loaded."""
+    """With a checkpoint limit the oldest folder is deleted and the newest one is loaded."""
     project = ProjectConfiguration(
         project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
     )
@@ -218,7 +218,7 @@ def test_automatic_names_and_a_limit_keep_whole_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("each_node", [False, True])
 def test_the_only_process_saves_whoever_is_asked_to(tmp_path, each_node):
-    """``save_on_each_node`` makes no difference on one node."""
+    """A single process writes mfwrap's files with and without ``save_on_each_node``."""
     project = ProjectConfiguration(project_dir=str(tmp_path), save_on_each_node=each_node)
     run = AttachedRun(project_config=project)
 
@@ -229,7 +229,7 @@ def test_the_only_process_saves_whoever_is_asked_to(tmp_path, each_node):
 
 @pytest.mark.parametrize("method", ["save_state", "load_state"])
 def test_inside_a_swap_nothing_is_saved_or_loaded(tmp_path, method):
-    """The weights are averages then; the error says what to do, and nothing is changed."""
+    """Saving or loading inside a swap raises an error and changes nothing."""
     run = AttachedRun()
     run.train(0, 1)
     run.accelerator.save_state(tmp_path / "before")

@@ -1,4 +1,4 @@
-"""An update that cannot be done is refused by name, and nothing is changed."""
+"""An invalid update raises an error and changes nothing."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_loss_that_is_no_tensor_is_refused(loss):
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", "number"])
 def test_gradients_of_an_unscaled_loss_are_refused(loss_scale):
-    """Gradients of ``loss.backward()`` would be divided by a scale they do not have."""
+    """A step with a loss scale raises if the gradients come from ``loss.backward()``."""
     run = AttachedRun(RunSettings(loss_scale=loss_scale))
     run.train(0, 1)
     run.network(*BATCH).backward()
@@ -89,7 +89,7 @@ CALLS = {
 @pytest.mark.parametrize("loss_scale", [None, 2.0**16], ids=["no scale", "scale"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_sparse_gradients_are_refused(call, loss_scale):
-    """The error names the parameter; its weights are as before."""
+    """A sparse gradient raises an error that names the parameter, and no weight changes."""
     accelerator = new_accelerator()
     attach(accelerator, scale_sense=loss_scale)
     network = nn.Embedding(3, 2, sparse=True)
@@ -106,7 +106,7 @@ def test_sparse_gradients_are_refused(call, loss_scale):
 
 @pytest.mark.parametrize("asks", [False, True], ids=["at the next update", "when asked"])
 def test_training_that_only_skips_ends_with_an_error(asks):
-    """The error names step, scale and groups; weights, schedule and average are unchanged."""
+    """Too many skips in a row raise an error, and weights, schedule and average are unchanged."""
     accelerator = new_accelerator()
     step = attach(
         accelerator,

@@ -1,4 +1,4 @@
-"""A schedule that learns a step late whether the update was applied."""
+"""A deferred schedule applies each step one update later, when the outcome is known."""
 
 import copy
 
@@ -36,11 +36,11 @@ each_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULE
 
 
 class Training:
-    """An optimizer, its schedule, and which updates are skipped.
+    """An optimizer with its schedule, and a flag for a skipped update.
 
     Args:
-        make: Makes the schedule.
-        deferred: Whether it waits.
+        make: Function that builds the schedule for an optimizer.
+        deferred: Whether the schedule's steps are deferred.
     """
 
     def __init__(self, make, *, deferred: bool = True) -> None:
@@ -52,12 +52,12 @@ class Training:
             defer_schedule(self.schedule, lambda: self.skipped, self.flush)
 
     def flush(self) -> None:
-        """Resolve the schedule."""
+        """Resolve the schedule and count the call."""
         self.num_flushes += 1
         self.schedule.resolve()
 
     def update(self, *, skipped: bool = False) -> float:
-        """Do an update as the Trainer does; return the rate that was used."""
+        """Run an update as the Trainer does and return the rate that was used."""
         if isinstance(self.schedule, DeferredSchedule):
             self.schedule.resolve()
         self.optimizer.step()
@@ -69,7 +69,7 @@ class Training:
 
 @each_schedule
 def test_rates_are_those_of_the_schedule_itself(make):
-    """Late or not, each update uses the rate that is its own."""
+    """A deferred schedule gives each update the same rate as the plain schedule."""
     plain, deferred = Training(make, deferred=False), Training(make)
 
     for _ in range(8):
@@ -78,7 +78,7 @@ def test_rates_are_those_of_the_schedule_itself(make):
 
 @each_schedule
 def test_a_skipped_update_is_not_counted(make):
-    """The next one has its rate again."""
+    """The update after a skipped update uses the same rate again."""
     plain, deferred = Training(make, deferred=False), Training(make)
     expected = [plain.update() for _ in range(4)]
 
@@ -88,7 +88,7 @@ def test_a_skipped_update_is_not_counted(make):
 
 @each_schedule
 def test_the_state_is_that_after_the_last_update(make):
-    """It waits for it, and holds nothing that the schedule's own has not."""
+    """`state_dict` resolves the pending step and has the same keys as the plain schedule's."""
     plain, deferred = Training(make, deferred=False), Training(make)
     for _ in range(3):
         plain.update()
@@ -104,7 +104,7 @@ def test_the_state_is_that_after_the_last_update(make):
 
 @each_schedule
 def test_a_loaded_schedule_goes_on(make):
-    """What had been asked for before is dropped."""
+    """A loaded schedule drops its pending step and continues from the loaded state."""
     first, second, plain = Training(make), Training(make), Training(make, deferred=False)
     for _ in range(3):
         first.update()
@@ -118,7 +118,7 @@ def test_a_loaded_schedule_goes_on(make):
 
 
 def test_the_last_rate_is_the_one_that_was_used():
-    """``get_last_lr`` does not wait."""
+    """``get_last_lr`` returns the rate that was used without resolving the pending step."""
     training = Training(SCHEDULES["LambdaLR"])
     training.update()
 
@@ -129,7 +129,7 @@ def test_the_last_rate_is_the_one_that_was_used():
 
 
 def test_arguments_of_a_step_arrive():
-    """``step(epoch)`` of those that take one."""
+    """A deferred ``step(epoch)`` passes its argument on to the schedule."""
     training = Training(SCHEDULES["warm restarts"])
     training.schedule.step(2)
     training.schedule.step(epoch=1)
@@ -140,7 +140,7 @@ def test_arguments_of_a_step_arrive():
 
 @each_schedule
 def test_a_deferred_schedule_is_still_of_its_class(make):
-    """Same object, same names, and a subclass of what it was."""
+    """Deferring keeps the object and makes its class a subclass with the same name."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
     schedule = make(optimizer)
     kind = type(schedule)
@@ -153,7 +153,7 @@ def test_a_deferred_schedule_is_still_of_its_class(make):
 
 @each_schedule
 def test_undefer_gives_the_schedule_back(make):
-    """It steps at once again; what had been asked for is dropped."""
+    """`undefer_schedule` restores the plain schedule and drops the pending step."""
     plain, training = Training(make, deferred=False), Training(make)
     training.schedule.step()
     undefer_schedule(training.schedule)
@@ -164,7 +164,7 @@ def test_undefer_gives_the_schedule_back(make):
 
 
 def test_schedules_of_a_metric_are_told():
-    """They are not to wait."""
+    """`is_stepped_with_a_metric` is true for schedules whose step takes a metric."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 
     assert is_stepped_with_a_metric(ReduceLROnPlateau(optimizer))
