@@ -1,4 +1,4 @@
-"""DeepSpeed's own engine, one process on CPU: what it reports, and what it cannot do."""
+"""DeepSpeed's own engine in one process on CPU: its reports and its limitations."""
 
 import math
 import os
@@ -22,7 +22,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "loca
 
 
 class Product(nn.Module):
-    """A loss whose gradient is the mean of its inputs."""
+    """A network whose loss has the mean of the inputs as its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Product(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def _group(tmp_path_factory):
-    """Let DeepSpeed find a group of one process, and let it compile nothing."""
+    """Provide a process group of one process, without compiled operators in DeepSpeed."""
     store = distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
     operators = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
     with (
@@ -48,7 +48,7 @@ def _group(tmp_path_factory):
 
 
 def new_engine(**settings):
-    """Return an engine of SGD at rate 0.5, whose schedule halves it with each update."""
+    """Return an engine with SGD at rate 0.5, whose schedule halves the rate at each update."""
     network = Product()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     config = {
@@ -68,7 +68,7 @@ def new_engine(**settings):
 
 
 def test_the_tuple_is_the_engines():
-    """Loss, overflow, loss scale, the update's own learning rate and the norm before clipping."""
+    """The output holds the engine's loss, overflow, scale, rate and unclipped norm."""
     cell = DeepSpeedCell(new_engine(**BFLOAT16), StepConfig(use_clip_grad=True, max_grad_norm=100))
     outputs = [
         cell(torch.tensor([values], dtype=torch.bfloat16))
@@ -78,7 +78,7 @@ def test_the_tuple_is_the_engines():
     assert [output.loss.item() for output in outputs] == [11.0, -INF, 0.0]
     assert [output.overflow.item() for output in outputs] == [False, True, False]
     assert [output.loss_scale.item() for output in outputs] == [1.0, 1.0, 1.0]
-    # A skipped update lets the schedule stand still.
+    # A skipped update does not step the schedule.
     assert [output.learning_rate.item() for output in outputs] == [0.5, 0.25, 0.25]
     assert [output.global_norm.item() for output in outputs] == [5.0, INF, 2.0]
     assert [weight.tolist() for weight in cell.engine.module.parameters()] == [[-0.5, -0.5]]
@@ -88,7 +88,7 @@ def test_the_tuple_is_the_engines():
 
 
 def test_micro_batches():
-    """As many as the engine accumulates: one update, from their mean."""
+    """Micro-batches give one update from their mean, and a wrong number raises an error."""
     batch = torch.tensor([[2.0, 4.0], [4.0, 4.0]], dtype=torch.bfloat16)
     engine = new_engine(gradient_accumulation_steps=2, **BFLOAT16)
     cell = DeepSpeedCell(engine, StepConfig(use_clip_grad=True, max_grad_norm=100))
@@ -102,7 +102,7 @@ def test_micro_batches():
 
 
 def test_without_clipping_the_norm_is_absent():
-    """As everywhere."""
+    """The global norm is None without ``use_clip_grad``."""
     cell = DeepSpeedCell(new_engine(**BFLOAT16))
 
     assert cell(torch.ones(1, 2, dtype=torch.bfloat16)).global_norm is None
@@ -122,20 +122,20 @@ def test_without_clipping_the_norm_is_absent():
     ],
 )
 def test_what_the_engine_does_not_allow(settings, message):
-    """At construction, each with a sentence of its own."""
+    """A setting that the engine does not support raises an error that names it."""
     engine = new_engine(**BFLOAT16)
     with pytest.raises(ValueError, match=message):
         DeepSpeedCell(engine, StepConfig(**settings))
 
 
 def test_an_engine_that_applies_anything():
-    """In float32 without ZeRO it does not look."""
+    """An engine in float32 without ZeRO, which has no overflow check, raises an error."""
     with pytest.raises(ValueError, match="`engine` must train in bfloat16, in float16 or under"):
         DeepSpeedCell(new_engine())
 
 
 def test_wrong_types():
-    """Each names its argument."""
+    """Arguments of a wrong type raise a TypeError that names the argument."""
     with pytest.raises(TypeError, match=r"`engine` must be a deepspeed\.DeepSpeedEngine, got Prod"):
         DeepSpeedCell(Product())
     with pytest.raises(TypeError, match="`config` must be a StepConfig or None, got 1"):
@@ -144,7 +144,7 @@ def test_wrong_types():
 
 @pytest.mark.parametrize("kind", [MFTrainOneStepCell, TrainOneStepCell])
 def test_cells_refuse_an_engine(kind):
-    """They would update beside it; nothing has changed."""
+    """Cells with their own update raise an error for an engine and change no weight."""
     engine = new_engine(**BFLOAT16)
     before = [weight.clone() for weight in engine.module.parameters()]
     with pytest.raises(TypeError, match="`network` must not be an engine of DeepSpeed, whose own"):
@@ -154,7 +154,7 @@ def test_cells_refuse_an_engine(kind):
 
 
 def test_the_trainer_refuses_it(tmp_path):
-    """At construction, before anything is trained."""
+    """``MFTrainer`` with DeepSpeed raises an error at construction."""
     arguments = TrainingArguments(
         str(tmp_path),
         report_to="none",

@@ -1,4 +1,4 @@
-"""One update from several micro-batches is the update from all of their data at once."""
+"""An update from several micro-batches equals the update from all their data at once."""
 
 import copy
 from typing import Any
@@ -21,13 +21,13 @@ from support.small_networks import (
 )
 
 NUM_STEPS = 3
-# Sums over the same tokens in another order: a few units in the last place of a sum of at most
-# 100 terms, and three updates from it.
+# Tolerance: the sums over at most 100 tokens are taken in another order, which changes a few units
+# in the last place, and three updates follow from them.
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def build(network: nn.Module, **settings) -> MFTrainOneStepCell:
-    """Return a cell around a copy of `network`, with SGD, whose updates show a wrong scale."""
+    """Return a cell around a copy of `network`, with SGD, whose updates depend on the scale."""
     network = copy.deepcopy(network)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
     settings = {"use_clip_grad": True, "max_grad_norm": float("inf")} | settings
@@ -35,14 +35,14 @@ def build(network: nn.Module, **settings) -> MFTrainOneStepCell:
 
 
 def uneven_batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Return 12 inputs, of which 1, 3 and 0 in each four have a target."""
+    """Return 12 inputs: in each group of four, 1, 3 or 0 have a target."""
     [(inputs, labels)] = labelled_batches(1, size=12, seed=seed)
     labels[[0, 1, 2, 4, 8, 9, 10, 11]] = IGNORED
     return inputs, labels
 
 
 def plain_steps(network: nn.Module, batches: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return losses and weights of plain torch, one backward for each whole batch."""
+    """Return losses and weights of plain torch with one backward per whole batch."""
     network = copy.deepcopy(network)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
     losses = []
@@ -96,7 +96,7 @@ def test_equal_micro_batches_are_plain_torchs_accumulation_to_the_last_bit(
 
 
 def test_a_call_that_splits_is_a_step_with_the_parts():
-    """``cell(batch)`` and ``cell.step(parts)`` are the same update to the last bit."""
+    """``cell(batch)`` and ``cell.step(parts)`` give bitwise the same update."""
     network = Classifier()
     splitting, stepping = (build(network, gradient_accumulation_steps=2) for _ in range(2))
 
@@ -111,12 +111,12 @@ def test_a_call_that_splits_is_a_step_with_the_parts():
 
 
 def test_without_tokens_each_micro_batch_weighs_the_same():
-    """The default is the mean over micro-batches, of whatever sizes."""
+    """The default loss is the mean over micro-batches, whatever their sizes are."""
     cell = build(LinearProbe())
 
     cell.step([torch.tensor([[2.0, 4.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0], [3.0, 2.0]])])
 
-    # Gradients [2, 4] and [1, 2], each the mean of its micro-batch's rows.
+    # The gradients are [2, 4] and [1, 2], each the mean of the rows of a micro-batch.
     torch.testing.assert_close(cell.network.weight.detach(), torch.tensor([-0.15, -0.3]))
 
 
@@ -143,7 +143,7 @@ def test_splitting_by_tokens_is_one_big_batch(num_micro_batches, scale):
 @each_scale
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), data=st.data())
 def test_any_micro_batches_by_tokens_are_one_big_batch(scale, sizes, data):
-    """Loss, norm and update equal those of one big batch, however the targets are distributed."""
+    """Loss, norm and update equal those of one big batch, wherever the targets are."""
     num_rows = sum(sizes)
     [(inputs, labels)] = labelled_batches(1, size=num_rows)
     ignored = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
@@ -164,7 +164,7 @@ def test_any_micro_batches_by_tokens_are_one_big_batch(scale, sizes, data):
 
 @each_scale
 def test_a_language_model_that_splits_by_tokens_is_one_big_batch(scale):
-    """A Hugging Face model, whose padding is ``-100``, as on the whole batch at once."""
+    """A Hugging Face model with padding trains on micro-batches as on the whole batch."""
     network = small_llama()
     batches = [byte_batch([40, 30, 11, 3], start=70 * step) for step in range(NUM_STEPS)]
     cell = build(
@@ -178,7 +178,7 @@ def test_a_language_model_that_splits_by_tokens_is_one_big_batch(scale):
 
 @each_scale
 def test_a_language_model_with_unequal_micro_batches_is_one_big_batch(scale):
-    """Micro-batches of unequal sizes, lengths and numbers of targets, as on all at once."""
+    """Micro-batches of unequal sizes and lengths train as one big batch."""
     network = small_llama()
     lengths = [[40, 3], [17], [5, 9, 2]]
     cell = build(network, calculate_per_token_loss=True, scale_sense=scale)
@@ -193,7 +193,7 @@ def test_a_language_model_with_unequal_micro_batches_is_one_big_batch(scale):
 
 
 def test_mean_and_per_token_are_told_apart_by_these_batches():
-    """The comparisons above compare something: the mean of means is far from the mean."""
+    """The mean of means differs clearly from the mean in the batches of these tests."""
     network = small_llama()
     batch = byte_batch([40, 30, 11, 3])
     expected, _ = plain_steps(network, [batch])
@@ -204,7 +204,7 @@ def test_mean_and_per_token_are_told_apart_by_these_batches():
 
 
 class Recorder(LinearProbe):
-    """A network that keeps what it is called with."""
+    """A network that records its inputs."""
 
     def __init__(self) -> None:
         super().__init__()

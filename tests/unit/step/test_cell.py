@@ -1,4 +1,4 @@
-"""What the cell returns and reports."""
+"""The values that the cell returns and reports."""
 
 import copy
 import dataclasses
@@ -159,7 +159,7 @@ def test_the_report_holds_output_and_counters():
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["numbers", "tensors"])
 def test_rates_are_those_this_update_used(kind):
-    """The first group's in the output, all groups' in the report, from before the schedule."""
+    """Output and report hold the rates of this update, from before the schedule's step."""
     network = Classifier()
     groups = [
         {"params": list(network.layers[0].parameters()), "lr": kind(0.5)},
@@ -208,7 +208,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
 def test_the_loss_is_found_in_what_the_network_returns(wrap):
-    """The loss may be a scalar, one element, the first of a sequence, or the ``loss`` of a dict."""
+    """The loss may be a scalar, the first of a sequence, or the ``loss`` of a dict."""
 
     class Wrapped(Classifier):
         def forward(self, *arguments):

@@ -1,4 +1,4 @@
-"""The cell with what a real Accelerator has prepared, on CPU."""
+"""The cell with objects that a real Accelerator has prepared, on CPU."""
 
 import copy
 import weakref
@@ -17,12 +17,12 @@ NAN = float("nan")
 
 
 def inverse(step: int) -> float:
-    """Return the factor of the learning rate."""
+    """Return the learning rate's factor at a step."""
     return 1 / (1 + step)
 
 
 def plain_training(**settings):
-    """Return network, optimizer, schedule and a cell of them, all unprepared."""
+    """Return an unprepared network, optimizer and schedule, and their cell."""
     torch.manual_seed(0)
     network = Classifier()
     optimizer = AdamW(network.parameters(), lr=0.1, fused=True)
@@ -36,7 +36,7 @@ def plain_training(**settings):
 
 
 def prepared_training(accelerator: Accelerator, *, fused: bool = True, **settings):
-    """Return the same, prepared by accelerate."""
+    """Return a network, optimizer and schedule that accelerate prepared, and their cell."""
     torch.manual_seed(0)
     network = Classifier()
     optimizer = AdamW(network.parameters(), lr=0.1, fused=fused)
@@ -50,7 +50,7 @@ def prepared_training(accelerator: Accelerator, *, fused: bool = True, **setting
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_prepared_objects_train_as_the_plain_ones(steps):
-    """Weights, rates and the position of the schedule are the same, skips included."""
+    """Prepared objects train like plain ones: same weights, rates and schedule position."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     settings = {"use_clip_grad": True, "gradient_accumulation_steps": steps}
     network, _, schedule, cell = prepared_training(accelerator, **settings)
@@ -70,7 +70,7 @@ def test_prepared_objects_train_as_the_plain_ones(steps):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 def test_accelerates_optimizer_is_unwrapped(fused):
-    """The cell works on the optimizer inside, whose state is what one saves."""
+    """The cell uses the optimizer inside accelerate's wrapper."""
     _, wrapper, _, cell = prepared_training(Accelerator(cpu=True), fused=fused)
 
     cell(*labelled_batches(1)[0])
@@ -80,7 +80,7 @@ def test_accelerates_optimizer_is_unwrapped(fused):
 
 
 def test_a_prepared_schedule_of_another_optimizer_is_refused():
-    """Accelerate's wrapper is looked through when the schedule is checked."""
+    """A prepared schedule of another optimizer raises an error."""
     accelerator = Accelerator(cpu=True)
     network = Classifier()
     other = accelerator.prepare(LambdaLR(SGD(Classifier().parameters()), inverse))
@@ -90,7 +90,7 @@ def test_a_prepared_schedule_of_another_optimizer_is_refused():
 
 
 def test_a_flush_after_a_failed_step_moves_the_schedule():
-    """An update that was applied counts, though the next one's first micro-batch raised."""
+    """A flush counts the last applied update even if the next step raised an error."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     _, _, schedule, cell = prepared_training(accelerator, gradient_accumulation_steps=2)
     [batch] = labelled_batches(1)
@@ -114,7 +114,7 @@ def test_differing_accumulation_is_refused(theirs, ours):
 
 
 class Watching(TokenClassifier):
-    """A network that notes, at each call, what accelerate says."""
+    """A network that records accelerate's gradient state at each call."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_the_accelerators_autocast_is_used():
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 1e-2)])
 def test_a_prepared_language_model_has_its_targets_counted(precision, tolerance):
-    """Accelerate's wrapped forward still tells a Hugging Face model from other networks."""
+    """Targets of a prepared Hugging Face model are counted."""
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
     network, batch = small_llama(), byte_batch([40, 30, 11, 3])
     expected = network(**batch).loss
@@ -238,7 +238,7 @@ def test_the_grad_scalers_numbers_are_taken_over():
 
 
 def test_a_scale_that_the_grad_scaler_has_reached_is_taken_over():
-    """The cell starts from the present scale, which a loaded state may have set."""
+    """The cell starts from the gradient scaler's current scale."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler()
     state = accelerator.scaler.state_dict()
@@ -283,7 +283,7 @@ def test_a_disabled_grad_scaler_has_no_numbers_to_take_over():
 
 
 def test_a_refused_construction_leaves_the_grad_scaler():
-    """Nothing of the accelerator is changed by a cell that could not be built."""
+    """A cell that raises at construction does not change the accelerator."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = scaler = grad_scaler()
 
@@ -294,7 +294,7 @@ def test_a_refused_construction_leaves_the_grad_scaler():
 
 
 def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
-    """`save_state` writes schedules before the cell; its own hook flushes the cell first."""
+    """A saved state includes the schedule's step for the last update."""
     accelerator = Accelerator(cpu=True)
     _, _, schedule, cell = prepared_training(accelerator)
     accelerator.register_for_checkpointing(cell)
@@ -320,7 +320,7 @@ def test_an_accelerator_does_not_keep_the_cell_alive(tmp_path, ends):
     kept = [weakref.ref(cell), weakref.ref(network)]
     del network, optimizer, schedule, cell
     if ends == "saved":
-        # It collects, as freeing does; its lists hold the network.
+        # It also runs the garbage collector; accelerate's lists hold the network.
         accelerator.save_state(tmp_path)
     accelerator.free_memory()
 

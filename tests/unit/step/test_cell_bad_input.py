@@ -1,4 +1,4 @@
-"""Bad input is a clear error that names the argument, at construction where possible."""
+"""Bad input raises an error that names the argument, at construction where possible."""
 
 import re
 
@@ -38,7 +38,7 @@ BAD_SCALES = {
 
 @pytest.mark.parametrize(("scale_sense", "error"), BAD_SCALES.values(), ids=BAD_SCALES)
 def test_scale_sense_is_a_number_a_scalar_tensor_or_an_update_cell(scale_sense, error):
-    """Anything else is a TypeError, a wrong shape or value a ValueError, as in MindSpore."""
+    """A wrong type of `scale_sense` is a TypeError, a wrong shape or value a ValueError."""
     with pytest.raises(error, match="`scale_sense` must"):
         build(scale_sense=scale_sense)
 
@@ -149,7 +149,7 @@ class NeedsClosure(SGD):
 
 
 def test_an_optimizer_that_needs_an_argument_is_refused():
-    """The argument is named at construction, not at the first step."""
+    """An optimizer whose step needs an argument raises an error at construction."""
     network = Classifier()
 
     with pytest.raises(TypeError, match=r"got NeedsClosure, whose step needs closure"):
@@ -166,7 +166,7 @@ def test_a_schedule_that_follows_a_metric_is_refused():
 
 
 def test_an_average_of_weights_that_were_converted_since_is_refused():
-    """At construction, before an update that only the average could not follow."""
+    """An average of weights that were converted later raises an error at construction."""
     network = Classifier()
     ema = ExponentialMovingAverage(network)
     network.to(torch.bfloat16)
@@ -188,7 +188,7 @@ def test_an_optimizer_of_another_network_is_refused():
 
 
 def fused_sgd_updates_half_precision() -> bool:
-    """Tell whether this torch is free of pytorch#191763."""
+    """Tell whether this torch version does not have the bug pytorch#191763."""
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     SGD([weight], lr=0.5, fused=True).step()
@@ -198,7 +198,7 @@ def fused_sgd_updates_half_precision() -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.skipif(fused_sgd_updates_half_precision(), reason="this torch's fused SGD is sound")
 def test_fused_sgd_that_leaves_half_precision_weights_is_refused(dtype):
-    """On CPU it would train nothing and fill the momentum with garbage, without a word."""
+    """Fused SGD that would not update half-precision weights on CPU raises an error."""
     network = Classifier().to(dtype)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
 
@@ -339,7 +339,7 @@ def test_a_parameter_added_later_is_refused():
 
 
 def test_an_average_inside_its_swap_is_refused_before_anything_is_changed():
-    """A step while the averages are in the network would train the wrong weights."""
+    """A step while the averages are in the network raises an error and changes nothing."""
     network = Classifier()
     ema = ExponentialMovingAverage(network, decay=0.9)
     cell = build(network, ema=ema)
@@ -352,7 +352,7 @@ def test_an_average_inside_its_swap_is_refused_before_anything_is_changed():
 
 
 def test_good_input_passes():
-    """The cells that are refused above are fine but for what is wrong with them."""
+    """The cells of these tests accept valid input."""
     [batch] = labelled_batches(1)
 
     assert build(gradient_accumulation_steps=2)(*batch).loss.isfinite()

@@ -1,4 +1,4 @@
-"""Training with the cell is training with plain torch, at any loss scale."""
+"""Training with the cell agrees with plain torch, at any loss scale."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ class Task(NamedTuple):
 
 @functools.cache
 def task(name: str) -> Task:
-    """Return a network and what it is trained on."""
+    """Return a network and its batches."""
     torch.manual_seed(0)
     if name == "MLP":
         return Task(Classifier(), labelled_batches(NUM_STEPS))
@@ -34,14 +34,14 @@ def task(name: str) -> Task:
 
 @functools.cache
 def plain(name: str, optimizer: str, max_norm: float | None, dtype=None) -> Trace:
-    """Return the trace of plain torch."""
+    """Return the trace of training with plain torch."""
     network, batches = task(name)
     return train_plainly(network, OPTIMIZERS[optimizer], batches, max_norm=max_norm, dtype=dtype)
 
 
 @functools.cache
 def ours(name: str, optimizer: str, max_norm: float | None, scale: float) -> Trace:
-    """Return the trace of the cell."""
+    """Return the trace of training with the cell."""
     network, batches = task(name)
     return train_with_cell(network, OPTIMIZERS[optimizer], batches, max_norm=max_norm, scale=scale)
 
@@ -61,11 +61,11 @@ def assert_near(
     """Fail unless rates are equal, and the rest is within tolerances.
 
     Args:
-        expected: Of whatever type.
-        actual: In float32.
-        losses: Relative tolerance.
-        norms: Relative tolerance.
-        weights: Absolute tolerance, also for the averages.
+        expected: Trace of any dtype.
+        actual: Trace in float32.
+        losses: Relative tolerance of losses.
+        norms: Relative tolerance of norms.
+        weights: Absolute tolerance of weights and averages.
     """
     assert torch.equal(actual.rates, expected.rates)
     torch.testing.assert_close(actual.losses, expected.losses, rtol=losses, atol=0)
@@ -87,7 +87,7 @@ each_scale = pytest.mark.parametrize("scale", SCALES, ids=["scale 1", "scale 2**
 def test_without_clipping_training_is_plain_torchs_to_the_last_bit(
     network, optimizer, max_norm, scale
 ):
-    """A power of two goes into the gradients and out of them without rounding."""
+    """Unclipped training equals plain torch bitwise if the scale is a power of two."""
     assert_bitwise(plain(network, optimizer, None), ours(network, optimizer, max_norm, scale))
 
 
@@ -95,10 +95,10 @@ def test_without_clipping_training_is_plain_torchs_to_the_last_bit(
 @each_optimizer
 @each_network
 def test_norms_are_those_of_plain_torch(network, optimizer, scale):
-    """The reported global norm is unscaled: torch's own, which only adds up in another order."""
+    """The reported global norm is unscaled and agrees with plain torch."""
     expected = plain(network, optimizer, None).norms
 
-    # Sums of at most 16,384 squares in blocks, then of 21 tensors: a few units of 6e-8.
+    # At most 16,384 squares are summed in blocks, then 21 tensors: a few roundings of 6e-8.
     actual = ours(network, optimizer, math.inf, scale).norms
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
@@ -107,7 +107,7 @@ def test_norms_are_those_of_plain_torch(network, optimizer, scale):
 @each_optimizer
 @each_network
 def test_clipped_training_agrees_with_plain_torch(network, optimizer, scale):
-    """Losses, norms, rates, weights and averages are plain torch's, clipping included.
+    """Losses, norms, rates, weights and averages agree with clipped training in plain torch.
 
     The cell divides each gradient by ``scale / coefficient``, where torch multiplies it by the
     coefficient, and takes the norm in another order: together at most 4 units in the last place,
@@ -127,7 +127,7 @@ def test_clipped_training_agrees_with_plain_torch(network, optimizer, scale):
 @each_optimizer
 @each_network
 def test_clipped_training_is_the_same_at_any_power_of_two(network, optimizer):
-    """Scale 2**16 changes no bit of what scale 1 gives, norms and clipping included."""
+    """Clipped training at scale 2**16 equals training at scale 1 bitwise."""
     unscaled, scaled = (ours(network, optimizer, MAX_NORM, scale) for scale in SCALES)
 
     assert_bitwise(unscaled, scaled)
@@ -139,12 +139,12 @@ def test_clipped_training_is_the_same_at_any_power_of_two(network, optimizer):
 @each_optimizer
 @each_network
 def test_training_agrees_with_float64(network, optimizer, max_norm, scale):
-    """Against the same training in float64, what is left are float32's own errors.
+    """Training agrees with float64 up to float32's rounding errors.
 
-    Each step rounds every weight, below 2 in magnitude, by at most 6e-8, and its update, below 1,
-    likewise: 30 * 1.2e-7 = 4e-6, if all errors have one sign; and what a step gets wrong, the
-    next ones see, so twice that. (Seen: 8e-7 in a weight, 1.1e-5 of a norm, for the cell and for
-    plain torch in float32 alike.)
+    Each step rounds every weight, below 2 in magnitude, and its update, below 1, by at most 6e-8
+    each: 30 * 1.2e-7 = 4e-6, if all errors have one sign. Later steps start from these errors, so
+    the tolerance is twice that. (Seen: 8e-7 in a weight, 1.1e-5 of a norm, both for the cell and
+    for plain torch in float32.)
     """
     assert_near(
         plain(network, optimizer, max_norm, torch.float64),
@@ -159,7 +159,7 @@ def test_training_agrees_with_float64(network, optimizer, max_norm, scale):
 @each_scale
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "fused SGD", "foreach AdamW"])
 def test_training_on_cuda_agrees_with_float64(optimizer, scale):
-    """On a device the same holds as on CPU, at the same tolerances."""
+    """Training on CUDA agrees with float64 at the same tolerances as on CPU."""
     network, batches = task("MLP")
     actual = train_with_cell(
         copy.deepcopy(network).cuda(),
@@ -178,7 +178,7 @@ def test_training_on_cuda_agrees_with_float64(optimizer, scale):
 
 
 def test_these_runs_learn_and_clip():
-    """The comparisons above compare something: losses fall, and no norm is below the limit."""
+    """Losses fall and every norm is above the limit in the runs of these tests."""
     for name in ("MLP", "Llama"):
         trace = ours(name, "fused SGD", MAX_NORM, 2.0**16)
         assert trace.losses[-5:].mean() < 0.9 * trace.losses[:5].mean()

@@ -1,4 +1,4 @@
-"""Which gradients a step uses, and that none outlives it."""
+"""The gradients that a step uses, and their release after the step."""
 
 import copy
 
@@ -43,7 +43,7 @@ def test_gradients_are_released(factor, fused):
 
 
 def test_gradients_of_parameters_in_no_optimizer_are_released():
-    """Parameters in no optimizer are named in a warning; their gradients are released."""
+    """A warning names parameters in no optimizer, and the step releases their gradients."""
     network, [batch] = Classifier(), labelled_batches(1)
     before = copy.deepcopy(network)
     with pytest.warns(UserWarning, match=r"in no optimizer .*\['layers.2.weight', 'layers.2.bias'"):
@@ -57,7 +57,7 @@ def test_gradients_of_parameters_in_no_optimizer_are_released():
 
 
 def test_norms_concern_the_optimizers_parameters_alone():
-    """Only gradients of the optimizer's parameters count in the norm for clipping."""
+    """The norm for clipping counts only gradients of the optimizer's parameters."""
     network, [batch] = Classifier(), labelled_batches(1)
     reference = copy.deepcopy(network)
     reference(*batch).backward()
@@ -71,7 +71,7 @@ def test_norms_concern_the_optimizers_parameters_alone():
 
 
 class Borrowing(LinearProbe):
-    """A network whose loss depends on a parameter that is not its own."""
+    """A network whose loss depends on a parameter outside the network."""
 
     def __init__(self, stranger: nn.Parameter) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_count_once():
-    """One norm, one update and one average for the weight that two layers share."""
+    """A weight that two layers share has one norm, one update and one average."""
     network, [batch] = Tied(), labelled_batches(1)
     before = copy.deepcopy(network)
     ema = ExponentialMovingAverage(network, decay=0.9)
@@ -215,7 +215,7 @@ def test_a_parameter_unfrozen_later_is_updated_and_reported():
 
 
 def test_an_unused_parameter_has_the_norm_zero_and_stays():
-    """An unused parameter has the norm 0, no optimizer state and no weight decay."""
+    """An unused parameter has the norm 0 and gets neither optimizer state nor weight decay."""
     network, [batch] = Classifier(), labelled_batches(1)
     network.unused = nn.Linear(3, 3)
     before = copy.deepcopy(network.unused)
@@ -243,7 +243,7 @@ def test_an_empty_parameter_has_the_norm_zero():
 
 
 def test_a_sparse_gradient_is_refused():
-    """The error names the parameter and the way out, and leaves the weights."""
+    """The error names the parameter and a remedy, and the weights stay unchanged."""
 
     class Sparse(nn.Module):
         def __init__(self) -> None:
@@ -301,7 +301,7 @@ COMPILATIONS = {
 @pytest.mark.parametrize("compiled", COMPILATIONS.values(), ids=COMPILATIONS)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 def test_a_compiled_network_trains_like_the_plain_one(compiled, per_token):
-    """``torch.compile`` changes neither names nor, beyond rounding, results."""
+    """A compiled network has the names of the plain one and its results up to rounding."""
     network = TokenClassifier() if per_token else Classifier()
     settings = {
         "use_clip_grad": True,

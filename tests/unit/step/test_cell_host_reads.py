@@ -1,4 +1,4 @@
-"""A whole step reads nothing on the host where the optimizer can skip on the device."""
+"""A step reads nothing on the host if the optimizer can skip on the device."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -61,7 +61,7 @@ def whole_step(
     groups=None,
     device="cpu",
 ) -> Training:
-    """Return a cell with all that a step can do, and batches that lie on its device."""
+    """Return a cell with every feature of a step, and batches on its device."""
     network = TokenClassifier().to(device)
     optimizer = make_optimizer(network.parameters())
     cell = MFTrainOneStepCell(
@@ -97,7 +97,7 @@ def count_reads(training: Training) -> Iterator[tuple[bool, HostReads]]:
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
 def test_a_step_with_a_fused_optimizer_reads_nothing(make_optimizer, factors):
-    """No step reads on the host: the first one, applied ones, overflows and spikes alike."""
+    """No step reads on the host, including the first, overflows and spikes."""
     steps = list(count_reads(whole_step(make_optimizer, factors)))
 
     assert [counted.reads for _, counted in steps] == [[]] * len(factors)
@@ -107,7 +107,7 @@ def test_a_step_with_a_fused_optimizer_reads_nothing(make_optimizer, factors):
 @pytest.mark.parametrize("groups", [None, "layer", [r"weight", r"bias"]], ids=str)
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_no_loss_scale_and_no_grouping_reads(loss_scale, groups):
-    """Whatever changes the scale, and however local norms are grouped, nothing is read."""
+    """No kind of loss scale and no grouping of local norms reads on the host."""
     training = whole_step(
         FUSED["AdamW"], FACTORS["applied first"], loss_scale=loss_scale, groups=groups
     )
@@ -116,7 +116,7 @@ def test_no_loss_scale_and_no_grouping_reads(loss_scale, groups):
 
 
 def test_a_sequence_of_micro_batches_reads_nothing():
-    """``cell.step`` reads as little as a call of the cell."""
+    """``cell.step`` reads nothing on the host."""
     cell, batches = whole_step(FUSED["AdamW"], FACTORS["applied first"])
 
     with HostReads() as counted:
@@ -127,7 +127,7 @@ def test_a_sequence_of_micro_batches_reads_nothing():
 
 
 def test_set_sense_scale_reads_nothing():
-    """A new loss scale goes from tensor to tensor."""
+    """Setting a new loss scale reads nothing on the host."""
     cell, batches = whole_step(FUSED["AdamW"], FACTORS["applied first"], loss_scale="fixed")
     scale = torch.full((), 8.0)
 
@@ -140,7 +140,7 @@ def test_set_sense_scale_reads_nothing():
 
 
 def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: int) -> list[int]:
-    """Return how often the optimizer itself reads, in each of successive steps."""
+    """Return the number of host reads by the optimizer itself in each step."""
     network = TokenClassifier()
     optimizer = make_optimizer(network.parameters())
     reads = []
@@ -164,7 +164,7 @@ def test_a_step_with_any_other_optimizer_reads_once(make_optimizer, factors):
 
 
 def test_fused_sgd_with_dampening_reads_until_its_first_applied_update():
-    """Its first momentum is the bare gradient, so the flag is needed until there is one."""
+    """Fused SGD with dampening reads once per step until its first applied update."""
     training = whole_step(
         lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
         FACTORS["overflow first"],
@@ -174,7 +174,7 @@ def test_fused_sgd_with_dampening_reads_until_its_first_applied_update():
 
 
 def test_a_step_that_accelerate_has_prepared_reads_nothing():
-    """The wrappers and the schedule of accelerate add no read."""
+    """A step with objects that accelerate prepared reads nothing on the host."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     network = TokenClassifier()
     optimizer = FUSED["AdamW"](network.parameters())
@@ -199,7 +199,7 @@ def test_a_step_that_accelerate_has_prepared_reads_nothing():
 
 
 def test_mindspores_cell_with_a_loss_scale_reads_nothing():
-    """The plain cell is the same update."""
+    """``TrainOneStepWithLossScaleCell`` reads nothing on the host."""
     network = Classifier()
     optimizer = FUSED["AdamW"](network.parameters())
     cell = TrainOneStepWithLossScaleCell(
@@ -216,7 +216,7 @@ def test_mindspores_cell_with_a_loss_scale_reads_nothing():
 
 @pytest.fixture
 def _default_sync_debug_mode() -> Iterator[None]:
-    """Let waits for the device pass again after the test, whatever it did."""
+    """Reset CUDA's synchronization debug mode after the test."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -226,7 +226,7 @@ def _default_sync_debug_mode() -> Iterator[None]:
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
 def test_a_step_on_cuda_waits_for_nothing(make_optimizer, factors):
-    """No step of a fused optimizer synchronises with the device, from the very first one."""
+    """No step of a fused optimizer synchronizes with the device."""
     cell, batches = whole_step(make_optimizer, factors, groups="layer", device="cuda")
 
     torch.cuda.set_sync_debug_mode("error")
@@ -242,7 +242,7 @@ def test_a_step_on_cuda_waits_for_nothing(make_optimizer, factors):
 @pytest.mark.cuda
 @pytest.mark.usefixtures("_default_sync_debug_mode")
 def test_cuda_refuses_a_read_in_this_mode():
-    """The mode under which the step passes is one that raises at a read."""
+    """A host read raises an error in the debug mode that the test above uses."""
     scalar = torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
 

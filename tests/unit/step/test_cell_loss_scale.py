@@ -1,4 +1,4 @@
-"""The loss scale inside the cell: what the next step uses, by whichever rule."""
+"""The loss scale in the cell, for every kind of update rule."""
 
 import math
 

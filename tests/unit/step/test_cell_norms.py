@@ -1,4 +1,4 @@
-"""Norms that the cell reports, and what clipping makes of the update."""
+"""The norms that the cell reports, and the effect of clipping on the update."""
 
 import math
 
@@ -28,14 +28,14 @@ def float64_norms(network: nn.Module, inputs: Tensor, labels: Tensor) -> dict[st
 
 
 def test_the_global_norm_is_none_without_clipping():
-    """It is reported only with ``use_clip_grad``, as in MindFormers."""
+    """The global norm is None without ``use_clip_grad``, as in MindFormers."""
     output = build()(*labelled_batches(1)[0])
 
     assert output.global_norm is None
 
 
 def test_an_infinite_limit_reports_the_norm_and_does_not_clip():
-    """``max_grad_norm=inf``: the norm, and the update without clipping."""
+    """The norm is reported and the update is unclipped with ``max_grad_norm=inf``."""
     network = LinearProbe()
     cell = MFTrainOneStepCell(
         network,
@@ -53,7 +53,7 @@ def test_an_infinite_limit_reports_the_norm_and_does_not_clip():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 def test_the_norm_is_taken_before_clipping_and_the_update_after(scale, fused):
-    """A gradient of norm 50 is reported as such and applied with norm 5, by torch's rule."""
+    """A gradient of norm 50 is reported as 50 and applied with the limit's norm of 5."""
     network = LinearProbe()
     cell = MFTrainOneStepCell(
         network,
@@ -73,7 +73,7 @@ def test_the_norm_is_taken_before_clipping_and_the_update_after(scale, fused):
 
 
 def test_a_gradient_below_the_limit_is_not_touched():
-    """Below the limit the update is the unclipped one, to the last bit."""
+    """Clipping does not change a gradient whose norm is below the limit."""
     network = LinearProbe()
     optimizer = SGD(network.parameters(), lr=1.0, fused=True)
     cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, max_grad_norm=5.1)
@@ -87,7 +87,7 @@ def test_a_gradient_below_the_limit_is_not_touched():
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_local_norms_are_those_of_the_loss(num_micro_batches, scale, max_grad_norm):
-    """One norm a parameter as in float64, whatever the scale, the limit and the splitting."""
+    """Local norms agree with float64 for every scale, limit and number of micro-batches."""
     network, [batch] = Classifier(), labelled_batches(1)
     expected = float64_norms(network, *batch)
     cell = build(
@@ -117,7 +117,7 @@ GROUPS = {
 
 @pytest.mark.parametrize(("groups", "members"), GROUPS.values(), ids=GROUPS)
 def test_local_norms_by_group(groups, members):
-    """A group's norm is that of all its members' gradients together, in float64."""
+    """A group's norm agrees with the float64 norm of all gradients in the group."""
     network, [batch] = Classifier(), labelled_batches(1)
     norms = list(float64_norms(network, *batch).values())
     sizes = [weight.numel() for weight in network.parameters()]
@@ -134,7 +134,7 @@ def test_local_norms_by_group(groups, members):
 
 
 def test_a_bad_group_does_not_spoil_the_others():
-    """A NaN shows in its own group's norm alone, so that one sees where it came from."""
+    """A NaN makes only the norm of its own group non-finite."""
     network, [batch] = Classifier(), labelled_batches(1)
     network.layers[0].weight.register_hook(lambda gradient: gradient * float("nan"))
 

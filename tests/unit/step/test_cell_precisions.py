@@ -1,4 +1,4 @@
-"""Training in half precision, by autocast or by the weights' own type."""
+"""Training in half precision, with autocast or half-precision weights."""
 
 import copy
 
@@ -29,7 +29,7 @@ def assert_bitwise(expected: Trace, actual: Trace) -> None:
 
 
 def test_bf16_autocast_around_the_call_is_plain_torchs():
-    """Forward in bfloat16, everything after it in float32, to the last bit."""
+    """Training in bfloat16 autocast equals plain torch bitwise."""
     network, batches = Classifier(), labelled_batches(NUM_STEPS)
     settings = {"max_norm": None, "autocast": torch.bfloat16}
 
@@ -41,7 +41,7 @@ def test_bf16_autocast_around_the_call_is_plain_torchs():
 
 
 def test_clipping_inside_autocast_is_done_in_float32():
-    """Norm and multiplier are those of the same gradients, not rounded to bfloat16."""
+    """Norm and clipped update are computed in float32 inside autocast."""
     network, batches = Classifier(), labelled_batches(NUM_STEPS)
     settings = {"max_norm": 0.5, "autocast": torch.bfloat16}
 
@@ -50,7 +50,7 @@ def test_clipping_inside_autocast_is_done_in_float32():
         network, OPTIMIZERS["fused SGD"], batches[:1], scale=2.0**16, **settings
     )
 
-    # Of bfloat16 either would be off by up to 4e-3.
+    # In bfloat16 each would be wrong by up to 4e-3.
     torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-6, atol=0)
     torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=1e-7)
 
@@ -105,15 +105,15 @@ def test_fp16_autocast_is_torchs_grad_scaler(max_norm):
         plain.zero_grad()
 
     assert cell.last_report.applied_updates.item() == NUM_STEPS
-    # Weights differ by roundings in float32; where that tips a rounding of the forward pass in
-    # float16, gradients by 5e-4 of themselves: 30 updates of at most rate 3e-3 * 5e-4.
+    # Weights differ by float32 rounding. Where that changes a float16 rounding in the forward
+    # pass, gradients differ by a factor of 5e-4: 30 updates of at most rate 3e-3 * 5e-4.
     tolerance = 0 if max_norm is None else 4.5e-5
     for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 def test_bf16_weights_are_plain_torchs():
-    """Loss, gradients, weights and optimizer state in bfloat16, to the last bit at any scale."""
+    """Training with bfloat16 weights equals plain torch bitwise at any loss scale."""
     network = Classifier().bfloat16()
     batches = [(inputs.bfloat16(), labels) for inputs, labels in labelled_batches(NUM_STEPS)]
 
@@ -125,7 +125,7 @@ def test_bf16_weights_are_plain_torchs():
 
 
 def test_the_average_of_bf16_weights_is_in_float32():
-    """It agrees with the float64 average of the same weights, which bfloat16 could not hold."""
+    """The average of bfloat16 weights agrees with their average in float64."""
     network = Classifier().bfloat16()
     optimizer = AdamW(network.parameters(), lr=1e-2, fused=True)
     ema = ExponentialMovingAverage(network, decay=DECAY)
@@ -139,12 +139,12 @@ def test_the_average_of_bf16_weights_is_in_float32():
 
     for (_, average), reference in zip(ema.named_averages(), expected, strict=True):
         assert average.dtype == torch.float32
-        # The roundings of 30 lerps of numbers below 1 in float32.
+        # The tolerance is the float32 rounding of 30 lerps of numbers below 1.
         torch.testing.assert_close(average.double(), reference, rtol=0, atol=30 * 6e-8)
 
 
 def test_scaling_saves_gradients_that_float16_cannot_hold():
-    """With float16 weights and a tiny loss, the scaled gradients have the norm of float32's."""
+    """Scaled float16 gradients of a tiny loss have the norm of float32 gradients."""
     network, [(inputs, labels)] = Classifier(), labelled_batches(1)
     tiny = torch.full((), 2.0**-20)
     (network(inputs, labels) * tiny).backward()
@@ -163,7 +163,7 @@ def test_scaling_saves_gradients_that_float16_cannot_hold():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_norms_accumulate_in_float32_whatever_the_gradients_are(dtype):
-    """4,096 gradients of 3000 have the norm 192,000, which float16 cannot hold."""
+    """Large float16 gradients have a finite norm above float16's range."""
     network = LinearProbe(4096).to(dtype)
     cell = MFTrainOneStepCell(
         network, AdamW(network.parameters(), eps=1e-4), use_clip_grad=True, local_norm=True
@@ -178,7 +178,7 @@ def test_norms_accumulate_in_float32_whatever_the_gradients_are(dtype):
 
 
 def test_a_float16_loss_does_not_overflow_before_its_backward():
-    """A float16 loss is scaled in float32: only its gradient in float16 bounds the scale."""
+    """A float16 loss is scaled in float32 and does not overflow by itself."""
     network = LinearProbe().half()
     with torch.no_grad():
         network.weight.fill_(8.0)
@@ -193,7 +193,7 @@ def test_a_float16_loss_does_not_overflow_before_its_backward():
 
 
 def test_a_scale_above_float16_overflows_with_a_float16_loss():
-    """The cotangent of a float16 loss is float16, so a scale above 65504 overflows."""
+    """A scale above 65504 overflows with a float16 loss, whose gradient is float16."""
     network = LinearProbe().half()
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**17)
 

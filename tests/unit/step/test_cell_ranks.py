@@ -1,4 +1,4 @@
-"""A step on two ranks is the step of one process on all of the data, or no step on either."""
+"""A step on two ranks equals one process on all data, or is skipped on both ranks."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
-    """Return what each rank has left behind."""
+    """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=NUM_RANKS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
@@ -31,7 +31,7 @@ def whole_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["per token", "per token, compiled", "per token, wrapped"])
 def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks, way):
-    """Norms and clipped updates are plain torch's from the mean over all targets of all ranks."""
+    """Norms and weights agree with plain torch on the batches of all ranks."""
     network = Classifier()
     network.load_state_dict(token_network().state_dict())
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -43,14 +43,14 @@ def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks, way
         optimizer.zero_grad()
 
     for rank in ranks:
-        # The same sums in another order, and three updates of at most 0.1.
+        # The sums are taken in another order, and three updates are at most 0.1 each.
         torch.testing.assert_close(rank[way]["norms"], torch.stack(norms), rtol=1e-5, atol=0)
         for ours, theirs in zip(rank[way]["weights"], network.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-6)
 
 
 def test_the_reported_loss_is_this_ranks_own(ranks):
-    """Its numerators over its denominators; NaN on a rank without targets, which still updates."""
+    """Each rank reports the loss of its own targets, or NaN if it has no targets."""
     network = token_network()
     for index, rank in enumerate(ranks):
         parts = [network(*part) for part in micro_batches(0, index)]
@@ -64,7 +64,7 @@ def test_the_reported_loss_is_this_ranks_own(ranks):
 
 
 def test_mean_losses_are_averaged_over_ranks(ranks):
-    """With equal shares that is one process on the whole batch."""
+    """Weights agree with one process on the whole batch if all ranks have equal shares."""
     torch.manual_seed(0)
     network = Classifier()
     optimizer = SGD(network.parameters(), lr=0.1, fused=True)
@@ -79,7 +79,7 @@ def test_mean_losses_are_averaged_over_ranks(ranks):
 
 
 def test_a_nan_on_one_rank_skips_on_both(ranks):
-    """All skip or none: weights, counts, averages and scales of the ranks stay together."""
+    """A NaN on one rank skips the update on both, and their states stay equal."""
     for rank in ranks:
         met = rank["nan"]
         assert met["overflow"] == met["skipped"] == [False, True, False]

@@ -1,4 +1,4 @@
-"""An update that must not happen leaves everything as it was, in every precision."""
+"""A skipped update leaves the training state unchanged, in every precision."""
 
 import copy
 
@@ -20,7 +20,7 @@ CASES = [
     for name, make_optimizer in OPTIMIZERS.items()
     for kind, precision in PRECISIONS.items()
     # torch 2.13 and earlier leave half-precision weights as they are in fused SGD on CPU, and
-    # fill the momentum with what lies in memory (pytorch#191763).
+    # fill the momentum with uninitialized memory (pytorch#191763).
     if not (name.startswith("fused SGD") and precision.weights != torch.float32)
 ]
 each_case = pytest.mark.parametrize(("make_optimizer", "precision"), CASES)
@@ -33,7 +33,7 @@ each_place = pytest.mark.parametrize("bad_step", [0, 3], ids=["first step", "lat
 @each_value
 @each_case
 def test_one_bad_element_changes_nothing(make_optimizer, precision, value, bad_step):
-    """Weights, optimizer state, schedule and average are bitwise what they were before."""
+    """Weights, optimizer state, schedule and average stay bitwise unchanged."""
     training = SpoiltTraining(make_optimizer, precision, value=value)
 
     for index, batch in enumerate(labelled_batches(NUM_STEPS)):
@@ -51,7 +51,7 @@ def test_one_bad_element_changes_nothing(make_optimizer, precision, value, bad_s
 @each_place
 @each_case
 def test_training_goes_on_as_if_the_bad_batch_had_not_been(make_optimizer, precision, bad_step):
-    """A run with a bad batch ends bitwise where a run ends that never saw it."""
+    """A run with a bad batch ends bitwise like a run without that batch."""
     disturbed, undisturbed = (SpoiltTraining(make_optimizer, precision) for _ in range(2))
 
     for index, batch in enumerate(labelled_batches(NUM_STEPS)):
@@ -90,7 +90,7 @@ def test_the_other_batches_train_as_in_plain_torch(make_optimizer, bad_step):
 @pytest.mark.parametrize("precision", [PRECISIONS["float32"], PRECISIONS["fp16 autocast"]], ids=str)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_one_bad_element_changes_nothing_on_cuda(make_optimizer, precision, value, bad_step):
-    """The same on a device, where the flag never leaves it."""
+    """A skipped update on a CUDA device leaves the training state bitwise unchanged."""
     training = SpoiltTraining(make_optimizer, precision, value=value, device="cuda")
 
     for index, (inputs, labels) in enumerate(labelled_batches(NUM_STEPS)):
@@ -132,7 +132,7 @@ def test_the_rate_stays_until_an_update_is_applied():
 
 
 def test_plain_torch_loses_the_model_to_one_bad_element():
-    """What the cell is for: clipping and AdamW of torch spread one NaN over every weight."""
+    """Clipping and AdamW of plain torch spread one NaN over every weight."""
     network = Classifier()
     optimizer = AdamW(network.parameters(), lr=1e-2)
     bad_element = BadElement(network.layers[0].weight, NAN)

@@ -1,4 +1,4 @@
-"""Training that only skips does not go on in silence."""
+"""Too many skipped updates in a row raise an error."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_too_many_skips_in_a_row_are_an_error_one_step_late():
 
 
 def test_a_flush_tells_of_too_many_skips():
-    """At the end of training no further step is needed to hear of it."""
+    """A flush at the end of training raises the error without a further step."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=1)
     training.step(labelled_batches(1)[0], bad=True)
 
@@ -37,7 +37,7 @@ def test_a_flush_tells_of_too_many_skips():
 
 
 def test_skips_that_are_not_in_a_row_are_no_error():
-    """An applied update starts the count anew."""
+    """An applied update resets the count of consecutive skips."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=2)
     [batch] = labelled_batches(1)
 
@@ -50,7 +50,7 @@ def test_skips_that_are_not_in_a_row_are_no_error():
 
 
 def test_without_a_limit_training_may_skip_for_ever():
-    """``max_consecutive_skips=None`` never raises."""
+    """No number of skips raises an error with ``max_consecutive_skips=None``."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=None)
     [batch] = labelled_batches(1)
 

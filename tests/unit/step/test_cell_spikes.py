@@ -1,4 +1,4 @@
-"""Updates that are skipped though their gradients are finite: spikes and empty batches."""
+"""Updates with finite gradients that are skipped: spikes and empty batches."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_a_norm_at_the_threshold_is_a_spike(threshold, skipped):
 
 
 def test_a_norm_that_is_nan_is_skipped_as_overflow():
-    """NaN is below no threshold."""
+    """A global norm of NaN is skipped as an overflow."""
     cell = probe_cell(threshold=5.0)
 
     output = cell(torch.tensor([[math.nan, 1.0]]))
@@ -52,7 +52,7 @@ def test_a_norm_that_is_nan_is_skipped_as_overflow():
 
 
 def test_a_spike_does_not_disturb_the_loss_scale():
-    """The scale grows after a window of finite steps, spikes among them."""
+    """A spike counts as a finite step for the growth of the loss scale."""
     cell = probe_cell(threshold=5.0, scale_sense=DynamicLossScaleUpdateCell(4.0, 2, 3))
     small, spike = torch.tensor([[1.0, 1.0]]), torch.tensor([[30.0, 40.0]])
 
@@ -63,7 +63,7 @@ def test_a_spike_does_not_disturb_the_loss_scale():
 
 
 def test_a_spike_changes_nothing():
-    """Weights, optimizer state, schedule and average are bitwise what they were before."""
+    """A spike leaves weights, optimizer state, schedule and average bitwise unchanged."""
     training = SpoiltTraining(
         OPTIMIZERS["fused AdamW"],
         use_skip_data_by_global_norm=True,
@@ -80,7 +80,7 @@ def test_a_spike_changes_nothing():
 
 
 def test_a_batch_without_targets_is_skipped():
-    """No denominator: loss NaN, norms 0, no overflow, nothing changed; the next step is fine."""
+    """A batch without targets is skipped without overflow and changes nothing."""
     network = TokenClassifier()
     optimizer = OPTIMIZERS["fused AdamW"](network.parameters())
     cell = MFTrainOneStepCell(

@@ -1,4 +1,4 @@
-"""The cell's own state: saved, restored, refused, and what a flush settles."""
+"""Saving, loading and checking the cell's state, and what a flush completes."""
 
 import copy
 import io
@@ -32,7 +32,7 @@ LOSS_SCALES = {
 
 
 class Training:
-    """All that a run consists of, and what is saved of it."""
+    """All objects of a run, and the parts that are saved."""
 
     def __init__(self, *, loss_scale: str = "dynamic", ema: bool = True, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -69,7 +69,7 @@ class Training:
 
     def save(self) -> bytes:
         file = io.BytesIO()
-        # The cell first: its flush steps the schedule.
+        # Save the cell first, because its flush steps the schedule.
         torch.save({name: part.state_dict() for name, part in self.parts().items()}, file)
         return file.getvalue()
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_unbroken_run(loss_scale, stop):
 
 
 def test_what_is_saved_does_not_change_with_further_training():
-    """Scale and counters of a state are copies."""
+    """Further training does not change the scale and counters in a saved state."""
     training = Training(ema=False)
     training.train(0, 3)
     state = training.cell.state_dict()
@@ -131,7 +131,7 @@ def test_loading_drops_what_was_pending():
 
 
 def test_loading_changes_the_live_scale():
-    """The next step uses the loaded scale, also if it was 1 before."""
+    """The next step uses the loaded scale, also if the cell's scale was 1."""
     network = Classifier()
     unscaled = MFTrainOneStepCell(network, SGD(network.parameters(), lr=1.0, fused=True))
     scaled = MFTrainOneStepCell(
@@ -150,7 +150,7 @@ def test_loading_changes_the_live_scale():
 
 
 def at(*path: str, put: Any = None) -> Callable[[dict], None]:
-    """Return a change of a state: put a value at a path, or take away what is there."""
+    """Return a function that sets or removes the value at a path in a state."""
 
     def change(state: dict) -> None:
         *outer, last = path
@@ -209,7 +209,7 @@ BAD_STATES = {
 
 @pytest.mark.parametrize(("error", "message", "change"), BAD_STATES.values(), ids=BAD_STATES)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(error, message, change):
-    """The error names what is wrong, and the cell is what it was."""
+    """The error names the invalid entry, and the cell stays unchanged."""
     donor, training = Training(), Training()
     donor.train(0, 6)
     training.train(0, 2)
@@ -232,7 +232,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
 def test_the_state_of_another_kind_of_cell_is_refused(settings):
-    """A dynamic cell with an average takes the state of no other kind."""
+    """A dynamic cell with an average raises an error for the state of any other kind."""
     training = Training()
     before = training_state(training.network, training.optimizer, training.cell)
 
@@ -244,7 +244,7 @@ def test_the_state_of_another_kind_of_cell_is_refused(settings):
 
 @pytest.mark.parametrize("loss_scale", ["fixed", "adaptive"])
 def test_no_other_kind_of_cell_takes_the_state_of_a_dynamic_one(loss_scale):
-    """Counters that a cell does not have are an error, too."""
+    """Other kinds of cells raise an error for the state of a dynamic cell."""
     with pytest.raises(KeyError, match="state_dict"):
         Training(loss_scale=loss_scale).cell.load_state_dict(Training().cell.state_dict())
 
@@ -280,7 +280,7 @@ def test_a_flush_after_a_skipped_update_leaves_the_schedule():
 
 
 def test_a_state_settles_what_is_pending():
-    """Saving flushes, so that a schedule saved after the cell is up to date."""
+    """Saving flushes the pending update, which steps the schedule."""
     training = Training()
     training.train(0, 1)
 
@@ -298,7 +298,7 @@ class Raises(SGD):
 
 
 def test_an_update_that_raises_leaves_the_scale():
-    """What is saved then is the state before it, the loss scale's counters included."""
+    """A step whose update raises leaves loss scale and counters unchanged."""
     network = Classifier()
     scale = DynamicLossScaleUpdateCell(4.0, 2, 1)
     optimizer = Raises(network.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Clipping by norm and by value, against torch and the closed form."""
+"""Clipping by norm and by value, compared with torch and the closed form."""
 
 import math
 
@@ -15,9 +15,9 @@ FINITE = st.floats(-1e3, 1e3, width=32)
 
 @given(st.floats(0, 2.0**60, width=32), st.floats(1e-3, 1e6) | st.just(math.inf))
 def test_the_clip_coefficient_is_torchs(norm, max_norm):
-    """Multiplying by it is what ``clip_grad_norm_`` does to a gradient of that norm.
+    """The coefficient scales a gradient as torch's ``clip_grad_norm_`` does.
 
-    Four roundings to float32, 6e-8 each, on either side: 5e-7.
+    Each side rounds four times to float32, by 6e-8 each: 5e-7 in all.
     """
     parameter = torch.nn.Parameter(torch.zeros(()))
     parameter.grad = torch.tensor(norm)
@@ -28,14 +28,14 @@ def test_the_clip_coefficient_is_torchs(norm, max_norm):
 
 
 def test_a_norm_below_the_limit_is_not_clipped_at_all():
-    """The coefficient is 1 exactly, not the 0.999999 of MindFormers."""
+    """The coefficient of a norm below the limit is exactly 1."""
     assert clip_coefficient(torch.tensor(0.5), 1.0) == 1.0
     assert clip_coefficient(torch.tensor(1e18), math.inf) == 1.0
 
 
 @given(st.lists(st.lists(FINITE, min_size=1), min_size=1, max_size=4), st.floats(0.01, 1e4))
 def test_clip_by_global_norm_is_the_closed_form(values, clip_norm):
-    """``x * clip_norm / max(global_norm, clip_norm)`` in float64, to float32's 1e-6."""
+    """Results agree with ``x * clip_norm / max(global_norm, clip_norm)`` to 1e-6."""
     tensors = [torch.tensor(row) for row in values]
     norm = torch.cat([tensor.double() for tensor in tensors]).norm()
     clipped = clip_by_global_norm(tensors, clip_norm)
@@ -46,7 +46,7 @@ def test_clip_by_global_norm_is_the_closed_form(values, clip_norm):
 
 
 def test_clip_by_global_norm_agrees_with_torch():
-    """Well above its 1e-6, torch's clipping in place gives the same numbers."""
+    """Results agree with torch's in-place clipping."""
     parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = torch.randn(20) * 1000
@@ -59,7 +59,7 @@ def test_clip_by_global_norm_agrees_with_torch():
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_clip_by_global_norm_keeps_types_container_and_inputs(kind):
-    """New tensors of the same dtypes come in the same kind of container."""
+    """New tensors of the same dtypes are returned in the same kind of container."""
     tensors = [torch.full((4,), 100.0, dtype=dtype) for dtype in DTYPES]
     clipped = clip_by_global_norm(kind(tensors), 1.0)
 
@@ -70,7 +70,7 @@ def test_clip_by_global_norm_keeps_types_container_and_inputs(kind):
 
 
 def test_clip_by_global_norm_rounds_bfloat16_once():
-    """The factor is not rounded to the gradients' type before it is applied."""
+    """The factor is applied in float32, and only the result is rounded to bfloat16."""
     tensor = torch.randn(1000).bfloat16()
     clipped = clip_by_global_norm([tensor], 1.0)[0]
 
@@ -78,7 +78,7 @@ def test_clip_by_global_norm_rounds_bfloat16_once():
 
 
 def test_clip_by_global_norm_leaves_what_is_below_the_limit():
-    """The factor is exactly 1, on the limit too."""
+    """Tensors whose norm is at or below the limit are not changed."""
     tensor = torch.tensor([3.0, 4.0])
 
     assert torch.equal(clip_by_global_norm([tensor], 5.0)[0], tensor)
@@ -108,7 +108,7 @@ def test_clip_by_global_norm_with_a_norm_that_is_not_finite():
     ids=["tensor", "numbers", "empty", "string", "zero", "nan", "use_norm"],
 )
 def test_clip_by_global_norm_refuses_bad_arguments(arguments, error, message):
-    """Each is named in the message."""
+    """The error names the invalid argument."""
     with pytest.raises(error, match=message):
         clip_by_global_norm(*arguments)
 
@@ -118,7 +118,7 @@ BOUNDS = st.none() | FINITE
 
 @given(st.lists(FINITE, min_size=1, max_size=20), BOUNDS, BOUNDS, st.booleans())
 def test_clip_by_value_is_torchs_clamp(values, lowest, highest, as_tensors):
-    """Bounds may be numbers, tensors or one of each kind."""
+    """Results equal ``torch.clamp`` for bounds that are numbers, tensors or None."""
     if lowest is None and highest is None:
         lowest = 0.0
     tensor = torch.tensor(values)
@@ -131,7 +131,7 @@ def test_clip_by_value_is_torchs_clamp(values, lowest, highest, as_tensors):
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_clip_by_value_keeps_types_container_and_inputs(kind):
-    """New tensors of the same dtypes come in the same kind of container."""
+    """New tensors of the same dtypes are returned in the same kind of container."""
     tensors = [torch.tensor([-9.0, 0.5, 9.0], dtype=dtype) for dtype in DTYPES]
     clipped = clip_by_value(kind(tensors), torch.tensor(-1.0), 1)
 
@@ -142,7 +142,7 @@ def test_clip_by_value_keeps_types_container_and_inputs(kind):
 
 
 def test_clip_by_value_with_crossed_bounds_gives_the_upper():
-    """MindSpore and torch do the same."""
+    """Crossed bounds give the upper bound, as in MindSpore and torch."""
     assert clip_by_value(torch.tensor([0.0, 9.0]), 5.0, 1.0).tolist() == [1.0, 1.0]
 
 
@@ -158,6 +158,6 @@ def test_clip_by_value_with_crossed_bounds_gives_the_upper():
     ids=["no bounds", "string", "bool", "number", "numbers"],
 )
 def test_clip_by_value_refuses_bad_arguments(arguments, error, message):
-    """Each is named in the message."""
+    """The error names the invalid argument."""
     with pytest.raises(error, match=message):
         clip_by_value(*arguments)

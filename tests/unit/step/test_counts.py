@@ -1,4 +1,4 @@
-"""How many updates were applied and skipped, on the device and, later, on the host."""
+"""Counts of applied and skipped updates, on the device and later on the host."""
 
 import copy
 
@@ -47,7 +47,7 @@ def do(counts, updates, *, local_norm=FINITE):
 
 @given(UPDATES)
 def test_updates_are_counted(updates):
-    """Applied, skipped, and skipped in a row at the end."""
+    """The counters hold the applied, the skipped and the latest consecutive skipped updates."""
     counts = UpdateCounts(CPU, None)
 
     do(counts, updates)
@@ -64,7 +64,7 @@ def test_updates_are_counted(updates):
 
 @given(UPDATES)
 def test_a_schedule_is_told_of_each_applied_update_once(updates):
-    """Not of skipped ones, and of the last one when it is flushed."""
+    """``on_applied`` is called once for each applied update and for no skipped one."""
     told = []
     counts = UpdateCounts(CPU, None, on_applied=lambda: told.append(1))
 
@@ -76,7 +76,7 @@ def test_a_schedule_is_told_of_each_applied_update_once(updates):
 
 
 def test_the_host_learns_at_the_flush():
-    """Before it, the answer is the one of the update before."""
+    """``last_was_skipped`` describes the previous update until the last one is flushed."""
     counts = UpdateCounts(CPU, None)
     do(counts, [True, False])
     before = counts.last_was_skipped
@@ -87,7 +87,7 @@ def test_the_host_learns_at_the_flush():
 
 
 def test_counting_reads_nothing_on_the_host():
-    """What the host needs is copied without waiting."""
+    """Counting updates does not synchronize with the device."""
     counts = UpdateCounts(CPU, 3)
 
     with HostReads() as counted:
@@ -98,7 +98,7 @@ def test_counting_reads_nothing_on_the_host():
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_the_limit_of_skips_in_a_row_ends_training(limit):
-    """With step, scale and the groups that are not finite; one fewer, or none, does not."""
+    """Reaching the limit raises an error with the step, scale and non-finite groups."""
     counts = UpdateCounts(CPU, limit)
     updates = [False] * (limit - 1) + [True] + [False] * limit
     do(counts, updates, local_norm=torch.tensor([1.0, torch.nan]))
@@ -109,7 +109,7 @@ def test_the_limit_of_skips_in_a_row_ends_training(limit):
 
 
 def test_without_a_limit_training_may_skip_for_ever():
-    """``None`` means never."""
+    """No number of consecutive skips raises an error if the limit is ``None``."""
     counts = UpdateCounts(CPU, None)
 
     do(counts, [False] * 200)
@@ -119,7 +119,7 @@ def test_without_a_limit_training_may_skip_for_ever():
 
 
 def test_where_nobody_asks_nothing_is_copied():
-    """No schedule, no limit, no question: nothing is pending."""
+    """Without schedule, limit and reports, no host copy is pending."""
     counts = UpdateCounts(CPU, None, reported=False)
 
     do(counts, [True, False])
@@ -129,7 +129,7 @@ def test_where_nobody_asks_nothing_is_copied():
 
 
 def test_a_report_keeps_its_values():
-    """Counters are replaced, not changed in place."""
+    """Later updates replace the counter tensors and leave earlier ones unchanged."""
     counts = UpdateCounts(CPU, None)
     do(counts, [True])
     before = counts.tensors()
@@ -141,7 +141,7 @@ def test_a_report_keeps_its_values():
 
 @given(UPDATES, UPDATES)
 def test_counts_go_on_from_a_saved_state(before, after):
-    """Saved and loaded, they are those of one run."""
+    """Counts resumed from a saved state equal those of an uninterrupted run."""
     unbroken, saved, resumed = (UpdateCounts(CPU, None) for _ in range(3))
     do(unbroken, before + after)
     do(saved, before)
@@ -155,7 +155,7 @@ def test_counts_go_on_from_a_saved_state(before, after):
 
 
 def test_loading_drops_what_is_pending():
-    """It belongs to another run."""
+    """Loading a state discards pending updates, which belong to another run."""
     told = []
     counts = UpdateCounts(CPU, None, on_applied=lambda: told.append(1))
     state = counts.state_dict()
@@ -179,7 +179,7 @@ BAD = {
 @pytest.mark.parametrize("method", ["check", "load_state_dict"])
 @pytest.mark.parametrize(("error", "message", "value"), BAD.values(), ids=BAD)
 def test_a_state_that_does_not_fit_changes_nothing(error, message, value, method):
-    """Neither loading nor checking it changes a counter."""
+    """An invalid state raises an error and leaves the counters unchanged."""
     counts = UpdateCounts(CPU, None)
     do(counts, [True, False])
     before = counts.state_dict()

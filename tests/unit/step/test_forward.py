@@ -64,7 +64,7 @@ def classes():
 
 
 def called(loss, *arguments, **keywords):
-    """Call a loss with arguments for the network."""
+    """Call a loss with the network's arguments."""
     return loss(NetworkCall(arguments, keywords))
 
 
@@ -102,7 +102,7 @@ class Returns(nn.Module):
     ids=["()", "(1,)", "(1, 1)", "tuple", "list", "dict", "ModelOutput", "object"],
 )
 def test_a_mean_loss_is_found_in_every_form(make):
-    """The numerator is the network's loss, of shape ``()`` and with its graph; nothing divides."""
+    """The numerator is the network's loss, with shape ``()`` and with its graph."""
     network = Returns(make)
     parts = called(MeanLoss(network))
 
@@ -112,7 +112,7 @@ def test_a_mean_loss_is_found_in_every_form(make):
 
 
 def test_a_mean_loss_passes_arguments_on():
-    """Positional arguments and keywords reach the network as they are."""
+    """Positional arguments and keywords reach the network unchanged."""
     inputs, label = torch.randn(4, 2), torch.randn(4)
     seen = []
 
@@ -128,7 +128,7 @@ def test_a_mean_loss_passes_arguments_on():
 
 
 def test_a_mean_loss_of_a_hugging_face_model_is_its_own():
-    """The loss that the model computes from labels, and nothing else."""
+    """The mean loss is the loss that the model computes from labels."""
     model = bert(transformers.BertForSequenceClassification)
     parts = called(MeanLoss(model), **classes())
 
@@ -160,13 +160,13 @@ NO_LOSS = "`network` must return a loss: a tensor of one element"
     ],
 )
 def test_a_network_that_returns_no_loss_is_refused(make, error, message):
-    """The message says what a network must return and what this one returned."""
+    """The error says what a network must return and what this network returned."""
     with pytest.raises(error, match=message):
         called(MeanLoss(Returns(make)))
 
 
 def test_a_hugging_face_model_without_labels_is_refused():
-    """The message says how to get a loss out of it."""
+    """The error says that the batch needs `labels`."""
     with pytest.raises(TypeError, match="if the batch has `labels`"):
         called(MeanLoss(llama()), input_ids=tokens()["input_ids"])
 
@@ -205,7 +205,7 @@ def test_a_pair_is_numerator_and_denominator(container, denominator):
     ids=["tensor", "dict", "one", "three", "number", "vector", "detached", "string", "none", "two"],
 )
 def test_what_is_no_pair_is_refused(make, error, message):
-    """The message names the part that is wrong."""
+    """The error names the invalid part of the network's output."""
     with pytest.raises(error, match=message):
         called(per_token(Returns(make)))
 
@@ -224,7 +224,7 @@ def summed_cross_entropy(model, batch, *, shift):
 
 @pytest.mark.parametrize(("build", "shift"), [(llama, True), (modernbert, False)])
 def test_a_hugging_face_loss_is_the_sum_over_its_targets(build, shift):
-    """Numerator and denominator are those of a cross-entropy by hand, to float32's 1e-5."""
+    """Numerator and denominator agree with a cross-entropy in float64 to 1e-5."""
     model, batch = build(), tokens()
     parts = called(per_token(model), **batch)
     total, count = summed_cross_entropy(model, batch, shift=shift)
@@ -236,7 +236,7 @@ def test_a_hugging_face_loss_is_the_sum_over_its_targets(build, shift):
 @pytest.mark.parametrize("build", [llama, modernbert])
 @pytest.mark.parametrize("num_ignored", [0, 3, 7])
 def test_targets_are_counted_as_the_trainer_counts_them(build, num_ignored, tmp_path):
-    """``Trainer._get_num_items_in_batch`` is the judge, for shifted labels and others."""
+    """The count of targets equals that of ``Trainer._get_num_items_in_batch``."""
     model, batch = build(), tokens(num_ignored)
     arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[])
     trainer = transformers.Trainer(model=model, args=arguments)
@@ -264,9 +264,9 @@ def test_targets_are_counted_as_the_trainer_counts_them(build, num_ignored, tmp_
     ],
 )
 def test_a_model_that_ignores_the_number_of_items_is_refused(build, batch):
-    """Many models take ``num_items_in_batch`` and return a mean all the same.
+    """A model that ignores ``num_items_in_batch`` and returns a mean raises an error.
 
-    Their mean must not pass for a sum, which would be too small by the number of targets.
+    If the mean were used as a sum, it would be too small by a factor of the number of targets.
     """
     model = build()
     message = rf"must divide its loss by `num_items_in_batch` .* got {type(model).__name__},"
@@ -276,7 +276,7 @@ def test_a_model_that_ignores_the_number_of_items_is_refused(build, batch):
 
 
 def test_later_calls_are_as_the_first():
-    """The first call looks whether the model uses the number of items; that changes nothing."""
+    """The first call, which checks the model, returns the same values as later calls."""
     loss, batch = per_token(llama()), tokens()
     first, second = called(loss, **batch), called(loss, **batch)
 
@@ -285,7 +285,7 @@ def test_later_calls_are_as_the_first():
 
 
 def test_shift_labels_are_counted_as_they_are():
-    """Labels that a collator has shifted already lose no first token."""
+    """All labels are counted if a collator has already shifted them."""
     model, batch = llama(), tokens()
     shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
     parts = called(per_token(model), **batch, shift_labels=shifted)
@@ -295,7 +295,7 @@ def test_shift_labels_are_counted_as_they_are():
 
 
 def test_positional_labels_are_found():
-    """A tuple of a data loader is read by the names of the model's parameters."""
+    """Labels that are passed by position are found by the model's parameter names."""
     model, batch = llama(), tokens()
     arguments = (batch["input_ids"], None, None, None, None, batch["labels"])
 
@@ -305,7 +305,7 @@ def test_positional_labels_are_found():
 
 
 def test_a_batch_without_targets_has_parts_of_zero():
-    """A sum over nothing is 0, where a mean would be nan."""
+    """Numerator and denominator of a batch without targets are 0."""
     parts = called(
         per_token(llama()), **tokens(num_ignored=7) | {"labels": torch.full((2, 7), -100)}
     )
@@ -314,7 +314,7 @@ def test_a_batch_without_targets_has_parts_of_zero():
 
 
 def test_parts_of_uneven_micro_batches_add_up():
-    """The parts of a batch add up to the sums of the whole batch, to 1e-6, however it is split."""
+    """The sums of uneven micro-batches add up to those of the whole batch, to 1e-6."""
     model, batch = llama(), tokens()
     whole = called(per_token(model), **batch)
     rows = [called(per_token(model), **{k: v[i : i + 1] for k, v in batch.items()}) for i in (0, 1)]
@@ -327,7 +327,7 @@ def test_parts_of_uneven_micro_batches_add_up():
 
 
 def test_hugging_face_labels_must_be_given():
-    """Without labels there is nothing to count."""
+    """A batch without labels raises an error that lists the inputs."""
     ids = tokens()["input_ids"]
 
     with pytest.raises(
@@ -337,7 +337,7 @@ def test_hugging_face_labels_must_be_given():
 
 
 class OwnModel(nn.Module):
-    """A network that divides by the number of items it is given."""
+    """A network that divides its summed loss by ``num_items_in_batch``."""
 
     def __init__(self, **attributes):
         super().__init__()
@@ -354,7 +354,7 @@ class OwnModel(nn.Module):
 
 
 def test_any_network_that_takes_the_number_of_items_is_counted():
-    """A forward that names ``num_items_in_batch`` needs to be no Hugging Face model."""
+    """Targets are counted for any network whose forward has ``num_items_in_batch``."""
     network, batch = OwnModel(), tokens()
     parts = called(per_token(network), **batch)
 
@@ -363,7 +363,7 @@ def test_any_network_that_takes_the_number_of_items_is_counted():
 
 
 def test_an_encoder_decoders_labels_are_not_shifted():
-    """Its decoder's inputs are; every label is a target, the first one too."""
+    """Every label of an encoder-decoder counts as a target, including the first."""
     config = SimpleNamespace(is_encoder_decoder=True)
     decoder_only = OwnModel(loss_function=ForCausalLMLoss, config=SimpleNamespace())
     encoder_decoder = OwnModel(loss_function=ForCausalLMLoss, config=config)
@@ -373,20 +373,20 @@ def test_an_encoder_decoders_labels_are_not_shifted():
 
 
 def test_accepts_loss_kwargs_decides():
-    """A model that says it does not take the number of items is asked for a pair."""
+    """A model with ``accepts_loss_kwargs=False`` must return a pair."""
     with pytest.raises(TypeError, match=r"must return \(numerator, denominator\)"):
         called(per_token(OwnModel(accepts_loss_kwargs=False)), **tokens())
 
 
 def test_keywords_alone_are_no_promise():
-    """A network that takes any keyword must still return a pair."""
+    """A network that accepts any keyword returns a pair."""
     parts = called(per_token(Returns(lambda w: (w.sum(), 4))), 1, anything=2)
 
     assert parts.denominator == 4
 
 
 def test_the_model_inside_adapters_is_inspected():
-    """A PEFT model's own forward takes anything; its base model's tells."""
+    """The parameters of a PEFT model's base model decide how targets are counted."""
 
     class Adapted(nn.Module):
         def __init__(self, model):
@@ -408,7 +408,7 @@ def test_the_model_inside_adapters_is_inspected():
 
 
 def test_the_wrapped_network_is_called_and_the_inner_one_inspected():
-    """With a wrapper around it the forward pass goes through the wrapper."""
+    """The wrapper is called, and targets are counted for the network inside."""
     model, batch, calls = llama(), tokens(), []
     wrapper = nn.Sequential(model)
     wrapper.forward = lambda **keywords: calls.append(1) or model(**keywords)
@@ -419,7 +419,7 @@ def test_the_wrapped_network_is_called_and_the_inner_one_inspected():
 
 
 def test_counting_reads_nothing_on_the_host():
-    """The number of targets stays on the device."""
+    """Counting targets does not synchronize with the device."""
     network, batch = OwnModel(), tokens()
     with HostReads() as host:
         called(per_token(network), **batch)
@@ -428,7 +428,7 @@ def test_counting_reads_nothing_on_the_host():
 
 
 def test_a_model_with_a_routers_loss_is_refused():
-    """Its auxiliary loss would be divided by the number of tokens and all but vanish."""
+    """A model that adds a router's loss to its per-token loss raises an error."""
     config = transformers.MixtralConfig(
         **TINY, num_key_value_heads=2, num_local_experts=2, output_router_logits=True
     )

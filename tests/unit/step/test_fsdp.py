@@ -1,4 +1,4 @@
-"""A step on shards is the step of one process on all of the data."""
+"""A step on shards agrees with one process on all of the data."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["ranks"]
 
 
 def losses_of(network: nn.Module, case: Case, step: int, rank: int):
-    """Yield numerator and denominator of each micro-batch of a rank, in the case's precision."""
+    """Yield numerator and denominator of a rank's micro-batches, in the case's precision."""
     for inputs, labels in micro_batches_of(case, step, rank):
         dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
         tensors = {name: tensor.to(dtype) for name, tensor in network.named_parameters()}
@@ -61,14 +61,14 @@ def case_id(case: Case) -> str:
 
 @pytest.fixture(scope="module")
 def run(ranks, request) -> list[dict[str, Any]]:
-    """Return what each rank has trained in a case."""
+    """Return the results of each rank in a case."""
     if request.param.layout == "partly replicated" and ranks.number == 1:
         pytest.skip("needs several ranks")
     return ranks.run(train, request.param)
 
 
 def _cases(test: Any) -> Any:
-    """Let a test see each case, as which the ranks have trained once."""
+    """Give a test all cases, each trained once by the ranks."""
     marked = [pytest.param(case, case, id=case_id(case)) for case in CASES]
     slow = pytest.mark.slow
     marked += [pytest.param(case, case, id=case_id(case), marks=slow) for case in OTHER_CASES]
@@ -77,9 +77,10 @@ def _cases(test: Any) -> Any:
 
 @_cases
 def test_norms_weights_and_averages_are_those_of_one_process(ranks, case, run):
-    """Clipped updates of all optimizers, accumulated, in both precisions, per token and not.
+    """Norms, weights and averages agree with those of one process, in every case.
 
-    The same sums in another order: float32 rounding, which four updates of at most 0.1 carry on.
+    The sums are taken in another order, so they differ by float32 rounding, which four updates of
+    at most 0.1 carry on.
     """
     expected = reference(case, ranks.number)
 
@@ -94,7 +95,7 @@ def test_norms_weights_and_averages_are_those_of_one_process(ranks, case, run):
 
 @_cases
 def test_local_norms_are_those_of_this_ranks_own_loss(case, run):
-    """Each rank's equal double precision on its own micro-batches; bfloat16 to its 8 bits."""
+    """Local norms agree with the float64 norms of this rank's own micro-batches."""
     rtol = 1e-5 if case.precision == "float32" else 2e-2
     for index, rank in enumerate(run):
         network = new_model(per_token=case.per_token).double()

@@ -1,4 +1,4 @@
-"""All ranks that hold shards skip together, and mfwrap adds one small message to a step."""
+"""Ranks with shards skip together, and a step sends one additional small message."""
 
 import pytest
 import torch
@@ -29,11 +29,11 @@ NAN, INF, SPIKE = float("nan"), float("inf"), 1e4
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [NAN, SPIKE])
 def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
-    """Nothing changes under torch.equal, even at the first step; the next step is applied."""
+    """A bad loss on one rank skips the update on all ranks and changes nothing."""
     met = ranks.run(meet_a_bad_loss, optimizer, factor)
 
     for index, rank in enumerate(met):
-        # Each rank's own norms tell whose gradients they were.
+        # Local norms show which rank had the bad gradients.
         is_bad = factor != SPIKE and index == len(met) - 1
         assert rank["own is finite"] == [not is_bad, True] * 2
         assert rank["skipped"] == [True, False, True, False]
@@ -43,13 +43,13 @@ def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
         assert rank["end is that without the skipped steps"]
         assert rank["changes when applied"]
     norms = torch.tensor([rank["norms"] for rank in met]).nan_to_num(-1)
-    # The same bits on every rank, or ranks might decide differently.
+    # Ranks could decide differently if the norms were not bitwise equal.
     assert torch.equal(norms, norms[:1].expand_as(norms))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_infinite_on_all_ranks_skips_once(ranks, optimizer):
-    """The update is skipped, and the loss scale falls once."""
+    """A loss that is infinite on all ranks skips the update."""
     for rank in ranks.run(meet_a_bad_loss_everywhere, optimizer, INF):
         assert rank["overflow"] == rank["skipped"] == [True, False] * 2
         assert rank["own is finite"] == [False, True] * 2
@@ -63,7 +63,7 @@ def test_what_is_infinite_on_all_ranks_skips_once(ranks, optimizer):
     ids=["sharded", "replicas", "two meshes", "per token"],
 )
 def test_a_step_sends_one_small_message_more_than_its_backward(ranks, case):
-    """One number for each parameter and one for the tokens, over each set of ranks."""
+    """A step adds one message, with one number per parameter and one for the tokens."""
     num_trained = sum(p.requires_grad for p in new_model(per_token=True).parameters())
     num_held = len(list(new_model(per_token=True).parameters()))
     assert num_trained < num_held
@@ -74,58 +74,58 @@ def test_a_step_sends_one_small_message_more_than_its_backward(ranks, case):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fused_optimizers_on_shards_read_nothing_on_the_host(ranks, optimizer):
-    """SGD, too, for which torch has no kernel for distributed tensors; others read one flag."""
+    """Fused optimizers on shards read nothing; other optimizers read once per step."""
     expected = [] if optimizer.startswith("fused") else ["tolist"] * 3
 
     assert ranks.run(count_host_reads, optimizer) == [expected] * ranks.number
 
 
 def test_a_forward_that_raises_leaves_nothing_behind(ranks):
-    """Whole gradients of earlier micro-batches do not leak into the next step."""
+    """Gradients of a step whose forward raises do not leak into the next step."""
     for rank in ranks.run(fail_in_a_micro_batch):
         assert rank == {"is as if it had not been tried": True}
 
 
 def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
-    """They also show after a forward without backward, which leaves whole weights behind."""
+    """Every forward uses swapped averages, also after a forward without backward."""
     for rank in ranks.run(evaluate_with_averages):
         assert rank == dict.fromkeys(rank, True)
 
 
 def test_norms_count_every_element_once(ranks):
-    """Sharded, replicated, both, over fewer ranks, and not distributed at all."""
+    """Norms count each element once, however the tensors are distributed."""
     for norms in ranks.run(norms_of_placed_tensors):
         assert norms["ours"] == pytest.approx(norms["expected"], rel=1e-6)
         assert norms["one by one"] == pytest.approx(norms["each expected"], rel=1e-6)
 
 
 def test_distributed_tensors_are_clipped_by_the_norm_of_all(ranks):
-    """`clip_by_global_norm` takes them as any others."""
+    """`clip_by_global_norm` clips distributed tensors by their global norm."""
     for norms in ranks.run(norms_of_placed_tensors):
         assert norms["clipped"] == pytest.approx(0.25, rel=1e-6)
 
 
 def test_what_is_not_finite_on_one_rank_is_seen_on_all(ranks):
-    """It is also found in a tensor that is not distributed, if another tensor is."""
+    """A non-finite element on one rank is found on all ranks."""
     for norms in ranks.run(norms_of_placed_tensors):
         assert (norms["finite"], norms["nan on rank 0"], norms["nan norm"]) == (False, True, True)
 
 
 def test_local_norms_of_a_module_that_is_called_twice_are_exact(ranks):
-    """Its gradients are reduced once all the same."""
+    """Local norms are exact for a module that is called twice in one forward."""
     for norms in ranks.run(call_a_module_twice):
         torch.testing.assert_close(norms["ours"], norms["expected"], rtol=1e-5, atol=0)
 
 
 def test_a_divisor_of_ones_own_changes_nothing_per_token(ranks):
-    """Numerators over denominators, whatever sums over ranks are divided by."""
+    """A custom gradient divisor does not change training with per-token losses."""
     for rank in ranks.run(train_with_a_divisor):
         for ours, theirs in zip(*rank["ends"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_exact_is_refused(ranks):
-    """Nothing is reported that is not what it says."""
+    """A setting whose result would be inexact raises an error that says why."""
     expected = {
         "reduced twice": "RuntimeError: `local_norm` needs gradients that are reduced once",
         "around the seam": "RuntimeError: `local_norm` must be False with torch ",
@@ -134,7 +134,7 @@ def test_what_cannot_be_exact_is_refused(ranks):
         "divided unevenly": "ValueError: `network` must divide all gradients by the same number",
     }
     if ranks.number == 1:
-        # Then gradients are this rank's own.
+        # On one rank no gradient is reduced, so local norms are exact.
         expected |= {"reduced twice": "", "around the seam": ""}
     for messages in ranks.run(be_refused):
         assert messages.keys() == expected.keys()
@@ -153,5 +153,5 @@ def test_what_cannot_be_exact_is_refused(ranks):
     ],
 )
 def test_the_private_names_of_fully_shard_are_there(kind, name):
-    """A torch that renames them fails here by name, not in a training run."""
+    """This torch version has the private attributes that local norms use."""
     assert hasattr(kind, name)

@@ -1,4 +1,4 @@
-"""How gradients under DistributedDataParallel are seen: taps, their readers, and errors."""
+"""The hook that reads gradients under DistributedDataParallel, its readers and errors."""
 
 import functools
 import gc
@@ -37,22 +37,22 @@ def _group_of_one(tmp_path_factory):
 
 @pytest.fixture
 def part() -> DistributedDataParallel:
-    """Return a network that is reduced over one rank."""
+    """Return a network in DistributedDataParallel with one rank."""
     return DistributedDataParallel(Classifier())
 
 
 def cell_of(network, **settings):
-    """Return a cell of a network with plain SGD."""
+    """Return a cell of a network, with plain SGD."""
     return MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1), **settings)
 
 
 def squares_of_gradients(network) -> Tensor:
-    """Return the sums of squares of the gradients there are, from torch alone."""
+    """Return the sum of squares of each gradient, computed with plain torch."""
     return torch.stack([p.grad.square().sum() for p in network.parameters()])
 
 
 def test_a_tap_sees_what_is_reduced(part):
-    """The sum of squares of each gradient, in the parameters' order."""
+    """The hook gives the sum of squares of each gradient, in the parameters' order."""
     parameters = list(part.parameters())
     local = local_squares_of([part], parameters, **WITH_A_HOOK)
 
@@ -63,7 +63,7 @@ def test_a_tap_sees_what_is_reduced(part):
 
 
 def test_a_backward_reads_nothing_on_the_host(part):
-    """A backward that rebuilds the buckets does not read either."""
+    """Backward passes, including one that rebuilds buckets, read nothing on the host."""
     local = local_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
     with HostReads() as reads:
         for _ in range(3):
@@ -74,7 +74,7 @@ def test_a_backward_reads_nothing_on_the_host(part):
 
 
 def test_what_no_tap_has_seen_counts_as_it_is(part):
-    """Parameters outside, gradients that were not reduced, and those that are gone."""
+    """Gradients that the hook has not seen keep the squares that the caller passes."""
     outside = LinearProbe().weight
     parameters = [*part.parameters(), outside]
     local = local_squares_of([part], parameters, **WITH_A_HOOK)
@@ -106,7 +106,7 @@ def test_a_reset_forgets(part):
 
 
 def test_without_a_reader_nothing_is_computed(part):
-    """The hook stays, and costs nothing, when the last cell is gone."""
+    """The hook computes nothing after the last cell is deleted."""
     hook = None, allreduce_hook
     cell = cell_of(part, local_norm=True, communication_hook=hook)
     state = tap(part)
@@ -122,7 +122,7 @@ def test_without_a_reader_nothing_is_computed(part):
 
 
 def test_a_hook_alone_computes_nothing(part):
-    """Without local norms it is only called."""
+    """A communication hook without local norms is registered as it is."""
     cell = cell_of(part, communication_hook=(None, fp16_compress_hook))
     cell(*BATCH)
 
@@ -131,7 +131,7 @@ def test_a_hook_alone_computes_nothing(part):
 
 
 def test_one_rank_needs_no_hook(part):
-    """Its gradients are its own after the reduction, too."""
+    """A cell on one rank reports local norms without a hook."""
     cell = cell_of(part, local_norm=True)
 
     assert cell(*BATCH).local_norm.gt(0).all()
@@ -139,7 +139,7 @@ def test_one_rank_needs_no_hook(part):
 
 
 def test_another_cell_takes_over_the_tap(part):
-    """A network outlives the cell that was built first."""
+    """Several cells of one network share one hook."""
     hook = None, allreduce_hook
     first = cell_of(part, local_norm=True, communication_hook=hook)
     expected = first(*BATCH).local_norm
@@ -154,7 +154,7 @@ def test_another_cell_takes_over_the_tap(part):
 
 
 def test_another_hook_is_refused(part):
-    """Torch lets none be replaced."""
+    """A second cell with a different hook raises an error."""
     cell_of(part, communication_hook=(None, allreduce_hook))
 
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_another_hook_is_refused(part):
 
 
 def test_a_registered_hook_is_refused(part):
-    """The sentence names it and says how to have both."""
+    """The error names the registered hook and says how to use it with local norms."""
     part.register_comm_hook(None, fp16_compress_hook)
 
     with pytest.raises(
@@ -176,14 +176,14 @@ def test_a_registered_hook_is_refused(part):
 
 
 def test_torchs_own_check_of_a_hook_is_kept(part):
-    """Torch recognizes the hook by its name and refuses bfloat16 compression on a CPU."""
+    """Torch's own check of the hook raises an error for bfloat16 compression on CPU."""
     with pytest.raises(TypeError, match="BF16"):
         cell_of(part, communication_hook=(None, bf16_compress_hook))
     assert part._comm_hooks == []
 
 
 def test_a_hook_without_a_name_will_do(part):
-    """A partial function has none."""
+    """A partial function, which has no name, works as a hook."""
     reduce = functools.partial(allreduce_hook)
     cell = cell_of(part, local_norm=True, communication_hook=(None, reduce))
 
@@ -196,19 +196,19 @@ def test_a_hook_without_a_name_will_do(part):
     ids=["no pair", "one", "no hook", "a list"],
 )
 def test_what_is_no_hook_is_refused(part, given):
-    """A pair of a state and a callable, as torch takes them apart."""
+    """A value that is not a pair of state and callable raises a TypeError."""
     with pytest.raises(TypeError, match=r"`communication_hook` must be \(state, hook\)"):
         cell_of(part, communication_hook=given)
 
 
 def test_a_hook_needs_something_to_reduce():
-    """Without DistributedDataParallel it would never be called."""
+    """A hook for a network without DistributedDataParallel raises an error."""
     with pytest.raises(ValueError, match="`communication_hook` must be None for a network without"):
         cell_of(Classifier(), communication_hook=(None, allreduce_hook))
 
 
 def test_nothing_is_registered_by_a_cell_that_is_refused(part):
-    """A hook could not be taken out again."""
+    """A cell that raises at construction registers no hook."""
     with pytest.raises(ValueError, match="`max_grad_norm`"):
         cell_of(part, max_grad_norm=-1.0, communication_hook=(None, allreduce_hook))
     with pytest.raises(TypeError, match="LBFGS"):
@@ -220,13 +220,13 @@ def test_nothing_is_registered_by_a_cell_that_is_refused(part):
 
 
 def test_ranks_of_one_have_no_one_to_agree_with(part):
-    """Whatever is not reduced."""
+    """One rank needs no agreement, even for parameters that are not reduced."""
     assert agreement_of([part], [LinearProbe().weight]) is None
     assert agreement_of([], [LinearProbe().weight]) is None
 
 
 def test_in_a_callers_autocast(part):
-    """Sums of squares are taken in float32 all the same."""
+    """Sums of squares are computed in float32 inside autocast."""
     local = local_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
     with torch.autocast("cpu", torch.bfloat16):
         part(*BATCH).backward()
@@ -248,7 +248,7 @@ class _WithIgnored(nn.Module):
 
 
 def test_what_a_part_ignores_is_not_reduced():
-    """Its gradient counts as it is."""
+    """The hook does not count parameters that DistributedDataParallel ignores."""
     network = _WithIgnored()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["ignored.weight"])
     part = DistributedDataParallel(network)

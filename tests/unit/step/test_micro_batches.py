@@ -1,4 +1,4 @@
-"""Batches become calls of the network: split in equal parts, or as a data loader yields them."""
+"""Batches become calls of the network: split in equal parts, or one per micro-batch."""
 
 from collections import OrderedDict, UserDict, deque
 from typing import NamedTuple
@@ -28,7 +28,7 @@ def test_parts_are_equal_and_make_up_the_whole(num_parts, part_size, rest):
 
 
 def test_arguments_and_keywords_are_split_together():
-    """The parts of one micro-batch go to one call, each under its own place or name."""
+    """Each call gets its parts of all arguments and keywords."""
     first, second = split_calls((X,), {"labels": Y, "scale": 2.0}, 2)
 
     assert torch.equal(first.arguments[0], X[:3])
@@ -39,7 +39,7 @@ def test_arguments_and_keywords_are_split_together():
 
 @pytest.mark.parametrize("value", [torch.tensor(3.0), None, 3, "text", slice(2), {1, 2}], ids=repr)
 def test_what_has_no_dimension_goes_to_every_call(value):
-    """0-dim tensors and anything that is no tensor are shared."""
+    """Every call gets 0-dim tensors and values that are not tensors unchanged."""
     calls = split_calls((X, value), {"extra": value}, 3)
 
     assert all(call.arguments[1] is value for call in calls)
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 
 
 def test_tensors_in_named_tuples_are_split():
-    """A named tuple stays one, with its parts of each tensor."""
+    """Each call gets a named tuple of the same type with its part of each tensor."""
     calls = split_calls((Pair(X, Y),), {}, 2)
 
     assert [type(call.arguments[0]) for call in calls] == [Pair, Pair]
@@ -83,7 +83,7 @@ def test_tensors_in_named_tuples_are_split():
 
 
 def test_one_micro_batch_is_the_batch_itself():
-    """Without accumulation nothing is looked into."""
+    """A single call gets the batch itself without a copy."""
     [call] = split_calls((X,), {"y": Y}, 1)
 
     assert call.arguments[0] is X
@@ -102,7 +102,7 @@ def test_one_micro_batch_is_the_batch_itself():
     ids=["first", "second", "keyword", "mapping", "list"],
 )
 def test_a_size_that_does_not_divide_is_refused_by_name(arguments, keywords, name):
-    """The message says which tensor, by how many parts, and its shape."""
+    """The error names the tensor, its shape and the number of parts."""
     message = rf"`{name}` must be divisible by gradient_accumulation_steps=4, got shape \(6,"
 
     with pytest.raises(ValueError, match=message):
@@ -127,7 +127,7 @@ def test_a_micro_batch_becomes_a_call(micro_batch, call):
 
 
 def test_a_tensor_is_one_argument():
-    """It is not split a second time."""
+    """A micro-batch that is a tensor becomes one positional argument."""
     [call] = calls_of([X])
 
     assert call.arguments[0] is X
@@ -136,7 +136,7 @@ def test_a_tensor_is_one_argument():
 
 @pytest.mark.parametrize("kind", [list, tuple, deque])
 def test_micro_batches_may_be_of_any_number_and_kind(kind):
-    """Any sequence from length 1 is read in its order."""
+    """Any sequence with at least one micro-batch is read in its order."""
     assert [call.arguments[0] for call in calls_of(kind([1, 2, 3]))] == [1, 2, 3]
     assert len(calls_of(kind([1]))) == 1
 
@@ -147,7 +147,7 @@ def test_micro_batches_may_be_of_any_number_and_kind(kind):
     ids=["tensor", "dict", "generator", "string", "none", "int", "set"],
 )
 def test_what_is_no_sequence_is_refused(micro_batches):
-    """A batch that was not put into a list raises an error."""
+    """A batch that is not in a sequence raises a TypeError."""
     kind = type(micro_batches).__name__
 
     with pytest.raises(TypeError, match=f"`micro_batches` must be a sequence, got {kind}$"):
@@ -156,13 +156,13 @@ def test_what_is_no_sequence_is_refused(micro_batches):
 
 @pytest.mark.parametrize("micro_batches", [[], (), deque()], ids=["list", "tuple", "deque"])
 def test_no_micro_batches_are_refused(micro_batches):
-    """An update needs a gradient."""
+    """An empty sequence of micro-batches raises an error."""
     with pytest.raises(ValueError, match="`micro_batches` must hold at least one micro-batch"):
         calls_of(micro_batches)
 
 
 def test_changing_a_call_does_not_change_the_batch():
-    """Keywords are a dict of the call's own."""
+    """Changing a call's keywords does not change the batch."""
     batch = {"x": X}
     calls_of([batch])[0].keywords["num_items_in_batch"] = 1
 

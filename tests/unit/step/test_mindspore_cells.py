@@ -1,4 +1,4 @@
-"""MindSpore's plain cells do what MindSpore documents."""
+"""MindSpore's plain cells behave as MindSpore documents."""
 
 import copy
 
@@ -29,7 +29,7 @@ def probe_with(cell_type, *arguments, **keywords):
 
 class TestWithLossCell:
     def test_it_is_the_loss_of_the_backbones_output(self):
-        """``loss_fn(backbone(data), label)``, with the parameters of both."""
+        """The cell returns ``loss_fn(backbone(data), label)`` and has the backbone's parameters."""
         backbone, [(inputs, labels)] = nn.Linear(8, 4), labelled_batches(1)
         network = WithLossCell(backbone, nn.CrossEntropyLoss())
 
@@ -43,7 +43,7 @@ class TestWithLossCell:
 class TestTrainOneStepCell:
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
     def test_it_is_a_plain_step(self, fused):
-        """Loss and weights are those of backward and ``optimizer.step()``, to the last bit."""
+        """Loss and weights are bitwise those of backward and ``optimizer.step()``."""
         network = Classifier()
         reference = copy.deepcopy(network)
         cell = TrainOneStepCell(network, AdamW(network.parameters(), fused=fused))
@@ -62,7 +62,7 @@ class TestTrainOneStepCell:
             assert torch.equal(ours, theirs)
 
     def test_sens_multiplies_the_gradients_and_stays_in_them(self):
-        """The update is `sens` times as large: nothing divides by it."""
+        """`sens` multiplies the gradients and therefore the update."""
         cell = probe_with(TrainOneStepCell, sens=4.0)
 
         loss = cell(torch.tensor([[3.0, 4.0]]))
@@ -71,7 +71,7 @@ class TestTrainOneStepCell:
         assert loss.item() == 0.0
 
     def test_return_grad_returns_the_gradients_by_name(self):
-        """Loss, and the gradients times `sens`, which the next step does not change."""
+        """The cell returns the gradients times `sens`, which the next step does not change."""
         cell = probe_with(TrainOneStepCell, 4.0, return_grad=True)
 
         _, gradients = cell(torch.tensor([[3.0, 4.0]]))
@@ -82,7 +82,7 @@ class TestTrainOneStepCell:
         }
 
     def test_the_schedule_follows_every_update(self):
-        """It is stepped right after the optimizer."""
+        """Each call steps the schedule after the optimizer."""
         network = LinearProbe()
         optimizer = SGD(network.parameters(), lr=1.0)
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -96,7 +96,7 @@ class TestTrainOneStepCell:
         assert rates == [1.0, 1 / 2, 1 / 3]
 
     def test_it_has_no_protection_from_overflow(self):
-        """A NaN reaches the weights: this is the plain cell."""
+        """A NaN in a gradient reaches the weights."""
         cell = probe_with(TrainOneStepCell)
 
         cell(torch.tensor([[NAN, 1.0]]))
@@ -104,7 +104,7 @@ class TestTrainOneStepCell:
         assert cell.network.weight.isnan().tolist() == [True, False]
 
     def test_gradients_are_released(self):
-        """Gradients from before the call are released, too, and do not enter the update."""
+        """Gradients from before the call are released and do not enter the update."""
         cell = probe_with(TrainOneStepCell)
         cell.network.weight.grad = torch.full((2,), 100.0)
 
@@ -117,7 +117,7 @@ class TestTrainOneStepCell:
         ("sens", "error"), [(0, ValueError), (0.0, ValueError), ("1", TypeError)], ids=repr
     )
     def test_sens_is_a_number_that_is_not_zero(self, sens, error):
-        """Zero would train nothing."""
+        """A `sens` of zero, or one that is not a number, raises an error."""
         with pytest.raises(error, match="`sens` must"):
             probe_with(TrainOneStepCell, sens=sens)
 
@@ -143,7 +143,7 @@ def documented_cell(scale_sense) -> TrainOneStepWithLossScaleCell:
 
 
 class OwnStep(TrainOneStepWithLossScaleCell):
-    """A step of the user's own, built from the documented parts."""
+    """A custom step, built from the documented methods."""
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss = self.network(*inputs)
@@ -162,15 +162,15 @@ class OwnStep(TrainOneStepWithLossScaleCell):
 
 class TestTrainOneStepWithLossScaleCell:
     def test_mindspores_first_example(self):
-        """With an update cell: the loss, no overflow, the scale, and Momentum's update."""
+        """An update cell gives the documented loss, overflow flag, scale and update."""
         cell = documented_cell(
             DynamicLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=1000)
         )
 
-        # The documentation's labels of shape (10,), broadcast.
+        # The documentation's labels have shape (10,), which broadcasts to this shape.
         loss, overflow, loss_scale = cell(torch.ones(10, 16), torch.ones(10, 10))
 
-        # Every output is 16: the loss is 15^2, and each weight has ten errors of 15 among 100.
+        # Every output is 16: the loss is 15^2, and each weight gets ten of 100 errors of 15.
         assert loss.item() == 225.0
         assert not overflow.item()
         assert loss_scale.item() == 4096.0
@@ -178,7 +178,7 @@ class TestTrainOneStepWithLossScaleCell:
         torch.testing.assert_close(cell.network.backbone.weight.detach(), expected)
 
     def test_mindspores_second_example(self):
-        """With a tensor, the largest float32: overflow, and nothing is updated."""
+        """A scale of the largest float32 overflows, and no weight is updated."""
         cell = documented_cell(torch.full((1,), torch.finfo(torch.float32).max))
 
         loss, overflow, loss_scale = cell(torch.ones(16, 16), torch.zeros(16, 10))
@@ -189,7 +189,7 @@ class TestTrainOneStepWithLossScaleCell:
         assert torch.equal(cell.network.backbone.weight, torch.ones(16, 10))
 
     def test_a_state_settles_the_last_update_and_loading_drops_it(self):
-        """The schedule is saved where it stands, and a state that is loaded is not stepped on."""
+        """Saving steps the schedule for a pending update, and loading discards the update."""
         network, [batch] = Classifier(), labelled_batches(1)
         optimizer = SGD(network.parameters(), lr=0.1)
         schedule = LambdaLR(optimizer, lambda step: 0.5**step)
@@ -211,7 +211,7 @@ class TestTrainOneStepWithLossScaleCell:
         assert cell.last_report.output.learning_rate.item() == pytest.approx(0.1)
 
     def test_the_output_is_three_scalars(self):
-        """Loss, overflow and loss scale, by name too, all of shape ``()``."""
+        """The output holds loss, overflow and loss scale, each of shape ``()``."""
         output = documented_cell(torch.tensor([8.0]))(torch.ones(2, 16), torch.ones(2, 10))
 
         assert output._fields == ("loss", "overflow", "loss_scale")
@@ -224,7 +224,7 @@ class TestTrainOneStepWithLossScaleCell:
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
     @pytest.mark.parametrize("value", [NAN, INF], ids=str)
     def test_an_overflow_changes_nothing_but_the_scale(self, value, fused):
-        """Weights, optimizer state and schedule stay; the scale falls for the next step."""
+        """An overflow lowers the scale and leaves all other training state unchanged."""
         network = LinearProbe()
         optimizer = AdamW(network.parameters(), fused=fused)
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -247,7 +247,7 @@ class TestTrainOneStepWithLossScaleCell:
         assert network.weight.grad is None
 
     def test_the_scale_is_taken_out_of_the_update(self):
-        """Whatever the scale, the weights move by rate times gradient."""
+        """The loss scale does not change the update."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0**16))
 
         cell(torch.tensor([[3.0, 4.0]]))
@@ -255,7 +255,7 @@ class TestTrainOneStepWithLossScaleCell:
         assert cell.network.weight.tolist() == [-3.0, -4.0]
 
     def test_set_sense_scale_holds_from_the_next_step_on(self):
-        """The scale that the host sets is the one that is used and returned."""
+        """The next step uses and returns the scale that was set."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor([16.0]))
 
         cell.set_sense_scale(torch.tensor([64.0]))
@@ -265,18 +265,18 @@ class TestTrainOneStepWithLossScaleCell:
 
     @pytest.mark.parametrize("scale_sense", [1.0, 1, "dynamic", nn.Identity()], ids=str)
     def test_a_scale_that_is_neither_tensor_nor_cell_is_a_type_error(self, scale_sense):
-        """A number is refused, too, as in MindSpore."""
+        """A scale that is neither a tensor nor an update cell raises a TypeError."""
         with pytest.raises(TypeError, match="`scale_sense` must be a tensor, a"):
             probe_with(TrainOneStepWithLossScaleCell, scale_sense)
 
     @pytest.mark.parametrize("shape", [(2,), (1, 1)], ids=str)
     def test_a_scale_of_another_shape_is_a_value_error(self, shape):
-        """The shape must be ``()`` or ``(1,)``, as in MindSpore."""
+        """A scale whose shape is neither ``()`` nor ``(1,)`` raises a ValueError."""
         with pytest.raises(ValueError, match="`scale_sense` must have shape"):
             probe_with(TrainOneStepWithLossScaleCell, torch.ones(shape))
 
     def test_a_step_of_ones_own(self):
-        """Built from the documented parts, it does what the cell itself does."""
+        """A step built from the documented methods trains like the cell."""
         network = Classifier()
         steps = [
             cell_type(
@@ -297,7 +297,7 @@ class TestTrainOneStepWithLossScaleCell:
 
 class TestSeams:
     def test_an_overflow_check_starts_with_what_it_was_given(self):
-        """False, as on GPU, and the same input."""
+        """``start_overflow_check`` returns False and its second argument."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
         compute_input = object()
 
@@ -306,7 +306,7 @@ class TestSeams:
     @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
     def test_one_element_is_an_overflow(self, dtype, value):
-        """Wherever it is: in a tensor, a tuple, a nested list or a mapping."""
+        """One non-finite element in a tensor, sequence or mapping is an overflow."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
         good, bad = torch.full((3,), 6e4, dtype=dtype), torch.zeros(3, dtype=dtype)
         bad[1] = value
@@ -319,14 +319,14 @@ class TestSeams:
         assert not cell.get_overflow_status(False, (good, good, [])).item()  # noqa: FBT003  (MindSpore's signature)
 
     def test_what_holds_no_tensors_is_refused(self):
-        """A number is a TypeError that names the argument."""
+        """A number as `compute_output` raises a TypeError that names the argument."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
 
         with pytest.raises(TypeError, match="`compute_output` must hold tensors"):
             cell.get_overflow_status(False, 3.0)  # noqa: FBT003  (MindSpore's signature)
 
     def test_process_loss_scale_changes_the_scale_and_returns_the_flag(self):
-        """The update cell sees the flag; a tensor scale stays."""
+        """``process_loss_scale`` updates the scale by its rule and returns the flag."""
         dynamic = probe_with(
             TrainOneStepWithLossScaleCell, DynamicLossScaleUpdateCell(1024.0, 2, 2)
         )

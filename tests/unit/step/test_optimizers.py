@@ -1,4 +1,4 @@
-"""One multiplier and one skip flag, through optimizers of every kind, against each alone."""
+"""Division and skipping with optimizers of every kind, compared with each optimizer alone."""
 
 import functools
 import math
@@ -18,11 +18,11 @@ from support.host_reads import HostReads
 from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
-# A vector and a rest for the kernels, less than a vector, and a scalar.
+# For the kernels: a full vector and a remainder, less than a vector, and a scalar.
 SHAPES = [(7, 9), (5,), ()]
 HALF = [torch.bfloat16, torch.float16]
-# A gradient that is divided differently moves by two roundings, 1.2e-7; a step's size follows it
-# one to one, and momentum adds a few steps. With rates of 0.1 and less 2e-6 is a wide limit.
+# Another way of dividing changes a gradient by two roundings, 1.2e-7. A step changes in the same
+# proportion, and momentum adds up a few steps. At rates of 0.1 and less, 2e-6 is a wide limit.
 CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 
 
@@ -80,7 +80,7 @@ FOLDED = {
     "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
     "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
 }
-# Reads the flag until its first applied update, and folds from then on.
+# Reads the flag until its first applied update, and skips on the device afterwards.
 DAMPENED = {"fused SGD dampening": fused(SGD, lr=0.1, momentum=0.9, dampening=0.5)}
 IN_PLACE = {
     "Adam": kind(Adam, lr=0.1),
@@ -95,7 +95,7 @@ IN_PLACE = {
 }
 ALL = FOLDED | DAMPENED | IN_PLACE
 
-# Fused SGD is refused for weights of half precision on CPU.
+# The wrapper raises an error for fused SGD with half-precision weights on CPU.
 HALF_ALL = {name: kind for name, kind in ALL.items() if not name.startswith("fused SGD")}
 
 each = pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
@@ -129,7 +129,7 @@ def parameters_of(dtype=torch.float32):
 
 
 def gradients_of(step, dtype=torch.float32):
-    """Return the same gradients for each step, with magnitudes of about 1."""
+    """Return the gradients of a step, with magnitudes of about 1."""
     generator = torch.Generator().manual_seed(100 + step)
     return [(torch.randn(s, generator=generator) + 0.1).to(dtype) for s in SHAPES]
 
@@ -141,7 +141,7 @@ def give(parameters, gradients):
 
 
 class Run:
-    """Parameters, their optimizer, and the wrapper at test."""
+    """Parameters, their optimizer, and the wrapper under test."""
 
     def __init__(self, build, parameters=None):
         self.parameters = parameters or parameters_of()
@@ -154,12 +154,12 @@ class Run:
         self.optimizer.step()
 
     def divided(self, gradients, divisor):
-        """Step on gradients that are too large by the divisor."""
+        """Step on gradients that were multiplied by the divisor."""
         give(self.parameters, [None if g is None else g * divisor for g in gradients])
         self.skippable.step(scalar(divisor), flag(skip=False))
 
     def skipped(self, *, divisor=math.nan, bad=math.nan):
-        """Skip a step as an overflow does: a gradient and the divisor are not finite."""
+        """Skip a step as in an overflow, with a non-finite gradient and divisor."""
         gradients = [torch.ones_like(parameter) for parameter in self.parameters]
         gradients[0].view(-1)[4] = bad
         give(self.parameters, gradients)
@@ -170,7 +170,7 @@ class Run:
         return [parameter.detach().clone() for parameter in self.parameters]
 
     def state(self):
-        """Return a copy of all that the optimizer remembers, by parameter and name."""
+        """Return a copy of the optimizer's state, by parameter and name."""
         return {
             (index, name): value.clone() if isinstance(value, torch.Tensor) else value
             for index, parameter in enumerate(self.parameters)
@@ -190,21 +190,21 @@ def assert_same(left, right):
 @each
 @pytest.mark.parametrize("divisor", [2.0**16, 0.25])
 def test_a_power_of_two_is_divided_exactly(kind, divisor):
-    """Weights and state are bitwise those of the optimizer on the gradients themselves."""
+    """Dividing by a power of two gives bitwise the weights and state of undivided gradients."""
     wrapped, alone = Run(kind), Run(kind)
     for step in range(4):
         wrapped.divided(gradients_of(step), divisor)
         alone.plain(gradients_of(step))
 
     assert_same(wrapped.weights(), alone.weights())
-    # Zeros that stand in for no momentum are momentum after the first step.
+    # The wrapper starts momentum with zeros where torch has none, so compare after a step.
     assert_same(wrapped.state(), alone.state())
 
 
 @each
 @given(divisor=st.floats(2.0**-10, 2.0**20))
 def test_any_divisor_divides(kind, divisor):
-    """Weights are those of the optimizer on gradients that were divided by hand."""
+    """Weights agree with those of the optimizer on gradients that were divided by hand."""
     wrapped, alone = Run(kind), Run(kind)
     for step in range(3):
         wrapped.divided(gradients_of(step), divisor)
@@ -230,10 +230,10 @@ def test_no_divisor_stands_for_one(kind):
 @pytest.mark.parametrize("kind", [FOLDED["fused AdamW"], IN_PLACE["AdamW"], IN_PLACE["RMSprop"]])
 @given(divisor=st.floats(0.1, 10.0))
 def test_half_precision_gradients_are_rounded_once(kind, dtype, divisor):
-    """The divisor works in float32: only the quotient is rounded to the gradients' type.
+    """The division is done in float32, and only the quotient is rounded to half precision.
 
-    Quotient and product with the reciprocal round apart in a near tie, which 1 in 200 gradients
-    may be; a multiplier that was rounded to bfloat16 itself is off for every third.
+    A product with the reciprocal rounds differently from a division in a near tie, for at most 1
+    in 200 gradients. A multiplier in bfloat16 would be wrong for 1 in 3 gradients.
     """
     gradient = (torch.rand(2000, generator=torch.Generator().manual_seed(2)) + 0.5).to(dtype)
     run = Run(kind, [nn.Parameter(torch.zeros(2000, dtype=dtype))])
@@ -246,7 +246,7 @@ def test_half_precision_gradients_are_rounded_once(kind, dtype, divisor):
 
 @pytest.mark.parametrize("kind", [FOLDED["fused AdamW"], IN_PLACE["AdamW"]])
 def test_a_divisor_beyond_float16_leaves_its_quotient(kind):
-    """A loss scale of 2**26, whose reciprocal is 0 in float16, does not make gradients 0."""
+    """A divisor of 2**26, whose reciprocal is 0 in float16, gives the correct quotient."""
     run = Run(kind, [nn.Parameter(torch.zeros(20, dtype=torch.float16))])
     give(run.parameters, [torch.full((20,), 2.0**15, dtype=torch.float16)])
     run.skippable.step(scalar(2.0**26), flag(skip=False))
@@ -256,7 +256,7 @@ def test_a_divisor_beyond_float16_leaves_its_quotient(kind):
 
 @each_of_each_type
 def test_weights_of_each_type_are_the_optimizers(kind, dtype):
-    """Dividing by 16, which is exact, the weights are bitwise those of the optimizer alone."""
+    """After a division by 16, weights are bitwise those of the optimizer alone."""
     wrapped, alone = (Run(kind, parameters_of(dtype)) for _ in range(2))
     for step in range(3):
         wrapped.divided(gradients_of(step, dtype), 16.0)
@@ -269,7 +269,7 @@ def test_weights_of_each_type_are_the_optimizers(kind, dtype):
 @each_of_each_type
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_later_skip_changes_nothing(kind, dtype, bad):
-    """After applied updates a skip leaves weights, state and step counts as they are."""
+    """A skip after applied updates leaves weights, state and step counts unchanged."""
     run = Run(kind, parameters_of(dtype))
     for step in range(2):
         run.divided(gradients_of(step, dtype), 4.0)
@@ -282,7 +282,7 @@ def test_a_later_skip_changes_nothing(kind, dtype, bad):
 
 @each_of_each_type
 def test_a_first_skip_changes_nothing(kind, dtype):
-    """What the optimizer creates at its first call is at its initial values, and counts no step."""
+    """A skipped first step leaves weights unchanged and creates only zeros as state."""
     run = Run(kind, parameters_of(dtype))
     weights, state = run.weights(), run.state()
     run.skipped()
@@ -299,7 +299,7 @@ def test_a_first_skip_changes_nothing(kind, dtype):
 @pytest.mark.parametrize("divisor", [8.0, None])
 @pytest.mark.parametrize("num_skips", [1, 2])
 def test_a_run_goes_on_as_if_it_had_never_seen_skipped_steps(kind, divisor, num_skips):
-    """With the first steps skipped, and one later, it is bitwise the run without them."""
+    """A run with skipped steps ends bitwise like the run without them."""
     with_skips, without = Run(kind), Run(kind)
     for _ in range(num_skips):
         with_skips.skipped(divisor=divisor)
@@ -315,7 +315,7 @@ def test_a_run_goes_on_as_if_it_had_never_seen_skipped_steps(kind, divisor, num_
 @each
 @pytest.mark.parametrize("skip", [False, True])
 def test_no_attribute_is_left_for_a_later_plain_step(kind, skip):
-    """After a step the optimizer, called alone, neither divides nor skips."""
+    """A plain optimizer step after a wrapped one neither divides nor skips."""
     wrapped, alone = Run(kind), Run(kind)
     for run in (wrapped, alone):
         give(run.parameters, gradients_of(0))
@@ -330,7 +330,7 @@ def test_no_attribute_is_left_for_a_later_plain_step(kind, skip):
 
 @each
 def test_no_attribute_is_left_when_the_step_raises(kind):
-    """An error inside the optimizer is raised, and the next plain step is a plain one."""
+    """An error in the optimizer is raised, and the attributes for skipping are removed."""
     run = Run(kind)
 
     def refuse(*_):
@@ -350,7 +350,7 @@ def test_no_attribute_is_left_when_the_step_raises(kind):
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("kind", FOLDED.values(), ids=FOLDED)
 def test_folding_reads_nothing_on_the_host(kind, skip):
-    """At the first step and later the flag and the divisor stay on the device."""
+    """Fused optimizers read neither flag nor divisor on the host."""
     run = Run(kind)
     gradients, flags = gradients_of(0), flag(skip=skip)
     with HostReads() as host:
@@ -365,7 +365,7 @@ def test_folding_reads_nothing_on_the_host(kind, skip):
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("kind", IN_PLACE.values(), ids=IN_PLACE)
 def test_in_place_reads_flag_and_divisor_at_once(kind, skip, divisor):
-    """One read before the optimizer starts; what it reads itself is its own affair."""
+    """Other optimizers read flag and divisor in one host read before their step."""
     run, reads_before = Run(kind), []
     divisor = None if divisor is None else scalar(divisor)
     give(run.parameters, gradients_of(0))
@@ -378,7 +378,7 @@ def test_in_place_reads_flag_and_divisor_at_once(kind, skip, divisor):
 
 
 def test_dampening_reads_the_flag_until_the_first_applied_update():
-    """Fused SGD with dampening reads once a step while it skips, and nothing afterwards."""
+    """Fused SGD with dampening reads once per step until its first applied update."""
     run, reads = Run(DAMPENED["fused SGD dampening"]), []
     for skip in (True, True, False, True, False):
         give(run.parameters, gradients_of(0))
@@ -394,9 +394,9 @@ def test_dampening_reads_the_flag_until_the_first_applied_update():
     "settings", [{}, {"nesterov": True}, {"weight_decay": 0.1, "maximize": True}], ids=str
 )
 def test_a_momentum_may_begin_late(settings, skip_first):
-    """A parameter whose first gradient comes later starts its momentum then, in fused SGD too.
+    """A parameter whose first gradient comes late agrees with torch's unfused SGD.
 
-    torch's fused SGD alone fails on it; torch's SGD that is not fused says what is right.
+    The reference is unfused, because torch's fused SGD alone fails in this case.
     """
     run = Run(fused(SGD, lr=0.1, momentum=0.9, **settings))
     expected = Run(kind(SGD, lr=0.1, momentum=0.9, **settings))
@@ -415,7 +415,7 @@ def test_a_momentum_may_begin_late(settings, skip_first):
 
 @each
 def test_a_parameter_without_a_gradient_is_left_alone(kind):
-    """Its value and state stay while other parameters change, as in torch."""
+    """A parameter without a gradient keeps its value while other parameters change."""
     run = Run(kind)
     before = run.weights()
     gradients = gradients_of(0)
@@ -448,7 +448,7 @@ def grouped(cls, first, second, **settings):
     ids=["decay", "tensor", "momentum", "dampening", "Adagrad", "plain", "half Adam", "half SGD"],
 )
 def test_groups_keep_their_settings(build):
-    """Several groups, fused or not or half of them, divide and skip as one."""
+    """Several groups, even if only some are fused, are divided and skipped together."""
     run, alone = Run(build), Run(build)
     run.skipped()
     for step in range(3):
@@ -469,12 +469,12 @@ def test_groups_keep_their_settings(build):
     ids=[*ALL, "half fused", "subclass"],
 )
 def test_skips_on_device_tells_the_way(build, expected):
-    """Torch's four fused optimizers fold, also in a subclass that leaves their step alone."""
+    """``skips_on_device`` is True for torch's fused optimizers and their subclasses."""
     assert Run(build).skippable.skips_on_device is expected
 
 
 def test_a_scheduler_does_not_hide_the_step():
-    """Schedulers replace ``step`` on the instance; the optimizer folds all the same."""
+    """An optimizer whose ``step`` a scheduler has replaced still skips on the device."""
     run = Run(FOLDED["fused AdamW"])
     torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
 
@@ -486,9 +486,10 @@ def test_a_scheduler_does_not_hide_the_step():
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}], ids=str)
 def test_a_fused_sgd_that_does_not_update_is_refused(dtype, settings):
-    """On CPU torch's fused SGD skips whole vectors of half precision in silence.
+    """Fused SGD with half-precision weights on CPU raises an error.
 
-    See pytorch#191763. Not fused it trains, and with float32 weights it trains fused.
+    That optimizer would skip whole vectors silently, see pytorch#191763. Unfused SGD trains these
+    weights, and fused SGD trains float32 weights.
     """
     with pytest.raises(ValueError, match="got fused SGD with half-precision weights on CPU"):
         Run(fused(SGD, lr=0.1, **settings), parameters_of(dtype))
@@ -501,7 +502,7 @@ def test_a_fused_sgd_that_does_not_update_is_refused(dtype, settings):
 
 
 def test_lbfgs_is_refused():
-    """An optimizer that evaluates the loss again cannot work from one backward pass."""
+    """LBFGS raises an error, because it evaluates the loss more than once."""
     with pytest.raises(TypeError, match=r"`optimizer` must update from the gradients .* got LBFGS"):
         SkippableOptimizer(torch.optim.LBFGS(parameters_of()))
 
@@ -509,7 +510,7 @@ def test_lbfgs_is_refused():
 @pytest.mark.parametrize("build", [FOLDED["fused AdamW"], FOLDED["fused SGD momentum"]])
 @pytest.mark.cuda
 def test_folding_waits_for_no_device(build):
-    """At the first step and later, applied or skipped, nothing synchronises."""
+    """No step of a fused optimizer synchronizes with the device."""
     run = Run(build, [nn.Parameter(parameter.detach().cuda()) for parameter in parameters_of()])
     gradients = [gradient.cuda() for gradient in gradients_of(0)]
     divisor, flags = scalar(4.0).cuda(), [flag(skip=skip).cuda() for skip in (True, False, True)]
@@ -534,7 +535,7 @@ def test_folding_waits_for_no_device(build):
     ids=str,
 )
 def test_learning_rates_are_those_of_all_groups(rates):
-    """Floats, ints and tensors become one float32 vector, without a read."""
+    """Floats, ints and tensors become one float32 vector without a host read."""
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
     optimizer = SGD(groups, lr=0.1)
     with HostReads() as host:
@@ -545,7 +546,7 @@ def test_learning_rates_are_those_of_all_groups(rates):
 
 
 def test_learning_rates_are_a_copy():
-    """A schedule that changes a rate in place does not change what was reported."""
+    """Changing a rate in place does not change the rates that were reported."""
     rate = torch.tensor(0.1)
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=rate)
     found = learning_rates(optimizer, CPU)
@@ -555,7 +556,7 @@ def test_learning_rates_are_a_copy():
 
 
 def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
-    """A state of a plain optimizer makes a fused one plain, which torch keeps in its groups."""
+    """A fused optimizer that loads the state of an unfused one trains like it."""
     plain = torch.nn.Parameter(torch.ones(3))
     fused = torch.nn.Parameter(torch.ones(3))
     optimizers = [AdamW([plain], lr=0.1, fused=False), AdamW([fused], lr=0.1, fused=True)]
@@ -573,7 +574,7 @@ def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
 
 
 def test_a_group_without_a_rate_has_none():
-    """Adafactor of transformers makes its own rates, and leaves the group's at None."""
+    """The reported rate is NaN if a group's rate is None or missing."""
     optimizer = OwnRates([nn.Parameter(torch.ones(2))])
 
     rates = learning_rates(optimizer, CPU)
@@ -584,7 +585,7 @@ def test_a_group_without_a_rate_has_none():
 
 
 def test_an_optimizer_that_makes_its_own_rates_trains_as_it_does_alone():
-    """The step asks for no rate that is not there."""
+    """An optimizer without a group rate trains in the cell as it does alone."""
     [(inputs, labels)] = labelled_batches(1)
     networks = [Classifier(), Classifier()]
     networks[1].load_state_dict(networks[0].state_dict())

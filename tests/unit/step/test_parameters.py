@@ -1,4 +1,4 @@
-"""Which parameters an update concerns: of optimizer and network, trainable, with a gradient."""
+"""The parameters of an update: in optimizer and network, trainable, with a gradient."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ from mfwrap.tensors.norms import sums_by_group
 
 
 class Tied(nn.Module):
-    """A language model in small: the output projection is the embedding."""
+    """A small language model whose output projection is the embedding."""
 
     def __init__(self, *, sparse=False):
         super().__init__()
@@ -40,13 +40,13 @@ IDS = torch.tensor([[0, 1], [2, 3]])
 
 
 def trained(network, parameters=None, groups=None):
-    """Return the trained parameters of a network and of an optimizer of them."""
+    """Return the trained parameters of a network, and their optimizer."""
     optimizer = SGD(network.parameters() if parameters is None else parameters, lr=0.1)
     return TrainedParameters(network_parameters(network), optimizer, groups), optimizer
 
 
 def test_parameters_have_the_networks_order():
-    """Whatever the optimizer's order and groups, names and gradients are in the network's."""
+    """Names and gradients follow the network's order, whatever the optimizer's order is."""
     network = Tied()
     backwards = [network.body.bias, network.body.weight, network.head.weight]
     ours, _ = trained(network, [{"params": [parameter]} for parameter in backwards])
@@ -59,7 +59,7 @@ def test_parameters_have_the_networks_order():
 
 
 def test_a_tied_weight_counts_once():
-    """It has one name, its first, one gradient and one size."""
+    """A tied weight has one size, and one name: the first."""
     ours, _ = trained(Tied())
 
     assert ours.groups().names == NAMES
@@ -67,7 +67,7 @@ def test_a_tied_weight_counts_once():
 
 
 def test_a_module_that_is_used_twice_counts_once():
-    """Shared modules share their parameters."""
+    """The parameters of a module that is used twice are listed once."""
     layer = nn.Linear(2, 2)
     ours, _ = trained(nn.Sequential(layer, nn.Tanh(), layer))
 
@@ -75,7 +75,7 @@ def test_a_module_that_is_used_twice_counts_once():
 
 
 def test_an_unused_parameter_has_no_gradient():
-    """Its gradient is None, and its name is missing among the named gradients."""
+    """An unused parameter has the gradient None and is left out of the named gradients."""
     network = Tied()
     ours, _ = trained(network)
     network.embedding(IDS).sum().backward()
@@ -85,7 +85,7 @@ def test_an_unused_parameter_has_no_gradient():
 
 
 def test_a_frozen_parameter_is_in_no_group():
-    """It keeps its place among the gradients, where it has none."""
+    """A frozen parameter is in no group and has None among the gradients."""
     network = Tied()
     network.body.weight.requires_grad_(requires_grad=False)
     ours, _ = trained(network)
@@ -122,14 +122,14 @@ def test_a_pattern_whose_parameters_are_frozen_later_drops_out():
 
 
 def test_groups_are_built_again_only_when_they_change():
-    """Step after step the same object is used, with its indices on the device."""
+    """Unchanged groups are returned as the same object."""
     ours, _ = trained(Tied())
 
     assert ours.groups() is ours.groups()
 
 
 def test_a_trainable_parameter_in_no_optimizer_is_named_in_one_warning():
-    """It is forgotten more often than left out on purpose."""
+    """One warning names all trainable parameters that are in no optimizer."""
     network = Tied()
     message = r"trainable parameters in no optimizer .* \['body.weight', 'body.bias'\]$"
     with pytest.warns(UserWarning, match=message) as seen:
@@ -140,7 +140,7 @@ def test_a_trainable_parameter_in_no_optimizer_is_named_in_one_warning():
 
 
 def test_a_frozen_parameter_in_no_optimizer_is_no_reason_to_warn():
-    """Leaving frozen weights out of the optimizer is what everybody does."""
+    """A frozen parameter that is in no optimizer does not cause a warning."""
     network = Tied()
     network.body.requires_grad_(requires_grad=False)
     ours, _ = trained(network, [network.head.weight])
@@ -149,7 +149,7 @@ def test_a_frozen_parameter_in_no_optimizer_is_no_reason_to_warn():
 
 
 def test_parameters_outside_of_the_network_are_counted_in_a_warning_and_not_updated():
-    """Their gradients, which no norm has seen, are taken away before the optimizer runs."""
+    """A warning counts parameters outside the network, whose gradients are set to None."""
     network, other = Tied(), nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="2 parameters of the optimizer are not in the network"):
         ours, _ = trained(network, [*network.parameters(), *other.parameters()])
@@ -162,7 +162,7 @@ def test_parameters_outside_of_the_network_are_counted_in_a_warning_and_not_upda
 
 @pytest.mark.parametrize("held", [slice(0, 1), slice(0, 2)], ids=["missing", "outside"])
 def test_warnings_point_at_the_line_that_built_the_cell(held):
-    """Who reads the warning finds what to change."""
+    """Warnings name the file that built the cell."""
     network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
     outside = [nn.Parameter(torch.ones(1))] if held.stop == 2 else []
     optimizer = SGD([*list(network.parameters())[held], *outside], lr=0.1)
@@ -187,26 +187,26 @@ def test_all_gradients_are_released():
 
 
 def test_an_optimizer_of_another_network_is_refused():
-    """A network that was copied or rebuilt after its optimizer would never learn."""
+    """An optimizer without any parameter of the network raises an error."""
     with pytest.raises(ValueError, match="`optimizer` must hold parameters of the network, got 3 "):
         trained(Tied(), Tied().parameters())
 
 
 def test_an_optimizer_of_frozen_parameters_is_refused():
-    """There is nothing to train."""
+    """An optimizer that holds only frozen parameters raises an error."""
     with pytest.raises(ValueError, match="trainable parameters"):
         trained(Tied().requires_grad_(requires_grad=False))
 
 
 def test_a_pattern_that_finds_nothing_is_refused_at_construction():
-    """Groups are looked up when the cell is built, not at the first step."""
+    """A pattern without a matching parameter raises an error at construction."""
     with pytest.raises(ValueError, match=r"got none for \['decoder'\]"):
         trained(Tied(), groups=["body", "decoder"])
 
 
 @pytest.mark.parametrize("change", ["added", "replaced", "removed"])
 def test_parameters_that_change_later_are_refused(change):
-    """Groups of the optimizer are not what the cell was built for; nothing is guessed."""
+    """A change of the optimizer's parameters after construction raises an error."""
     network = Tied()
     ours, optimizer = trained(network)
     network(IDS).sum().backward()
@@ -223,7 +223,7 @@ def test_parameters_that_change_later_are_refused(change):
 
 
 def test_a_step_without_gradients_is_refused():
-    """A loss that depends on no parameter of the optimizer is a mistake."""
+    """A step raises an error if no parameter of the optimizer has a gradient."""
     ours, _ = trained(Tied())
 
     with pytest.raises(RuntimeError, match="no parameter of the optimizer has a gradient"):
@@ -231,7 +231,7 @@ def test_a_step_without_gradients_is_refused():
 
 
 def test_a_sparse_gradient_is_refused_by_name():
-    """The message names the parameter and the way out."""
+    """The error names the parameter and suggests ``sparse=False``."""
     network = Tied(sparse=True)
     ours, _ = trained(network)
     network.embedding(IDS).sum().backward()
@@ -241,7 +241,7 @@ def test_a_sparse_gradient_is_refused_by_name():
 
 
 def test_names_are_those_without_torch_compile():
-    """A compiled network, or a compiled part of a network, keeps the names."""
+    """Names have no prefix if the network, or a part of it, is compiled."""
     network = Tied()
     network.body = torch.compile(network.body, backend="eager")
 
@@ -261,7 +261,7 @@ def one_rank(folder):
 
 
 def test_a_gradient_that_is_placed_otherwise_than_its_parameter_is_refused_by_name(tmp_path):
-    """A norm of partial sums is no norm; nothing is computed wrongly in silence."""
+    """A gradient of partial sums for a sharded parameter raises an error that names it."""
     network = Tied()
     with one_rank(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
@@ -277,20 +277,20 @@ def test_a_gradient_that_is_placed_otherwise_than_its_parameter_is_refused_by_na
 
 
 def test_the_training_device_is_the_first_parameters():
-    """Flags, norms and scale live where the weights are."""
+    """The training device is the device of the weights."""
     assert trained(Tied())[0].device == torch.device("cpu")
     assert trained(Tied().to("meta"))[0].device == torch.device("meta")
 
 
 @pytest.mark.parametrize("network", [None, "Llama", nn.Linear, math.sqrt], ids=str)
 def test_what_is_no_network_is_refused(network):
-    """A class or a function has no parameters."""
+    """A value that is not a module, such as a class or a function, raises a TypeError."""
     with pytest.raises(TypeError, match=r"`network` must be a torch.nn.Module, got"):
         checked_network(network)
 
 
 def test_a_network_is_returned_as_it_is():
-    """A module, wrapped or not, passes."""
+    """A module is returned unchanged."""
     network = Tied()
 
     assert checked_network(network) is network
@@ -298,6 +298,6 @@ def test_a_network_is_returned_as_it_is():
 
 @pytest.mark.parametrize("optimizer", [None, "SGD", SGD, nn.Linear(1, 1), 0.1], ids=repr)
 def test_what_is_no_optimizer_is_refused(optimizer):
-    """The class itself and a module are not optimizers."""
+    """A value that is not an optimizer, such as the class itself, raises a TypeError."""
     with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got"):
         checked_optimizer(optimizer)

@@ -1,4 +1,4 @@
-"""Ranks with different gradients agree on one sum of squares; other ranks need not."""
+"""The agreement of ranks on the sum of squares if their gradients differ."""
 
 import math
 
@@ -14,7 +14,7 @@ from support.ranks.collectives import agreed_mean
 
 @pytest.fixture
 def four_ranks():
-    """Be the first of four ranks, whose messages go nowhere."""
+    """Run as the first of four ranks in a process group that sends nothing."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     distributed.destroy_process_group()
@@ -26,7 +26,7 @@ def parts_of(network: nn.Module) -> list[DistributedDataParallel]:
 
 
 def agreement(network: nn.Module) -> RankAgreement | None:
-    """Return the agreement that the ranks of a network need."""
+    """Return the agreement that a network's ranks need."""
     return agreement_of(parts_of(network), list(network.parameters()))
 
 
@@ -37,13 +37,13 @@ def test_one_process_needs_no_agreement():
 
 @pytest.mark.usefixtures("four_ranks")
 def test_reduced_gradients_need_no_agreement():
-    """Reduced gradients are bitwise equal on all ranks, so all ranks decide the same."""
+    """Ranks with reduced gradients, which are bitwise equal, need no agreement."""
     assert agreement(DistributedDataParallel(nn.Linear(2, 2))) is None
 
 
 @pytest.mark.usefixtures("four_ranks")
 def test_a_parameter_outside_of_the_part_needs_agreement():
-    """Gradients outside DistributedDataParallel differ between ranks, so ranks must agree."""
+    """A trainable parameter outside DistributedDataParallel needs agreement."""
     network = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2))
 
     assert isinstance(agreement(network), RankAgreement)
@@ -59,7 +59,7 @@ def test_a_frozen_parameter_outside_of_the_part_needs_none():
 
 @pytest.mark.usefixtures("four_ranks")
 def test_an_ignored_parameter_needs_agreement():
-    """DistributedDataParallel does not reduce the gradients of parameters that it ignores."""
+    """A parameter that DistributedDataParallel ignores needs agreement."""
     network = nn.Linear(2, 2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["bias"])
 
@@ -72,6 +72,6 @@ def test_an_ignored_parameter_needs_agreement():
     ids=["different", "equal", "large", "overflow on one rank"],
 )
 def test_ranks_agree_on_the_mean(two_ranks, squares, expected):
-    """Equal numbers keep their bits, large ones do not overflow, an overflow reaches all ranks."""
+    """Equal sums keep their bits, large sums do not overflow, and inf reaches all ranks."""
     for mean in two_ranks.run(agreed_mean, squares):
         assert torch.equal(mean, torch.tensor(expected))

@@ -1,4 +1,4 @@
-"""Ranks that share a batch train as one process with torch alone does."""
+"""Ranks that share a batch train like one process with plain torch."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from support.ranks.pool import RankPool
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
-    """Return what as many ranks as asked for have trained, all cases at once."""
+    """Return the results of the given number of ranks, for all cases at once."""
     num_ranks = request.param
     if num_ranks == 2:
         return request.getfixturevalue("two_ranks").run(train_on_rank)
@@ -41,7 +41,7 @@ with_case = pytest.mark.parametrize("name", CASES)
 
 
 def mean_loss(name, results):
-    """Return the loss over all ranks from what each reports, one a step."""
+    """Return the loss of each step over all ranks, from the losses that they report."""
     losses = torch.stack([rank[name]["losses"] for rank in results])
     if not CASES[name].per_token:
         return losses.mean(dim=0)
@@ -54,19 +54,19 @@ def mean_loss(name, results):
             for step in range(NUM_STEPS)
         ]
     ).T
-    # A rank without targets reports nan, and has no part in the sum.
+    # A rank without targets reports NaN and adds nothing to the sum.
     return (losses.nan_to_num() * counts).sum(dim=0) / counts.sum(dim=0)
 
 
 @on_ranks
 @with_case
 def test_ranks_train_as_one_process(trained, name):
-    """Losses, norms, weights and averages are plain torch's, for every accumulation and precision.
+    """Losses, norms, weights and averages agree with plain torch in one process.
 
-    The same products are added up in another order, and float32 rounds each sum by 6e-8 of it: a
-    hundred sums of that give 1e-5 at worst (seen: 2e-7), and 1e-6 in weights that four updates of
-    at most 0.1 have moved. In bfloat16 the products of each micro-batch are the same bits, too:
-    only what comes after them, in float32, is added up differently.
+    The products are added up in another order, and float32 rounds each sum by a factor of 6e-8. A
+    hundred such sums give 1e-5 at worst (seen: 2e-7), or 1e-6 in weights after four updates of at
+    most 0.1. In bfloat16 the products of each micro-batch are bitwise the same, and only the later
+    sums in float32 differ.
     """
     expected = train_alone(CASES[name], len(trained))
 
@@ -82,9 +82,10 @@ def test_ranks_train_as_one_process(trained, name):
 @on_ranks
 @with_case
 def test_local_norms_are_those_of_each_ranks_own_loss(trained, name):
-    """Each rank's micro-batches in one process, in float64: before any reduction or clipping.
+    """Local norms agree with the float64 norms of each rank's own micro-batches.
 
-    In float32 to the rounding of sums; in bfloat16 every product is rounded by 2**-9.
+    The norms are taken before any reduction or clipping. The tolerance is the rounding of sums in
+    float32, and the rounding of each product by 2**-9 in bfloat16.
     """
     case = CASES[name]
     tolerance = 1e-5 if case.precision == "float32" else 2**-6
@@ -100,7 +101,7 @@ def test_local_norms_are_those_of_each_ranks_own_loss(trained, name):
 @on_ranks
 @with_case
 def test_all_ranks_hold_the_same(trained, name):
-    """To the bit, with no message that says so: what is reduced is the same everywhere."""
+    """All ranks have bitwise the same weights, averages and norms."""
     first, *others = (rank[name] for rank in trained)
     for other in others:
         assert torch.equal(first["norms"], other["norms"])

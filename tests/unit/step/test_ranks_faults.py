@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank: all ranks skip, or none does, and they stay together."""
+"""A fault on one rank makes all ranks skip, and the ranks stay equal."""
 
 import math
 
@@ -11,7 +11,7 @@ from support.training_state import assert_same_state, assert_unchanged
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)
 def met(request, two_ranks):
-    """Return what both ranks have met in all cases with one optimizer."""
+    """Return the records of both ranks for all cases with one optimizer."""
     return two_ranks.run(meet, request.param)
 
 
@@ -32,7 +32,7 @@ def test_all_ranks_decide_the_same(met, name):
 
 @with_case
 def test_a_skipped_update_changes_nothing(met, name):
-    """Not a bit of weights, optimizer, step counts, schedule or average; the others change all."""
+    """A skipped update changes no training state, and an applied update changes all weights."""
     case = CASES[name]
     for rank in met:
         for step in range(NUM_STEPS):
@@ -55,7 +55,7 @@ def test_ranks_stay_together(met, name):
 
 @with_case
 def test_local_norms_tell_whose_gradients_they_were(met, name):
-    """After an overflow, only faulty ranks have a local norm that is not finite."""
+    """Only ranks with a fault have a non-finite local norm after an overflow."""
     case = CASES[name]
     for is_bad, rank in zip(case.bad_ranks, met, strict=True):
         assert rank[name]["norms"][case.step].isfinite().item() is not case.overflows
@@ -69,13 +69,16 @@ def test_a_rank_without_targets_adds_nothing(met):
     first, second = (rank[name] for rank in met)
 
     assert second["local_norms"][step].eq(0).all()
-    # The mean over both ranks' targets, which are the first one's alone.
+    # The mean is over both ranks' targets, and only the first rank has targets.
     own_norm = first["local_norms"][step].square().sum().sqrt()
     torch.testing.assert_close(first["norms"][step], own_norm, rtol=1e-5, atol=0)
 
 
 def test_the_recorded_steps(two_ranks):
-    """Steps match those recorded with MindSpore 2.10 on two ranks; its local norm is a square."""
+    """Steps agree with those recorded with MindSpore 2.10 on two ranks.
+
+    MindSpore's local norm is the square of the norm, so squares are compared.
+    """
     first, second = two_ranks.run(train_fixture)
 
     assert [first["losses"][0], second["losses"][0]] == [5.0, 11.0]

@@ -1,4 +1,4 @@
-"""Local norms are those of each rank's own gradients, however these are reduced."""
+"""Local norms are those of each rank's own gradients, for every kind of reduction."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ STEPS_OF_5 = torch.tensor([5.0, 10.0])
 
 
 def own_norms(results, rank):
-    """Return local norms from torch alone in float64, with the weights that a rank had."""
+    """Return the local norms in float64 from plain torch, with the weights of a rank."""
     norms = []
     for step, weights in enumerate(results["before"]):
         network = Classifier().double()
@@ -65,7 +65,7 @@ def test_unused_parameters_count_zero(two_ranks):
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_communication_hook_comes_after_them(two_ranks, name):
-    """It trains as it does by itself, to the bit, and local norms are of what it is given."""
+    """Local norms precede a communication hook, which trains bitwise as it does alone."""
     results = two_ranks.run(train_with_hook, name)
 
     assert_own_norms([result["ours"] for result in results])
@@ -76,14 +76,15 @@ def test_a_communication_hook_comes_after_them(two_ranks, name):
 
 
 def test_of_several_parts_and_of_none(two_ranks):
-    """What each rank has for itself is its own before and after; its square counts by the mean."""
+    """Local norms are each rank's own, also for parameters that are not reduced."""
     results = two_ranks.run(train_partly_distributed)
 
     for rank, result in enumerate(results):
         own = STEPS_OF_5[rank] * torch.tensor([1.0, 1.0, 2.0])
         torch.testing.assert_close(result["local_norms"][0], own)
         torch.testing.assert_close(result["local_norms"][2], own)
-        # Reduced: the mean of (5, 10), and twice that; the rest: the mean of both squares.
+        # The reduced gradients are the mean of 5 and 10, and twice that mean. The unreduced one
+        # counts with the mean of both ranks' squares.
         expected = (7.5**2 + 15**2 + (5**2 + 10**2) / 2) ** 0.5
         torch.testing.assert_close(result["global_norms"][0].item(), expected, rtol=1e-6, atol=0)
     first, second = results
@@ -127,9 +128,9 @@ def test_in_an_accelerate_loop(two_ranks, name, hook):
 
 
 def test_the_last_reduction_counts(two_ranks):
-    """What an earlier one has left in the gradients is in it, as the mean that it is.
+    """Local norms include gradients that an earlier backward has already reduced.
 
-    5 and 10 are reduced to 7.5; then 50 and 100 are added.
+    The first backward reduces 5 and 10 to 7.5, and the second adds 50 or 100.
     """
     results = two_ranks.run(train_by_hand_without_no_sync)
 

@@ -1,4 +1,4 @@
-"""A step is restored as a whole or not at all."""
+"""All objects of a step are restored, or none is."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What one read of the gradients tells: against float64, with and without a normalizer."""
+"""What `measure` returns, compared with float64, with and without a normalizer."""
 
 import math
 
@@ -19,19 +19,19 @@ SCALES = st.sampled_from([1.0, 3.0, 2.0**16])
 
 
 def groups_of(gradients, groups=None):
-    """Return the groups of gradients that are called a, b, c, ..."""
+    """Return the groups of gradients with the names a, b, c, ..."""
     sizes = {chr(ord("a") + i): 0 if g is None else g.numel() for i, g in enumerate(gradients)}
     return group_parameters(sizes, groups, CPU)
 
 
 def measured(gradients, scale=1.0, groups=None, **settings):
-    """Return what a read tells of gradients."""
+    """Return what `measure` returns for gradients."""
     return measure(gradients, groups_of(gradients, groups), torch.tensor(scale), **settings)
 
 
 @given(st.lists(st.lists(FINITE, min_size=1, max_size=5), min_size=1, max_size=4), SCALES)
 def test_norms_are_those_of_the_unscaled_gradients(rows, scale):
-    """In all and by group, as float64 has them; nothing overflows."""
+    """Global and local norms agree with float64, and finite gradients do not overflow."""
     gradients = [torch.tensor(row) * scale for row in rows]
     exact = [torch.tensor(row, dtype=torch.float64) for row in rows]
 
@@ -51,7 +51,7 @@ def test_norms_are_those_of_the_unscaled_gradients(rows, scale):
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", [0, 1])
 def test_one_element_that_is_not_finite_is_an_overflow(place, value):
-    """Wherever it is; the norm of the other group stays readable."""
+    """One non-finite element is an overflow, and the other group's norm stays finite."""
     gradients = [torch.ones(3), torch.ones(4)]
     gradients[place][1] = value
 
@@ -64,12 +64,12 @@ def test_one_element_that_is_not_finite_is_an_overflow(place, value):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, NAN])
 def test_a_scale_that_is_none_is_an_overflow(scale):
-    """It may have been set without anyone reading it."""
+    """A scale that is zero, negative or NaN is reported as an overflow."""
     assert measured([torch.ones(3)], scale).overflow
 
 
 def test_an_absent_gradient_is_a_gradient_of_zeros():
-    """It has a norm of its own, 0."""
+    """A missing gradient has the local norm 0."""
     result = measured([None, torch.tensor([3.0, 4.0])])
 
     assert result.global_norm == 5
@@ -77,7 +77,7 @@ def test_an_absent_gradient_is_a_gradient_of_zeros():
 
 
 def test_no_gradient_at_all_is_no_overflow():
-    """There is nothing that could be not finite."""
+    """A step without any gradient has the norm 0 and no overflow."""
     result = measured([None, None], 8.0)
 
     assert not result.overflow
@@ -85,7 +85,7 @@ def test_no_gradient_at_all_is_no_overflow():
 
 
 def test_local_norms_are_those_of_the_groups():
-    """Several gradients of a group have one norm."""
+    """All gradients in a group share one norm."""
     gradients = [torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([4.0])]
 
     result = measured(gradients, groups=["a|c", "b"])
@@ -94,7 +94,7 @@ def test_local_norms_are_those_of_the_groups():
 
 
 def test_the_divisor_is_a_copy_of_the_scale():
-    """The scale changes before the optimizer divides by what it was."""
+    """A later change of the scale does not change the divisor."""
     scale = torch.tensor(8.0)
     gradients = [torch.ones(2)]
 
@@ -105,7 +105,7 @@ def test_the_divisor_is_a_copy_of_the_scale():
 
 
 def test_a_normalizer_divides_beside_the_scale():
-    """The reduced one for what is updated, this rank's own for local norms."""
+    """The reduced normalizer divides the update, and the local one the local norms."""
     normalizer = Normalizer(reduced=torch.tensor(5.0), local=torch.tensor(2.0))
 
     result = measured([torch.tensor([30.0, 40.0])], 10.0, normalizer=normalizer)
@@ -117,7 +117,7 @@ def test_a_normalizer_divides_beside_the_scale():
 
 
 def test_without_targets_the_norms_are_zero():
-    """Gradients of zero are divided by 1, not by 0."""
+    """Norms are 0 without overflow if the batch has no targets."""
     nothing = torch.zeros(())
 
     result = measured([torch.zeros(2)], 8.0, normalizer=Normalizer(nothing, nothing))
@@ -128,7 +128,7 @@ def test_without_targets_the_norms_are_zero():
 
 
 def test_measuring_reads_nothing_on_the_host():
-    """All of it stays on the device."""
+    """Measuring does not synchronize with the device."""
     gradients = [torch.ones(2), None]
     groups, scale = groups_of(gradients), torch.ones(())
     normalizer = Normalizer(torch.ones(()), torch.ones(()))
@@ -141,14 +141,14 @@ def test_measuring_reads_nothing_on_the_host():
 
 @pytest.mark.parametrize("reduced", [NAN, INF, -INF, -3.0, 1e-45])
 def test_a_denominator_that_is_none_is_an_overflow(reduced):
-    """Finite gradients divided by it are not finite, or of the wrong sign, or no gradients."""
+    """A denominator that is negative, non-finite or too small is an overflow."""
     denominator = torch.tensor(reduced)
 
     assert measured([torch.ones(3)], 2.0, normalizer=Normalizer(denominator, denominator)).overflow
 
 
 def test_a_divisor_beyond_float32_is_an_overflow():
-    """A scale and a denominator that are fine each, and not together."""
+    """A product of scale and denominator above float32's range is an overflow."""
     denominator = torch.tensor(4096.0)
     normalizer = Normalizer(denominator, denominator)
 

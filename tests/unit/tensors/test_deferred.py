@@ -1,4 +1,4 @@
-"""Values on their way from the device to the host: their order, their copies, errors."""
+"""Values that are copied from the device to the host: order, copies and errors."""
 
 import copy
 
@@ -33,7 +33,7 @@ def test_values_arrive_in_order(vectors):
 
 
 def test_nothing_arrives_before_a_flush():
-    """Submitting hands nothing on; a flush hands on everything, once."""
+    """Receivers are called by a flush, once for each submission."""
     reads, arrived = DeferredReads(CPU), []
     reads.submit(torch.ones(2), arrived.append)
     assert (len(reads), arrived) == (1, [])
@@ -44,7 +44,7 @@ def test_nothing_arrives_before_a_flush():
 
 
 def test_values_are_those_of_the_submission():
-    """What happens to the tensor later does not change what arrives."""
+    """A later change of the tensor does not change the values that arrive."""
     reads, arrived = DeferredReads(CPU), []
     values = torch.tensor([1.0, 2.0])
     reads.submit(values, arrived.append)
@@ -55,7 +55,7 @@ def test_values_are_those_of_the_submission():
 
 
 def test_pending_values_share_no_memory():
-    """Vectors of the same size that wait at the same time do not overwrite each other."""
+    """Pending vectors of the same size do not overwrite each other."""
     reads, arrived = DeferredReads(CPU), []
     reads.reserve(1)
     for value in (1.0, 2.0, 3.0):
@@ -66,7 +66,7 @@ def test_pending_values_share_no_memory():
 
 
 def test_a_later_step_does_not_change_what_has_arrived():
-    """Host memory is used again; what a receiver keeps is its own."""
+    """A later submission does not change values that have arrived."""
     reads, arrived = DeferredReads(CPU), []
     for value in (1.0, 2.0):
         reads.submit(torch.tensor([value]), arrived.append)
@@ -76,7 +76,7 @@ def test_a_later_step_does_not_change_what_has_arrived():
 
 
 def test_host_memory_is_used_again():
-    """A thousand steps take as much of it as the first one reserved."""
+    """A thousand steps use only the host memory that was reserved at first."""
     reads = DeferredReads(CPU)
     reads.reserve(3)
     for _ in range(1000):
@@ -87,7 +87,7 @@ def test_host_memory_is_used_again():
 
 
 def test_an_error_of_a_receiver_is_raised_and_leaves_the_rest_pending():
-    """The value that was handed on is gone; those behind it arrive at the next flush."""
+    """A receiver's error is raised, and later values arrive at the next flush."""
     reads, arrived = DeferredReads(CPU), []
 
     def refuse(values):
@@ -105,7 +105,7 @@ def test_an_error_of_a_receiver_is_raised_and_leaves_the_rest_pending():
 
 
 def test_a_receiver_may_submit():
-    """What a receiver submits arrives in the same flush, behind what was there."""
+    """Values that a receiver submits arrive last in the same flush."""
     reads, arrived = DeferredReads(CPU), []
     reads.submit(torch.tensor([1.0]), lambda _: reads.submit(torch.tensor([3.0]), arrived.append))
     reads.submit(torch.tensor([2.0]), arrived.append)
@@ -115,7 +115,7 @@ def test_a_receiver_may_submit():
 
 
 def test_discarded_values_never_arrive():
-    """After a discard nothing is pending, and the queue works as before."""
+    """Discarded values never arrive, and later submissions work as before."""
     reads, arrived = DeferredReads(CPU), []
     reads.submit(torch.tensor([1.0]), arrived.append)
     reads.discard()
@@ -128,7 +128,7 @@ def test_discarded_values_never_arrive():
 
 @pytest.mark.cuda
 def test_submitting_waits_for_no_device():
-    """Only the flush synchronises, and the values are those of the submission."""
+    """A submission does not synchronize with the device."""
     device = torch.device("cuda")
     reads, arrived = DeferredReads(device), []
     reads.reserve(2)
@@ -148,7 +148,7 @@ def test_submitting_waits_for_no_device():
 
 
 def test_a_copy_learns_of_its_own_skips():
-    """A deep copy of a cell reads its own values, those that were pending too."""
+    """A deep copy of a cell counts its own skips, including those that were pending."""
     torch.manual_seed(0)
     network = Classifier()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -165,7 +165,7 @@ def test_a_copy_learns_of_its_own_skips():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_default_dtype_is_no_concern(dtype):
-    """A program that has set another one gets the numbers of a program that has not."""
+    """The default dtype does not change the cell's outputs."""
     outputs = []
     for default in (torch.float32, dtype):
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_default_dtype_is_no_concern(dtype):
 
 
 def test_a_default_device_is_no_concern():
-    """A program that has set another one may build and run a cell, with all of its state."""
+    """A cell is built, run and restored under a different default device."""
     network = Classifier()
     batches = labelled_batches(2)
     optimizer = torch.optim.AdamW(network.parameters())
@@ -216,7 +216,7 @@ def test_a_default_device_is_no_concern():
 
 
 def test_the_device_of_the_first_vector_is_used_unless_one_is_given():
-    """Without a device, `submit` works, and `reserve` asks for the device."""
+    """`submit` uses the vector's device, and `reserve` before it raises an error."""
     reads, arrived = DeferredReads(), []
     with pytest.raises(RuntimeError, match="`reserve` needs the device"):
         reads.reserve(2)

@@ -58,7 +58,7 @@ def test_by_default_each_parameter_is_a_group():
     ],
 )
 def test_layer_is_the_name_up_to_its_first_number(name, layer):
-    """Outside of numbered layers it is the module that owns the parameter."""
+    """A layer is the name up to its first number, or else the parameter's module."""
     assert group_parameters({name: 1}, "layer", CPU).names == (layer,)
 
 
@@ -89,7 +89,7 @@ def test_layers_gather_their_parameters_in_order():
 
 
 def test_a_pattern_finds_what_no_earlier_one_found():
-    """Patterns are searched in their order; a parameter belongs to the first, or to none."""
+    """A parameter belongs to the first pattern that matches it, or to no group."""
     groups = group_parameters(SIZES, [r"layers\.0", "weight$"], CPU)
 
     assert groups.names == (r"layers\.0", "weight$")
@@ -98,7 +98,7 @@ def test_a_pattern_finds_what_no_earlier_one_found():
 
 
 def test_a_callable_names_groups_or_leaves_out():
-    """Groups appear in the order of their first parameter; None leaves one out."""
+    """A callable's groups follow their first parameter, and None leaves a parameter out."""
     found = re.compile(r"self_attn|mlp")
 
     def kind(name):
@@ -112,7 +112,7 @@ def test_a_callable_names_groups_or_leaves_out():
 
 @pytest.mark.parametrize("how", [None, "layer", ["weight"], lambda name: name])
 def test_what_is_left_out_is_in_no_group(how):
-    """A frozen parameter has no norm, however parameters are grouped."""
+    """A parameter that is left out is in no group, for every kind of grouping."""
     groups = group_parameters(SIZES, how, CPU, left_out=["lm_head.weight"])
 
     found = [name for names in members(groups).values() for name in names]
@@ -132,7 +132,7 @@ def test_what_is_left_out_is_in_no_group(how):
     ids=["unfound", "left out", "none", "all left out", "no name"],
 )
 def test_groups_that_do_not_fit_are_refused(how, left_out, error, message):
-    """Every pattern must find a parameter, and some parameter must be in a group."""
+    """A pattern without a parameter, or a grouping without a group, raises an error."""
     with pytest.raises(error, match=message):
         group_parameters(SIZES, how, CPU, left_out=left_out)
 

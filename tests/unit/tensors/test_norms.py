@@ -1,4 +1,4 @@
-"""Norms of tensors and their squares against float64."""
+"""Norms and sums of squares of tensors, compared with float64."""
 
 import math
 from itertools import permutations
@@ -38,7 +38,7 @@ def exact(gradients):
 
 
 def assert_close_to_exact(gradients):
-    """Compare with float64 at 1e-5: a float32 sum of a few thousand terms keeps about 1e-6."""
+    """Compare with float64 at 1e-5; a float32 sum of thousands of terms keeps about 1e-6."""
     squares = sum_of_squares(gradients, CPU)
 
     assert (squares.shape, squares.dtype) == ((len(gradients),), torch.float32)
@@ -48,13 +48,13 @@ def assert_close_to_exact(gradients):
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (33, 65), (3, 4, 5, 6), (257, 1021)], ids=str)
 def test_squares_are_those_of_float64(dtype, shape):
-    """Every type is summed in float32 or better, whatever its shape."""
+    """Sums for each dtype and shape agree with float64."""
     assert_close_to_exact([torch.randn(shape, dtype=dtype) * 10])
 
 
 @given(st.lists(st.lists(FINITE, max_size=20), min_size=1, max_size=5))
 def test_squares_keep_the_order_of_gradients(values):
-    """Each gradient has its own sum, at its own place; an empty one has 0."""
+    """Sums are in the order of the gradients, and an empty gradient has the sum 0."""
     assert_close_to_exact([torch.tensor(row) for row in values])
 
 
@@ -71,12 +71,12 @@ def test_squares_keep_the_order_of_gradients(values):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_gradients_need_not_be_contiguous(view, dtype):
-    """Views are summed as what they show."""
+    """Sums of views that are not contiguous agree with float64."""
     assert_close_to_exact([view(torch.randn(6, 8, dtype=dtype))])
 
 
 def test_types_are_mixed_freely():
-    """One call takes all types, None and empty gradients, and keeps their places."""
+    """One call accepts all dtypes, None and empty gradients, and keeps their order."""
     gradients = [torch.randn(5 + n, dtype=dtype) for n, dtype in enumerate(DTYPES * 2)]
     gradients[3:3] = [None, torch.empty(0), torch.empty(0, 4, dtype=torch.bfloat16)]
 
@@ -84,33 +84,33 @@ def test_types_are_mixed_freely():
 
 
 def test_gradients_that_are_all_missing_or_empty_have_zero_squares():
-    """Nothing to read is no error."""
+    """Missing and empty gradients have the sum 0."""
     assert torch.equal(sum_of_squares([None, torch.empty(0)], CPU), torch.zeros(2))
 
 
 def test_a_float16_norm_does_not_overflow():
-    """4,096 gradients of 3000 have a norm of 192,000, beyond float16's largest 65,504."""
+    """A float16 gradient has a finite norm above float16's largest number, 65,504."""
     gradient = torch.full((4096,), 3000.0, dtype=torch.float16)
 
     assert sum_of_squares([gradient], CPU).sqrt().item() == pytest.approx(192_000, rel=1e-5)
 
 
 def test_small_float16_gradients_do_not_vanish():
-    """The square of 1e-4 is no float16 number, and counts all the same."""
+    """Float16 gradients whose squares underflow in float16 are counted."""
     gradient = torch.full((1000,), 1e-4, dtype=torch.float16)
 
     assert_close_to_exact([gradient])
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
-    """40,000 ones are 40,000; a bfloat16 sum would stop growing at 256."""
+    """The sum of 40,000 ones in bfloat16 is 40,000."""
     assert sum_of_squares([torch.ones(40_000, dtype=torch.bfloat16)], CPU) == 40_000
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_one_bad_element_shows_in_its_own_square_only(dtype, bad):
-    """A gradient with a nan or inf has no finite sum, and its neighbours have theirs."""
+    """A NaN or inf makes only the sum of its own gradient non-finite."""
     gradients = [torch.ones(100, dtype=dtype) for _ in range(3)]
     gradients[1][57] = bad
 
@@ -118,7 +118,7 @@ def test_one_bad_element_shows_in_its_own_square_only(dtype, bad):
 
 
 def test_a_large_gradient_among_small_ones_is_summed_as_exactly():
-    """It is large by itself, whatever the others are."""
+    """A large gradient among small ones is summed to 1e-5."""
     gradients = [torch.ones(3), torch.full((2**22,), 0.1), torch.ones(5)]
 
     squares = sum_of_squares(gradients, CPU)
@@ -128,7 +128,7 @@ def test_a_large_gradient_among_small_ones_is_summed_as_exactly():
 
 
 def test_large_gradients_with_and_without_a_broken_row_keep_their_places():
-    """Several large ones of any length, between small, empty and missing ones and a view."""
+    """Large gradients of any length keep their places among small and empty ones."""
     sizes = [2**16 + 1, 5, 2**17, 0, 3 * 2**16 - 1, 1]
     gradients = [torch.randn(size) * (index + 1) for index, size in enumerate(sizes)]
     gradients[2:2] = [None, torch.randn(512, 300).t()]
@@ -138,7 +138,7 @@ def test_large_gradients_with_and_without_a_broken_row_keep_their_places():
 
 @pytest.mark.parametrize("position", [0, 4095, 4096, -2, -1])
 def test_a_bad_element_of_a_large_gradient_shows_in_its_own_square_only(position):
-    """Wherever it is: in the first row, in the next, in the rest that fills none."""
+    """A NaN at any place of a large gradient affects only that gradient's sum."""
     gradients = [torch.ones(2**16 + 2) for _ in range(3)]
     gradients[1][position] = math.nan
 
@@ -148,7 +148,7 @@ def test_a_bad_element_of_a_large_gradient_shows_in_its_own_square_only(position
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
-    """The sum of four million squares is right to 1e-5, where torch's own is not."""
+    """The sum of four million squares agrees with float64 to 1e-5."""
     gradient = torch.randn(2053, 2048, dtype=dtype)
 
     assert_close_to_exact([gradient.t() if transposed else gradient])
@@ -156,7 +156,7 @@ def test_many_squares_are_not_lost_in_a_running_sum(dtype, transposed):
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_long_rows_that_are_not_contiguous_are_summed_in_parts(rows):
-    """A view of a few long rows is no reason for one running sum."""
+    """The sum of a view with a few long rows agrees with float64 to 1e-5."""
     assert_close_to_exact([torch.randn(2_000_003, rows).t()])
 
 
@@ -171,7 +171,7 @@ class _BytesRead(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            # A set, because a dot product takes its one tensor twice.
+            # A set, because a dot product of a tensor with itself takes the tensor twice.
             taken = {
                 (tensor.data_ptr(), tensor.numel() * tensor.element_size())
                 for tensor in _tensors((args, kwargs))
@@ -192,7 +192,7 @@ def _tensors(tree):
 @pytest.mark.parametrize("shape", [(64, 64), (257, 1021)], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_each_gradient_is_read_once(dtype, shape, transposed):
-    """Operators take every element once and make nothing of a gradient's size."""
+    """Each element is read once, and no result has the size of a gradient."""
     gradients = [torch.randn(shape, dtype=dtype) for _ in range(3)]
     views = [gradient.t() if transposed else gradient for gradient in gradients]
     with _BytesRead(gradients) as counted:
@@ -203,7 +203,7 @@ def test_each_gradient_is_read_once(dtype, shape, transposed):
 
 
 def test_a_conjugated_gradient_is_read_without_a_copy():
-    """Backward through ``conj`` leaves a lazily conjugated gradient on a complex parameter."""
+    """A lazily conjugated complex gradient is summed without a copy."""
     parameter = torch.randn(500, dtype=torch.complex64, requires_grad=True)
     (parameter.conj() * torch.randn(500, dtype=torch.complex64)).sum().abs().backward()
     assert parameter.grad.is_conj()
@@ -230,11 +230,11 @@ def test_norms_read_nothing_on_the_host():
 @pytest.mark.cuda
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_gradients_may_be_on_several_devices(where):
-    """Sums and flag arrive on the one device, also where it is the host and must wait for them."""
+    """Sums and flag of gradients on several devices are correct on the requested device."""
     device = torch.device(where)
     gradients = [torch.randn(1000), torch.randn(4_000_000, device="cuda"), torch.randn(10)]
     expected = exact([gradient.cpu() for gradient in gradients])
-    # Keeps the device busy, so that a copy that is not waited for would show.
+    # Keep the device busy, so that a read before the copy has finished gives wrong values.
     torch.cuda._sleep(100_000_000)
     squares = sum_of_squares(gradients, device)
 
@@ -246,7 +246,7 @@ def test_gradients_may_be_on_several_devices(where):
 
 @pytest.mark.parametrize("shape", [(300, 300), (2, 70_000), (3, 40, 700)], ids=str)
 def test_a_transposed_gradient_is_summed_as_exactly_as_it_lies(shape):
-    """Equal elements, whose errors add up, in any order of dimensions."""
+    """The order of a gradient's dimensions does not change its sum."""
     gradient = torch.full(shape, 0.011)
 
     squares = [
@@ -259,7 +259,7 @@ def test_a_transposed_gradient_is_summed_as_exactly_as_it_lies(shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_no_copy_of_a_large_gradient_is_made(dtype):
-    """What is converted to float32 is converted a little at a time."""
+    """No operation allocates memory near the size of a large gradient."""
     gradient = torch.ones(2**23 + 5, dtype=dtype)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         sum_of_squares([gradient], CPU)
@@ -270,7 +270,7 @@ def test_no_copy_of_a_large_gradient_is_made(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_norms_are_those_of_float64(dtype):
-    """Each tensor has its own norm, at its own place, whatever the sizes."""
+    """The norm of each tensor agrees with float64, in the order of the tensors."""
     tensors = [torch.randn(7, dtype=dtype), None, torch.randn(2**17 + 3, dtype=dtype)]
 
     norms = norms_of_each(tensors, CPU)
@@ -280,7 +280,7 @@ def test_norms_are_those_of_float64(dtype):
 
 
 def test_a_norm_whose_square_underflows():
-    """Adam's second moments are often below 1e-19, where a float32 square is 0."""
+    """The norm of a tensor whose squares underflow in float32 is correct."""
     tensor = torch.full((4,), 1e-25)
 
     assert norms_of_each([tensor], CPU).item() == pytest.approx(2e-25)

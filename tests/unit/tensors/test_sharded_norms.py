@@ -1,4 +1,4 @@
-"""Norms of whole tensors, and elements that are not finite; on one rank."""
+"""Norms of whole tensors, and the check for non-finite elements, on one rank."""
 
 import math
 
@@ -21,7 +21,7 @@ DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 @pytest.fixture
 def _one_rank():
-    """Be the only rank of a process group."""
+    """Run as the only rank of a process group."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -40,7 +40,7 @@ def _one_rank():
     ids=["float32", "float16", "bfloat16", "float64", "complex64", "empty"],
 )
 def test_large_finite_elements_are_finite(values, dtype):
-    """The check looks at elements, where a norm would overflow."""
+    """Large finite elements are not reported as non-finite."""
     assert not has_non_finite([torch.tensor(values, dtype=dtype)], CPU)
 
 
@@ -48,7 +48,7 @@ def test_large_finite_elements_are_finite(values, dtype):
 @pytest.mark.parametrize("values", [[math.nan], [math.inf], [-math.inf], [math.inf, math.nan]])
 @given(position=st.integers(0, 199))
 def test_one_bad_element_is_found_anywhere(dtype, values, position):
-    """A nan or inf at any place of the second of two tensors is found."""
+    """A NaN or inf is found at any place of the second of two tensors."""
     tensor = torch.ones(202, dtype=dtype)
     tensor[position : position + len(values)] = torch.tensor(values, dtype=dtype)
 
@@ -57,12 +57,12 @@ def test_one_bad_element_is_found_anywhere(dtype, values, position):
 
 
 def test_no_tensors_are_finite():
-    """Where there is nothing, nothing is bad."""
+    """An empty list has no non-finite element."""
     assert not has_non_finite([], CPU)
 
 
 def test_norms_of_tensors_of_many_kinds():
-    """Each norm is torch's own in float64, whatever the type and shape, in the order given."""
+    """Norms of tensors of any dtype and shape agree with float64, in the given order."""
     tensors = [
         torch.randn(3, 4),
         torch.randn(5).bfloat16(),
@@ -77,7 +77,7 @@ def test_norms_of_tensors_of_many_kinds():
 
 
 def test_the_square_of_all_elements():
-    """Tensors count together, as if they were one."""
+    """The square of all tensors is that of one tensor with all their elements."""
     tensors = [torch.randn(3, 4), torch.randn(5)]
     expected = torch.cat([tensor.flatten() for tensor in tensors]).double().square().sum()
 
@@ -86,7 +86,7 @@ def test_the_square_of_all_elements():
 
 @pytest.mark.usefixtures("_one_rank")
 def test_sharded_tensors_on_one_rank():
-    """The shard is the whole tensor; a norm whose square underflows in float32 stays exact."""
+    """Norms and checks of sharded tensors on one rank equal those of whole tensors."""
     mesh = init_device_mesh("cpu", (1,))
     whole = [torch.full((4,), 1e-25), torch.randn(3)]
     sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole]

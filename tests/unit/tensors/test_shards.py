@@ -22,19 +22,19 @@ WHOLE = torch.arange(8.0).reshape(4, 2)
 
 @pytest.fixture
 def _second_of_four():
-    """Be rank 1 of four, whose messages go nowhere."""
+    """Run as rank 1 of four in a process group that sends nothing."""
     distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
     distributed.destroy_process_group()
 
 
 def sharded(mesh, local, *placements):
-    """Return a distributed tensor of which this rank has `local`."""
+    """Return a distributed tensor whose shard on this rank is `local`."""
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
 def test_a_plain_tensor_is_its_own_shard():
-    """Without DTensors every function returns the tensor itself; None stays None."""
+    """A tensor that is not distributed is returned itself, and None stays None."""
     assert not is_distributed(WHOLE)
     assert local_tensor(WHOLE) is WHOLE
     assert local_tensors([WHOLE, None]) == [WHOLE, None]
@@ -43,7 +43,7 @@ def test_a_plain_tensor_is_its_own_shard():
 
 @pytest.mark.usefixtures("_second_of_four")
 def test_a_shard_shares_the_storage():
-    """What is written into the shard is in the distributed tensor."""
+    """Writing to the shard changes the distributed tensor."""
     tensor = sharded(init_device_mesh("cpu", (4,)), torch.zeros(1, 2), Shard(0))
 
     local_tensor(tensor).fill_(3)
@@ -58,7 +58,7 @@ def test_a_shard_shares_the_storage():
     ("placement", "expected"), [(Shard(0), WHOLE[1:2]), (Replicate(), WHOLE)], ids=str
 )
 def test_a_whole_value_is_cut_like_its_target(placement, expected):
-    """Rank 1 gets the second of four rows, or all of them where the target is replicated."""
+    """Rank 1 gets its own row for a sharded target, or all rows for a replicated one."""
     target = sharded(init_device_mesh("cpu", (4,)), torch.zeros_like(expected), placement)
 
     assert torch.equal(placed_like(WHOLE, target), expected)
@@ -66,7 +66,7 @@ def test_a_whole_value_is_cut_like_its_target(placement, expected):
 
 @pytest.mark.usefixtures("_second_of_four")
 def test_a_value_that_is_distributed_like_its_target_is_not_copied():
-    """No message is needed: each rank has its part already."""
+    """A value with the target's placement shares its memory with the result."""
     mesh = init_device_mesh("cpu", (4,))
     value = sharded(mesh, torch.ones(1, 2), Shard(0))
     target = sharded(mesh, torch.zeros(1, 2), Shard(0))
@@ -78,7 +78,7 @@ def test_a_value_that_is_distributed_like_its_target_is_not_copied():
 
 @pytest.mark.usefixtures("_second_of_four")
 def test_groups_of_a_mesh():
-    """One group for one dimension or all ranks; one for each dimension otherwise."""
+    """A mesh of all ranks has the world group, and one dimension has its own group."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
     assert mesh_groups(init_device_mesh("cpu", (4,))) == (distributed.group.WORLD,)
@@ -87,7 +87,7 @@ def test_groups_of_a_mesh():
 
 
 def test_a_mesh_of_one_rank_needs_no_group():
-    """There is nobody to reduce with."""
+    """A mesh of one rank has no groups."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         assert mesh_groups(init_device_mesh("cpu", (1,))) == ()
@@ -96,7 +96,7 @@ def test_a_mesh_of_one_rank_needs_no_group():
 
 
 def test_a_tensor_on_the_device_is_returned_itself():
-    """Nothing is copied."""
+    """A tensor on the requested device is returned without a copy."""
     assert on_device(WHOLE, torch.device("cpu")) is WHOLE
 
 

@@ -1,4 +1,4 @@
-"""Networks and optimizers are found inside what training wraps around them."""
+"""Networks and optimizers are found inside their wrappers."""
 
 import functools
 
@@ -12,13 +12,13 @@ from torch.optim import SGD, Optimizer
 
 from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
-# Nothing is compiled before a first call.
+# torch.compile compiles at the first call, so nothing is compiled here.
 compiled = functools.partial(torch.compile, backend="eager")
 
 
 @pytest.fixture
 def _one_rank(tmp_path):
-    """Be the only rank of a process group."""
+    """Run as the only rank of a process group."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield
@@ -26,14 +26,14 @@ def _one_rank(tmp_path):
 
 
 def test_a_bare_network_is_itself():
-    """Without a wrapper there is nothing to take off, whatever its parts are."""
+    """A network without a wrapper is returned, even if a part of it is compiled."""
     network = nn.Sequential(compiled(nn.Linear(2, 2)))
 
     assert unwrapped_network(network) is network
 
 
 def test_a_network_is_found_inside_torch_compile():
-    """Compiled from outside or in place."""
+    """A network that was compiled by a wrapper or in place is returned without wrapper."""
     network = nn.Linear(2, 2)
     assert unwrapped_network(compiled(network)) is network
 
@@ -43,7 +43,7 @@ def test_a_network_is_found_inside_torch_compile():
 
 @pytest.mark.usefixtures("_one_rank")
 def test_a_network_is_found_inside_distributed_data_parallel():
-    """Compiled within, around, or not at all."""
+    """A network in DistributedDataParallel is found, compiled or not."""
     network = nn.Linear(2, 2)
     parallel = DistributedDataParallel(network)
 
@@ -53,7 +53,7 @@ def test_a_network_is_found_inside_distributed_data_parallel():
 
 
 def test_an_optimizer_is_found_inside_accelerates_wrapper():
-    """Prepared by accelerate or not, once or twice, it is the optimizer itself."""
+    """An optimizer is found inside any number of accelerate's wrappers."""
     Accelerator(cpu=True)
     optimizer = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     wrapped = AcceleratedOptimizer(optimizer)
@@ -64,7 +64,7 @@ def test_an_optimizer_is_found_inside_accelerates_wrapper():
 
 
 class Lookahead(Optimizer):
-    """Keeps another optimizer, whose steps it smooths."""
+    """An optimizer that keeps another optimizer and smooths its steps."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer.param_groups, {})
@@ -72,7 +72,7 @@ class Lookahead(Optimizer):
 
 
 def test_an_optimizer_that_keeps_another_one_is_itself():
-    """Its own step must run, also when accelerate has wrapped it."""
+    """An optimizer that keeps another optimizer is returned itself."""
     Accelerator(cpu=True)
     optimizer = Lookahead(SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
@@ -82,12 +82,12 @@ def test_an_optimizer_that_keeps_another_one_is_itself():
 
 @pytest.mark.parametrize("value", [None, "SGD", nn.Linear(1, 1), 0.1], ids=repr)
 def test_what_is_no_optimizer_is_returned(value):
-    """A callback may get nothing, or an optimizer of DeepSpeed."""
+    """A value that is not an optimizer is returned unchanged."""
     assert unwrapped_optimizer(value) is value
 
 
 def test_trainable_parameters_by_plain_name():
-    """Frozen and empty parameters are left out, and names are the same inside torch.compile."""
+    """Frozen and empty parameters are left out, and torch.compile adds no prefix to names."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].requires_grad_(requires_grad=False)
     model[2].bias = nn.Parameter(torch.empty(0))
@@ -99,7 +99,7 @@ def test_trainable_parameters_by_plain_name():
 
 @pytest.mark.usefixtures("_one_rank")
 def test_trainable_parameters_inside_several_wrappers():
-    """No wrapper leaves its prefix in a name, in whichever order they are put on."""
+    """Names have no prefix inside DistributedDataParallel, compiled or not."""
     network = nn.Linear(2, 2)
     parallel = DistributedDataParallel(network)
 
