@@ -108,7 +108,7 @@ class DeepSpeedCell:
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor:
-    """Return a number or a tensor of one element, shape ``()``, float32."""
+    """Convert a number or a tensor with one element to a float32 tensor of shape ``()``."""
     if isinstance(value, Tensor):
         return value.detach().float().reshape(()).to(like.device)
     return torch.full((), float(value), dtype=torch.float32, device=like.device)

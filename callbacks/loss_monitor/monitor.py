@@ -34,9 +34,9 @@ class MFLossMonitor(TrainerCallback, ExportableState):
 
     - ``loss``: loss of this step, and mean over the steps of its epoch. A non-finite loss is
       printed, left out of the mean, and counted in `num_losses_not_finite`. On several ranks both
-      numbers are means over ranks. For this, ranks exchange one message with two numbers for each
-      step since the last message, when a step is printed or when the loop logs, saves, evaluates or
-      ends. All ranks must have the callback.
+      numbers are means over ranks. For this, ranks exchange a message whenever a step is printed or
+      the loop logs, saves, evaluates or ends. A message has two numbers for each step since the
+      previous message. All ranks must have the callback.
     - ``per_step_time``: mean over the steps since the last record. A step's time runs from
       ``on_step_begin`` to ``on_step_end``, so evaluation, checkpoints and logging are not included.
     - the time at the end: estimate of the time left, from an exponential mean of the step times

@@ -203,7 +203,8 @@ def run_length(
     epochs = epochs or math.ceil(max_steps / steps_per_epoch)
     first_step = settings.initial_epoch * steps_per_epoch + settings.initial_step
     whole_epochs = epochs * steps_per_epoch
-    # After a resume, a loop that counts from 0 again has a `max_steps` without the earlier steps.
+    # A resumed loop that counts from 0 again sets `max_steps` to the remaining steps. A small
+    # `max_steps` then does not mean that the last epoch is cut short.
     within_last = 0 < max_steps < whole_epochs and not first_step
     return RunLength(
         num_epochs=epochs,

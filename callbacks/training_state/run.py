@@ -210,7 +210,7 @@ class TrainingStateRun:
         self.clock.restart()
 
     def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
-        """Judge a step by the loss and norm that a loop without outputs logs.
+        """Judge a step by its logged loss and norm, in a loop that passes no step output.
 
         Raises:
             RuntimeError: As `flush`.

@@ -166,7 +166,8 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
     def step(self, closure: None = None) -> None:
         """Do the whole update after the last micro-batch, and nothing before it."""
         if self.attachment.is_loading:
-            # torch loads sharded state into tensors that it gets from a step without gradients.
+            # Before torch loads sharded state, it calls `step` without gradients, so that the
+            # optimizer creates the tensors to load into. This call must not be an update.
             self.optimizer.step(closure)
             return
         # Not `super().step`: with a scaler, accelerate replaces the optimizer's own `step` for

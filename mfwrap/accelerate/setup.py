@@ -38,8 +38,8 @@ def made_average(
     """
     if len(models) != 1:
         msg = (
-            "`ema` must be an ExponentialMovingAverage, not a callable, unless exactly one model "
-            f"is trained, got {len(models)} models"
+            "`ema` can be a callable only if exactly one model is trained, got "
+            f"{len(models)} models; pass an ExponentialMovingAverage"
         )
         raise ValueError(msg)
     ema = make(models[0])

@@ -123,7 +123,8 @@ def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
         state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
         counters = state["loss_scale"]["update_cell"]
         if isinstance(step.loss_scale.update_cell, DynamicLossScaleUpdateCell):
-            # torch counts the steps since the scale changed from 0, MindSpore from 1.
+            # Both count the steps since the last change of the scale: torch starts at 0,
+            # MindSpore at 1.
             counters["cur_iter"].fill_(saved.get("_growth_tracker", 0) + 1)
             counters["last_overflow_iter"].zero_()
     return state

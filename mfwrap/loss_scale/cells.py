@@ -188,7 +188,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
 
     @property
     def last_overflow_iter(self) -> Tensor:
-        """Last call with an overflow or at the end of a window: shape ``()``, int64."""
+        """Number of the last call that overflowed or ended a window: shape ``()``, int64."""
         return self._counters["last_overflow_iter"]
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:

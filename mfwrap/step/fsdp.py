@@ -39,7 +39,7 @@ from mfwrap.tensors.wrappers import sharded_parts
 
 @final
 class ReductionSeam:
-    """Replace the reduction of a unit by callbacks and then the reduction.
+    """Call callbacks just before torch reduces the gradients of a unit.
 
     Args:
         group: torch's ``FSDPParamGroup``.
@@ -183,7 +183,8 @@ class ShardedParts:
             msg = (
                 "`calculate_per_token_loss` must be False unless `fully_shard` reduces all "
                 "gradients over the ranks that hold the trained parameters, got reductions over "
-                f"{sorted(map(sorted, ranks))} for {sorted(map(sorted, holders))}"
+                f"ranks {sorted(map(sorted, ranks))} and parameters held by ranks "
+                f"{sorted(map(sorted, holders))}"
             )
             raise ValueError(msg)
         _ = self.divisor

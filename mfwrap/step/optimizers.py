@@ -236,7 +236,7 @@ def _local(value: Any) -> Any:
 
 
 def _placed(name: str, value: Any, parameter: "DTensor") -> Any:
-    """Return new state, distributed as its parameter; ``step`` is the same on all ranks."""
+    """Distribute new optimizer state like its parameter; the entry ``step`` stays replicated."""
     if name == "step" or not isinstance(value, Tensor):
         return value
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (imported already)

@@ -73,9 +73,10 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
-    """Return process groups that, reduced over one after the other, reduce over a whole mesh.
+    """Return the process groups of a mesh; reducing over each in turn reduces over the mesh.
 
-    A single group where torch has one for all ranks of the mesh; none for a mesh of one rank.
+    Where torch has one group for all ranks of the mesh, only that group is returned; for a mesh of
+    one rank, none.
     """
     if mesh.size() == 1:
         return ()

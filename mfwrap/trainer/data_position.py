@@ -46,7 +46,8 @@ class TrainerPosition:
             self.resumed_from = Path(checkpoint)
             self._saved = _read_position(self.resumed_from, args.process_index, args.world_size)
         if self._saved is not None:
-            # The data loader draws the seed of its order when it is made, before the first epoch.
+            # The data loader draws the seed of its order when it is made, which is before the
+            # first epoch begins. So the generators must have the epoch's states already now.
             self._epoch_random_states = self._saved["epoch_random_states"]
             restore_random_states(self._saved["epoch_random_states"])
         try:
