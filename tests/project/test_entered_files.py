@@ -8,10 +8,10 @@ from support.entered_files import LOOPS
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_step_enters_few_files(loop, tmp_path, monkeypatch):
+def test_a_step_enters_few_files(loop, tmp_path, monkeypatch, caplog):
     """One step enters at most as many files of mfwrap as its way to train allows."""
     monkeypatch.chdir(tmp_path)
-    logging.getLogger("mfwrap").setLevel(logging.ERROR)
     train, most = LOOPS[loop]
 
-    assert len(train()) <= most
+    with caplog.at_level(logging.ERROR, logger="mfwrap"):
+        assert len(train()) <= most
