@@ -59,6 +59,7 @@ def test_packages_list_their_names(module):
     assert [name for name in imported.__all__ if not hasattr(imported, name)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_run_by_their_module(script, tmp_path):
     """`python -m` finds each script and prints its help."""
