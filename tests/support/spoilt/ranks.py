@@ -1,10 +1,7 @@
 """Programs of the ranks in the tests of the culprit finder."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch import distributed
 
 from mfwrap.callbacks import ReplicaCheck, TrainingStateMonitor
 from support.planted_faults import random_faults
@@ -29,18 +26,15 @@ RANK_FAULTS: dict[str, dict[int, list[Fault]]] = {
 
 def run_rank(rank: int, folder: str) -> None:
     """Run every training as one rank; each run has its folder of files."""
-    _begin(rank, folder)
     for name, faults in RANK_FAULTS.items():
         monitor = TrainingStateMonitor(
             folder=Path(folder) / name, replay=True, local_loss_format="jsonl"
         )
         train_blocks(monitor, faults[rank], num_steps=24)
-    distributed.destroy_process_group()
 
 
 def run_planted(rank: int, folder: str, seeds: Sequence[int]) -> None:
     """Train twice for each seed as one rank: with its planted faults and without."""
-    _begin(rank, folder)
     for seed in seeds:
         own = [fault for at, fault in random_faults(seed, NUM_RANKS) if at == rank]
         for name, faults in (("faults", own), ("clean", [])):
@@ -48,17 +42,3 @@ def run_planted(rank: int, folder: str, seeds: Sequence[int]) -> None:
             monitor = TrainingStateMonitor(folder=path, replay=True)
             check = ReplicaCheck(1, folder=path)
             train_blocks(monitor, faults, callbacks=[check], num_steps=30)
-    distributed.destroy_process_group()
-
-
-def _begin(rank: int, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "MASTER_ADDR": "localhost",
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
-    }
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
-    )

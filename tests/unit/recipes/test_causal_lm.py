@@ -18,7 +18,7 @@ def train_into(folder, **settings):
     settings = {
         "output_dir": folder,
         "max_steps": 12,
-        "micro_batch_size": 2,
+        "micro_batch_size": 16,
         "sequence_length": 32,
         "warmup_steps": 2,
         "logging_steps": 5,

@@ -70,16 +70,12 @@ def survive(folder, num_kills, expected):
     assert_same_state(expected, end_from_last_checkpoint(run))
 
 
-def test_killed_three_times(left_alone, tmp_path):
-    """The end of a run that was killed and resumed is that of an uninterrupted run."""
-    survive(tmp_path, 3, left_alone)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_killed_twenty_times(left_alone, tmp_path):
-    """The same holds for twenty kills."""
-    survive(tmp_path, 20, left_alone)
+@pytest.mark.parametrize(
+    "num_kills", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_killed(left_alone, tmp_path, num_kills):
+    """A run that was killed and resumed ends like an uninterrupted run."""
+    survive(tmp_path, num_kills, left_alone)
 
 
 def test_told_to_end(left_alone, tmp_path):

@@ -61,7 +61,7 @@ def unbroken(tmp_path_factory):
     return run
 
 
-@pytest.mark.fast_sample(8)
+@pytest.mark.fast_sample(5)
 @pytest.mark.parametrize(("name", "step"), FAST)
 def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
     """The end of the run is the same for a stop after any step."""
@@ -221,6 +221,7 @@ UNEVEN = 5
 """Leaves four batches for the last update of an epoch."""
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(
     ("accumulation", "step"),
     [*((4, step) for step in (1, 5, 6, 7, 11)), *((UNEVEN, step) for step in (1, 4, 5, 6, 9))],
