@@ -1,12 +1,13 @@
-"""`attach`, and the step that it puts behind an accelerate loop.
+"""Attach the training step to an accelerator: `attach` and `AttachedStep`.
 
-`AttachedStep` knows accelerate: it follows what the accelerator prepares, builds the updates from
-it, and takes part in ``save_state`` and ``load_state``. The updates themselves are those of
-`mfwrap.accelerate.loop_step.LoopStep`, which does not know accelerate.
+`AttachedStep` deals with accelerate. It adds the optimizers that the accelerator prepares to a
+`mfwrap.accelerate.loop_step.LoopStep`, and saves and loads the step's state in ``save_state`` and
+``load_state``. The `LoopStep` does the updates and does not depend on accelerate.
 
-Updates cannot be built in `attach`, because nothing is prepared yet. They are built after
-``prepare`` (`AttachedStep.build`), and at the latest at the first backward, when nothing more can
-come: a loop may prepare its optimizer before its model, or call ``prepare`` several times.
+`attach` runs before ``prepare``, when there are no optimizers yet. `AttachedStep.build` adds them
+later. A loop may prepare its optimizer before its model, or call ``prepare`` several times, so
+`build` runs more than once. After each ``prepare`` it adds the optimizers whose parameters are all
+in prepared models. At the first backward at the latest, it adds all other prepared optimizers.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ from mfwrap.tensors.wrappers import distributed_parts
 
 @final
 class AttachedStep:
-    """The training step behind an accelerate loop; `attach` returns it.
+    """Run the training step behind an accelerate loop; `attach` returns this object.
 
     Source: MindFormers, ``MFTrainOneStepCell``.
     """
@@ -64,8 +65,8 @@ class AttachedStep:
         self.config = config
         """Settings of the step."""
         self.ema = ema if isinstance(ema, ExponentialMovingAverage) else None
-        """Average of the weights; ``None`` without an average, and before ``prepare`` if a callable
-        makes it."""
+        """Average of the weights. ``None`` if the step keeps no average, or if a callable makes the
+        average and ``prepare`` has not called it yet."""
         self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
         self._accelerator = accelerator
         self._kind = type(accelerator)
@@ -77,17 +78,17 @@ class AttachedStep:
         if scale_sense is None:
             scale_sense = scale_of(accelerator)
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device))
-        """Step that the accelerator's own calls end in. A loop need not use it."""
+        """Step that the accelerator's calls run. A loop does not have to call it."""
         self._scaler = StepScaler(self, accelerator)
         self._loaded_folder: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
         self.answers_late = False
-        """Whether ``optimizer_step_was_skipped`` is always False. The Trainer asks after every
-        step, and the answer would synchronize with the device each time."""
+        """Whether ``optimizer_step_was_skipped`` returns False without checking. The Trainer reads
+        it after every step, and the true answer would synchronize with the device each time."""
         self.is_loading = False
-        """Whether optimizer states are being loaded. Meanwhile ``optimizer.step()`` is the
-        optimizer's own."""
+        """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
+        optimizer directly instead of doing an update."""
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._on_save),
             accelerator.register_load_state_pre_hook(self._on_load),
@@ -102,22 +103,22 @@ class AttachedStep:
 
     @property
     def last_report(self) -> StepReport | None:
-        """Report of the last update; ``None`` before the first."""
+        """Report of the last update of any optimizer; ``None`` before the first update."""
         return self.step.last_report
 
     @property
     def last_output(self) -> StepOutput | LocalNormStepOutput | None:
-        """MindFormers' 5- or 7-tuple of the last update; ``None`` before the first."""
+        """MindFormers' 5- or 7-tuple of the last update; ``None`` before the first update."""
         return None if self.last_report is None else self.last_report.output
 
     @property
     def last_reports(self) -> tuple[StepReport | None, ...]:
-        """Last report of each optimizer, in the order in which they were prepared."""
+        """Last report of each optimizer, in the order in which `build` added the optimizers."""
         return tuple(window.last_report for window in self.step.windows.values())
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
-        """Names of the first optimizer's groups of local norms."""
+        """Names of the groups in the first optimizer's local norms; empty before ``prepare``."""
         windows = list(self.step.windows.values())
         return windows[0].update.parameters.groups().names if windows else ()
 
@@ -127,23 +128,24 @@ class AttachedStep:
         return self.step.loss_scale.value.clone()
 
     def flush(self) -> None:
-        """Read the results of the last update: advance schedules, count skips.
+        """Wait for the results of the last update, and advance the schedules if it was applied.
 
-        Synchronizes with the device. Call it at the end of training, unless you call
-        ``accelerator.end_training``, and before you read a schedule. ``save_state`` calls it.
+        Synchronizes with the device. Call it before you read a schedule, and at the end of
+        training. ``accelerator.end_training`` and ``save_state`` call it for you.
 
         Raises:
-            RuntimeError: If too many updates in a row were skipped.
+            RuntimeError: If ``max_consecutive_skips`` updates in a row were skipped.
         """
         self.step.flush()
 
     def detach(self) -> None:
-        """Turn the accelerator, and what it has prepared, back into what accelerate makes.
+        """Restore the accelerator and its prepared objects to accelerate's own classes.
 
-        Schedules advance first. Gradients that wait for a step are clipped and, unless the
-        accelerator has a gradient scaler of its own, unscaled. The gradient scaler comes back as it
-        was. torch cannot remove a communication hook: ours stays in the model, without taking
-        norms.
+        Flushes the step first, so that the schedules are current. If gradients are still unused, a
+        pending clip is applied to them in place. They stay scaled if the accelerator has a gradient
+        scaler of its own; otherwise they are divided by the loss scale. The accelerator gets its
+        gradient scaler back unchanged. torch cannot remove a communication hook, so ours stays in
+        the model but takes no more norms.
         """
         accelerator = self._accelerator
         if accelerator.__dict__.get("attachment") is not self:
@@ -168,22 +170,22 @@ class AttachedStep:
             del accelerator.attachment
 
     def see_model(self, prepared: nn.Module) -> None:
-        """Note the DistributedDataParallel parts of a prepared model."""
+        """Record the DistributedDataParallel modules of a prepared model."""
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
 
     def build(self, *, final: bool = False) -> None:
-        """Add the prepared optimizers to the step, with the names of their parameters.
+        """Add the prepared optimizers to the step, and make the average if a callable makes it.
 
-        Cheap when there is nothing to add, so it runs before every call that needs the updates.
+        Cheap if there is nothing to add, so it runs before every call that needs the updates.
 
         Args:
-            final: Add optimizers even if their parameters are in no prepared model: no model will
-                follow.
+            final: Whether all models are prepared by now. If so, an optimizer is added even if some
+                of its parameters are in no prepared model.
 
         Raises:
-            ValueError: If there is not exactly one model to average, or the average is of
-                parameters that no optimizer holds.
+            ValueError: If a callable makes the average and there is not exactly one trained model,
+                or if no optimizer holds any of the averaged parameters.
         """
         models = self._accelerator._models
         if self._make_ema is not None and self.ema is None:
@@ -225,7 +227,7 @@ class AttachedStep:
         )
 
     def clear(self) -> None:
-        """Forget everything that has been prepared."""
+        """Flush the step, then drop everything that was prepared."""
         try:
             self.flush()
         finally:
@@ -235,9 +237,13 @@ class AttachedStep:
                 self.ema = None
 
     def saving(self, save: Callable[[], Any]) -> Any:
-        """Call accelerate's ``save_state``, without our scaler if accelerate has none of its own.
+        """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
 
-        accelerate would write a file for the scaler that it could not load without mfwrap.
+        If accelerate has no gradient scaler of its own, our scaler is removed during the call.
+        Otherwise accelerate would write a scaler file that it could not load without mfwrap.
+
+        Args:
+            save: Function that calls accelerate's ``save_state``.
         """
         if self.ema is not None:
             self.ema.refuse_inside_swap("save_state")
@@ -248,9 +254,13 @@ class AttachedStep:
             self._accelerator.scaler = self._scaler
 
     def loading(self, load: Callable[[], Any]) -> Any:
-        """Call accelerate's ``load_state`` without a scaler, then load the step's own files.
+        """Call accelerate's ``load_state``, then load the step's own files.
 
-        They hold more than the scaler's file: the loss scale with its counters.
+        The scaler is removed during the call, because the step's files restore the loss scale
+        together with its counters, which accelerate's scaler file does not hold completely.
+
+        Args:
+            load: Function that calls accelerate's ``load_state``.
         """
         self._accelerator.scaler = None
         self.is_loading = True
@@ -270,12 +280,15 @@ class AttachedStep:
         self.save_files(Path(output_dir), each_node=each_node)
 
     def save_files(self, folder: Path, *, each_node: bool = False) -> None:
-        """Write loss scale, counts and average into a checkpoint, after a flush.
+        """Flush the step, then write loss scale, counts and average into a checkpoint.
+
+        Call it on every process. The main process writes the files; with sharded weights each rank
+        writes its own shards.
 
         Args:
-            folder: Existing folder of the checkpoint. The main process writes; with sharded
-                weights each rank writes its shards.
-            each_node: Let the main process of each node write.
+            folder: Existing folder of the checkpoint.
+            each_node: Whether the main process of each node writes the files, instead of only one
+                main process.
         """
         accelerator = self._accelerator
         save_step(
@@ -289,17 +302,18 @@ class AttachedStep:
     def _on_load(self, models: object, input_dir: str) -> None:
         del models
         self._loaded_folder = Path(input_dir)
-        # Before accelerate loads anything, so that an error leaves the run as it was.
+        # Check before accelerate loads anything, so that an error leaves the run unchanged.
         self.build(final=True)
         check_saved_step(self._loaded_folder, self.step, self.ema)
 
     def load_files(self, folder: Path) -> None:
-        """Restore what `save_files` wrote; nothing is changed if any part does not fit.
+        """Restore the state that `save_files` wrote, or change nothing if any of it does not fit.
 
-        Load the weights first: if the files have no average, it starts from the weights.
+        Load the weights before the call: if the checkpoint has no average, the average starts from
+        the weights. A checkpoint without any of the step's files gives a warning, not an error.
 
         Raises:
-            FileNotFoundError: If one of the files is missing.
+            FileNotFoundError: If only some of the step's files exist.
             KeyError: If a name is missing or unknown.
             TypeError: If a value has the wrong type.
             ValueError: If a file is damaged, or a value has the wrong shape or range.
@@ -325,35 +339,37 @@ def attach(
 
     - An update whose gradients are not finite is skipped, in any precision: float16, bfloat16 or
       float32.
-    - ``clip_grad_norm_`` returns the norm of the unscaled gradients before clipping. The read of
-      the gradients that computes it also finds overflow and local norms, and the optimizer clips
-      in its own pass.
-    - Prepared schedules count applied updates only. They advance just before the next update, so
-      ``get_last_lr`` returns the rate that was last used.
+    - ``clip_grad_norm_`` returns the norm of the unscaled gradients before clipping. It reads the
+      gradients once for this norm, the local norms and the overflow flag. The optimizer applies
+      the clip in its own pass over the gradients.
+    - Prepared schedules advance only for applied updates, and only just before the next update.
+      Until then ``get_last_lr`` returns the rate that the last update used.
 
-    With torch's fused optimizers there is no host-device synchronization in the step.
-    ``optimizer_step_was_skipped`` and a schedule's ``state_dict`` synchronize.
+    With torch's fused optimizers there is no host-device synchronization in the step. Reading
+    ``optimizer_step_was_skipped`` or calling a schedule's ``state_dict`` does synchronize.
 
-    With several optimizers, the loss scale changes when none of them has unused gradients. An
-    average whose weights several optimizers hold follows when each has done its update.
+    With several optimizers, the loss scale changes once all of them have used their gradients. If
+    several optimizers hold weights of the average, the average is updated once all of them have
+    done their update.
 
     Args:
-        accelerator: Accelerator that has prepared nothing yet; one process,
-            DistributedDataParallel or FSDP2.
-        config: Settings of the step. `use_clip_grad` clips where the loop itself does not, and
-            reports the norm. Accumulation and the normalization of losses stay the loop's own.
+        accelerator: Accelerator that has prepared nothing yet. It may train in one process, under
+            DistributedDataParallel or under FSDP2.
+        config: Settings of the step; ``None`` for the defaults. With `use_clip_grad` the step clips
+            each update that the loop has not clipped, and reports the norm. The loop itself
+            accumulates gradients and normalizes its losses.
         ema: Average that follows the weights after each applied update: an average of the model
-            that is prepared, or a callable that makes one from the prepared model. The callable is
-            called at the end of ``prepare``.
+            that will be prepared, or a callable that takes the prepared model and returns its
+            average. ``prepare`` calls the callable when it ends. ``None`` for no average.
         scale_sense: Loss scale: a number, a tensor or an update cell. ``None`` takes the scale of
             the accelerator's gradient scaler (float16 on CUDA), or 1 if it has none.
-        communication_hook: ``(state, hook)``. ``prepare`` registers it with
-            DistributedDataParallel; it reduces the gradients after their local norms are taken.
-            ``None`` takes the hook of the accelerator's ``DistributedDataParallelKwargs``, or else
-            torch's all-reduce.
+        communication_hook: Pair ``(state, hook)``, which ``prepare`` registers with
+            DistributedDataParallel. The local norms of the gradients are taken before the hook
+            reduces them. ``None`` takes the hook of the accelerator's
+            ``DistributedDataParallelKwargs``, or torch's all-reduce if there is none.
 
     Returns:
-        The attached step, with the reports of the updates.
+        The attached step. It holds the reports of the updates.
 
     Raises:
         TypeError: If an argument has the wrong type.

@@ -1,17 +1,17 @@
-"""accelerate's own classes, with the training step behind them.
+"""Subclasses of accelerate's classes that run the training step.
 
-`attach` moves objects of accelerate into these classes, and `detach` moves them back, by assigning
-to their ``__class__``. Whoever holds an accelerator, an optimizer or a schedule (the loop, the
-Trainer) therefore keeps holding the same object, and ``isinstance`` answers as before.
+`attach` gives accelerate's objects these classes by assigning to ``__class__``, and `detach` gives
+them their old classes back. The loop or the Trainer therefore keeps the same accelerator,
+optimizer and schedule objects, and its ``isinstance`` checks still hold.
 
 How accelerate's calls reach the step:
 
-- ``accelerator.backward(loss)`` multiplies the loss by ``accelerator.scaler.scale``: `StepScaler`.
-- ``accelerator.clip_grad_norm_`` goes to `mfwrap.accelerate.gradients`, because accelerate's own
-  would clip gradients that are still scaled.
-- ``optimizer.step()`` goes to ``accelerator.scaler.step``, which does the whole update.
-- ``scheduler.step()`` is only noted, and done just before the next update. By then the host can
-  learn whether this update was applied without stopping the device; see
+- ``accelerator.backward(loss)`` calls ``accelerator.scaler.scale(loss)``; see `StepScaler`.
+- ``accelerator.clip_grad_norm_`` calls `mfwrap.accelerate.gradients.clip_grad_norm`, which lets
+  the optimizer's step do the clipping if possible.
+- ``optimizer.step()`` calls ``accelerator.scaler.step``, which does the whole update.
+- ``scheduler.step()`` only records a request, which is carried out just before the next update. By
+  then the host can learn, without stopping the device, whether the last update was applied; see
   `mfwrap.schedules.deferred`.
 """
 
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class AttachedAccelerator:
-    """What `attached_class` puts before an accelerator's own class."""
+    """Override the methods of an accelerator so that they run the training step.
+
+    `attached_class` puts this class before the accelerator's own class.
+    """
 
     attachment: "AttachedStep"
     scaler: Any
@@ -42,44 +45,46 @@ class AttachedAccelerator:
     _optimizers: list[Any]
 
     def prepare(self, *args: Any, **keywords: Any) -> Any:
-        """Prepare as accelerate does, and add to the step what was prepared."""
+        """Prepare as accelerate does, and add the prepared optimizers to the step."""
         prepared = super().prepare(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.build()
         return prepared
 
     def prepare_model(self, *args: Any, **keywords: Any) -> Any:
-        """Prepare a model as accelerate does, and find its DistributedDataParallel parts.
+        """Prepare a model as accelerate does, and record its DistributedDataParallel modules.
 
-        accelerate's own list of models has them without DistributedDataParallel.
+        They must be recorded here: accelerate's own list has each model as it was before
+        DistributedDataParallel wrapped it.
         """
         prepared = super().prepare_model(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.see_model(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:  # noqa: FBT001  (accelerate's signature)
-        """Prepare an optimizer whose ``step`` is the whole update."""
+        """Prepare an optimizer so that its ``step`` does the whole update."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            # One wrapper at most: afterwards `prepared.optimizer` is what does the updates.
+            # Remove a wrapper that the optimizer may already have, so that there is only one, and
+            # `prepared.optimizer` is torch's optimizer.
             optimizer = unwrapped_optimizer(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]  # (the accelerator's own method)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = AttachedOptimizer
             prepared.attachment = self.attachment
-            # An optimizer that another accelerator has prepared comes back with its own scaler,
-            # or none.
+            # If another accelerator has prepared the optimizer, accelerate returns it unchanged,
+            # with that accelerator's scaler or without one.
             prepared.scaler = self.scaler
             if not any(each is prepared for each in self._optimizers):
                 self._optimizers.append(prepared)
         elif not isinstance(prepared, AttachedOptimizer):
             msg = (
-                "`optimizer` must become an AcceleratedOptimizer in `accelerator.prepare`, got "
-                f"{described(prepared)}"
+                "`accelerator.prepare` must make an AcceleratedOptimizer of `optimizer`, but it "
+                f"made {described(prepared)}"
             )
             raise TypeError(msg)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a schedule that counts applied updates only."""
+        """Prepare a schedule so that it advances only for applied updates."""
         prepared = super().prepare_scheduler(scheduler)  # type: ignore[misc]  # (the accelerator's own method)
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__ = AttachedScheduler
@@ -91,7 +96,10 @@ class AttachedAccelerator:
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Return the norm of the unscaled gradients before clipping; the step clips them."""
+        """Clip the unscaled gradients, and return their norm before clipping.
+
+        The optimizer's step does the clipping if possible; see `clip_grad_norm`.
+        """
         self.attachment.build(final=True)
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         step = self.attachment.step
@@ -122,18 +130,18 @@ class AttachedAccelerator:
             windows[unwrapped_optimizer(each)].unscale()
 
     def save_state(self, *args: Any, **keywords: Any) -> Any:
-        """Save as accelerate does, and the step's state in files of its own."""
+        """Save as accelerate does, and write the step's state to its own files."""
         save = super().save_state  # type: ignore[misc]  # (the accelerator's own method)
         return self.attachment.saving(lambda: save(*args, **keywords))
 
     def load_state(self, *args: Any, **keywords: Any) -> Any:
-        """Load as accelerate does, and the step's state."""
+        """Load as accelerate does, and restore the step's state."""
         load = super().load_state  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.build(final=True)
         return self.attachment.loading(lambda: load(*args, **keywords))
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that has been prepared."""
+        """Drop everything that was prepared, and free memory as accelerate does."""
         try:
             self.attachment.clear()
         finally:
@@ -141,18 +149,18 @@ class AttachedAccelerator:
         return freed
 
     def end_training(self) -> None:
-        """Read the results of the last update, then end as accelerate does."""
+        """Flush the step, then end as accelerate does."""
         self.attachment.flush()
         super().end_training()  # type: ignore[misc]  # (the accelerator's own method)
 
 
 def attached_class(kind: type) -> type:
-    """Return the subclass of an accelerator's class that `attach` moves the accelerator into."""
+    """Create the class that `attach` gives to an accelerator: a subclass of its own class."""
     return type(f"Attached{kind.__name__}", (AttachedAccelerator, kind), {})
 
 
 class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (accelerate is untyped)
-    """accelerate's wrapper of an optimizer; its ``step`` is the whole update."""
+    """Wrap an optimizer as accelerate does; ``step`` does the whole update."""
 
     attachment: "AttachedStep"
 
@@ -164,25 +172,25 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
         return self.attachment.step.was_skipped(self.optimizer)
 
     def step(self, closure: None = None) -> None:
-        """Do the whole update after the last micro-batch, and nothing before it."""
+        """Do the whole update after the last micro-batch; do nothing after earlier ones."""
         if self.attachment.is_loading:
             # Before torch loads sharded state, it calls `step` without gradients, so that the
             # optimizer creates the tensors to load into. This call must not be an update.
             self.optimizer.step(closure)
             return
-        # Not `super().step`: with a scaler, accelerate replaces the optimizer's own `step` for
-        # the duration of the call, to learn whether the scaler has skipped it.
+        # Do not call `super().step`: if there is a scaler, it replaces torch's `optimizer.step`
+        # during the call, to find out whether the scaler has called it.
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with the rates of the next update, after a flush."""
+        """Flush the step, then return the optimizer's state, with the rates of the next update."""
         self.attachment.flush()
         state: dict[str, Any] = super().state_dict()
         return state
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
-        """Zero the gradients, and forget what is known of them, after the last micro-batch."""
+        """Zero the gradients, and discard their norms, if the last micro-batch is done."""
         super().zero_grad(set_to_none)
         windows = self.attachment.step.windows
         if self.gradient_state.sync_gradients and self.optimizer in windows:
@@ -197,7 +205,7 @@ _WITH_SCALER = (
 
 
 def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
-    """Make an `AttachedOptimizer` what accelerate would have made of it.
+    """Restore an optimizer to accelerate's own class, in place.
 
     Args:
         optimizer: An `AttachedOptimizer`.
@@ -207,13 +215,13 @@ def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
     optimizer.scaler = grad_scaler
     del optimizer.attachment
     if grad_scaler is None:
-        # accelerate sets these only where it has a scaler.
+        # accelerate set these attributes because it saw our scaler. Without a scaler it sets none.
         for name in _WITH_SCALER:
             optimizer.__dict__.pop(name, None)
 
 
 def restore_scheduler(scheduler: Any) -> None:
-    """Make an `AttachedScheduler` what accelerate has made; leave any other as it is."""
+    """Restore an `AttachedScheduler` to accelerate's own class, in place; ignore other objects."""
     if isinstance(scheduler, AttachedScheduler):
         scheduler.__class__ = AcceleratedScheduler
         del scheduler.attachment
@@ -221,9 +229,9 @@ def restore_scheduler(scheduler: Any) -> None:
 
 
 class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (accelerate is untyped)
-    """accelerate's wrapper of a schedule; it advances just before the next update.
+    """Wrap a schedule as accelerate does, but advance it just before the next update.
 
-    Only then can the host learn, without stopping the device, whether the last update was applied.
+    By then the host can learn, without stopping the device, whether the last update was applied.
     A schedule that is stepped with a metric (``ReduceLROnPlateau``) advances at once, which
     synchronizes with the device.
     """
@@ -233,7 +241,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
     gradient_state: Any
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Request a step, which is done later unless the last update turns out to be skipped."""
+        """Request a step, which `resolve` carries out later if the last update was applied."""
         follows_update = self.step_with_optimizer and self.gradient_state.sync_gradients
         if follows_update and not is_stepped_with_a_metric(self.scheduler):
             self.requests.append(ScheduleRequest.now(self.scheduler, args, keywords))
@@ -243,13 +251,13 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         super().step(*args, **keywords)
 
     def resolve(self) -> None:
-        """Do the requested steps, unless the last update was skipped."""
+        """Do the requested steps if the last update was applied; drop them if it was skipped."""
         requests, self.requests = self.requests, []
         if not requests:
             return
         state = self.gradient_state
-        # accelerate ignores steps between micro-batches. These were requested after the last
-        # micro-batch of an update, but the first one of the next update may have begun since.
+        # accelerate ignores steps between micro-batches. These steps were requested after the last
+        # micro-batch of an update, but by now the next update's first micro-batch may have begun.
         self.gradient_state = _AfterLastMicroBatch()
         step = super().step
         try:
@@ -268,24 +276,26 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the schedule; requested steps are dropped."""
+        """Restore the schedule, and drop the requested steps."""
         self.requests.clear()
         super().load_state_dict(state_dict)
 
 
 class _AfterLastMicroBatch:
-    """Stands in for accelerate's gradient state after the last micro-batch of an update."""
+    """Stand in for accelerate's gradient state, as it is after an update's last micro-batch."""
 
     sync_gradients = True
 
 
 class StepScaler:
-    """``torch.amp.GradScaler``'s methods, by which accelerate scales losses and does updates.
+    """Scale losses and do updates for accelerate, which calls this as its gradient scaler.
+
+    It has the methods of ``torch.amp.GradScaler``.
 
     Args:
         attachment: Step that is attached to the accelerator.
-        accelerator: Accelerator with its own gradient scaler still in place. The settings of that
-            scaler are part of accelerate's checkpoints.
+        accelerator: Accelerator whose ``scaler`` is still its own gradient scaler, or ``None``.
+            `state_dict` includes the settings of that gradient scaler.
     """
 
     def __init__(self, attachment: "AttachedStep", accelerator: Any) -> None:
@@ -323,7 +333,7 @@ class StepScaler:
         self.attachment.step.update(inner, self._accelerator.gradient_accumulation_steps)
 
     def update(self, new_scale: Tensor | float | None = None) -> None:
-        """Set the loss scale if one is given; otherwise `step` has changed it already."""
+        """Set the loss scale to `new_scale`; ``None`` does nothing, because `step` updates it."""
         if new_scale is not None:
             loss_scale = self.attachment.step.loss_scale
             loss_scale.set(loss_scale.value.new_tensor(new_scale))
@@ -338,10 +348,10 @@ class StepScaler:
         state["scale"] = self.get_scale()
         cell = self.attachment.step.loss_scale.update_cell
         if isinstance(cell, DynamicLossScaleUpdateCell):
-            # torch counts the steps since the scale changed from 0, MindSpore from 1.
+            # Steps since the last change of the scale: torch counts from 0, MindSpore from 1.
             state["_growth_tracker"] = int(cell.cur_iter - cell.last_overflow_iter) - 1
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the scale of a GradScaler's state."""
+        """Set the loss scale to the scale in a GradScaler's state."""
         self.update(state_dict["scale"])

@@ -1,29 +1,31 @@
-"""The gradients of a loop between backward and the optimizer's step: read, clipped, unscaled.
+"""Clip and unscale the gradients of a loop between backward and the optimizer's step.
 
-A cell does backward, clipping and update in one call. A loop makes a call of its own for each, in
-an order of its own, and may leave some out. An `OptimizerWindow` follows one optimizer through
-these calls. It opens when the optimizer has done its step and closes with the next step:
+A cell does backward, clipping and update in one call. A loop makes a separate call for each, in an
+order that it chooses, and may leave some out. An `OptimizerWindow` follows one optimizer through
+these calls, from the end of one optimizer step to the end of the next:
 
-1. `before_backward`, once for each micro-batch, notes the loss.
-2. `clip_grad_norm` reads the gradients once. This one read gives the norm that the loop gets back,
-   the local norms and the overflow flag. The gradients are left as they are: the factor is kept,
+1. `before_backward` notes the loss of each micro-batch.
+2. `clip_grad_norm` reads the gradients once, which gives the norm that the loop gets back, the
+   local norms and the overflow flag. It does not change the gradients. It stores the clip factor,
    and the step multiplies by it in its own pass over the gradients ("the clip is folded").
-3. `apply` does the update, without a second read.
+3. `apply` does the update without reading the gradients again.
 
-Folding needs gradients that nobody changes between clipping and step, and a clip that all
-gradients of the optimizer share. Everything else is done in place, on the gradients themselves, as
-torch does it: another norm than L2, a part of the parameters, clipping by value, a second clip, a
-clip between micro-batches.
+A clip can be folded only if it uses the L2 norm, covers all gradients of the optimizer, comes after
+the last micro-batch, and finds the gradients still scaled. Any other clip changes the gradients in
+place, as torch does. A second clip first applies the folded one in place. Between a folded clip and
+the step the gradients must not change.
 
-A maintainer must not break these four:
+A maintainer must keep these four properties:
 
-- Reported norms are those before any clipping, however often the loop clips (``_first``).
-- The overflow flag is taken before anything that could hide it. Clamping turns inf into a finite
-  number; multiplying by a coefficient of 0 or nan destroys it (`note_overflow`).
-- The gradients may be unscaled or clipped in place once only, and a gradient that comes after that
-  (accumulation) is scaled and unclipped: `before_backward` restores the scale first.
-- Nothing here synchronizes with the device. torch's version counters, which are on the host, show
-  whether gradients have changed.
+- The reported norms are from before any clipping, even if a loop clips several times (``_first``).
+- The overflow flag is recorded before any change that could hide the overflow (`note_overflow`).
+  Clamping turns inf into a finite number. If the norm is infinite, the clip factor is 0 and turns
+  finite gradients into zeros.
+- Gradients are unscaled at most once, and a folded clip is applied at most once. A later backward
+  adds gradients that are scaled and not clipped, so `before_backward` first applies a folded clip
+  and scales the present gradients again.
+- Nothing here synchronizes with the device. Whether gradients have changed is read from torch's
+  version counters, which are on the host.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,18 +41,18 @@ from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
 
-# A weak reference to each gradient, with torch's version counter, which counts the writes to it.
-# An id could not replace the reference: a new gradient often gets the address, and so the id, of a
-# gradient that has been released.
+# For each gradient a weak reference, and torch's counter of the writes to the gradient. An id could
+# not replace the reference: a new gradient often gets the address, and so the id, of a gradient
+# that has been released.
 _Fingerprint = list[tuple[TensorWeakRef, int]]
 
 
 @final
 class OptimizerWindow:
-    """What has been done with an optimizer's gradients since its last step.
+    """Track what a loop does with an optimizer's gradients between two steps of the optimizer.
 
     Args:
-        update: Update of the optimizer.
+        update: Update of the optimizer, which `apply` runs.
         loss_scale: Live loss scale, shape ``()``, float32.
     """
 
@@ -64,12 +66,13 @@ class OptimizerWindow:
         self.open()
 
     def open(self) -> None:
-        """Start a new window: gradients that exist now have been used, or are given up."""
+        """Start a new window, and treat the gradients that exist now as used."""
         self._losses: list[Tensor] = []
         self._micro_batches: list[int] = []
-        # The last read, of the gradients as they are now.
+        # Result of the last read. If the gradients differ from `_seen`, it is out of date.
         self._measured: Measurement | None = None
-        # The first read since the last backward, before any clipping: what is reported.
+        # Result of the first read since the last backward, before any clipping. Its norms are
+        # reported.
         self._first: Measurement | None = None
         # Overflow found before the gradients were changed in place.
         self._overflow: Tensor | None = None
@@ -83,8 +86,8 @@ class OptimizerWindow:
 
     def _fingerprint(self) -> _Fingerprint:
         gradients = self.update.parameters.present_gradients()
-        # Writing to a DTensor's shard does not count as a write to the DTensor, so take the
-        # versions of the shards.
+        # A write to a DTensor's shard does not increase the DTensor's version, so take the versions
+        # of the shards.
         versions = [local._version for local in local_tensors(gradients)]
         return list(zip(map(TensorWeakRef, gradients), versions, strict=True))
 
@@ -103,30 +106,30 @@ class OptimizerWindow:
         return bool(self._losses)
 
     def has_unused_gradients(self) -> bool:
-        """Return whether a backward has reached these gradients since the last step."""
+        """Return whether there are gradients that the optimizer's last step has not used."""
         present = self.update.parameters.present_gradients()
         return bool(present) and not self._are_as_at(self._used)
 
     def before_backward(self, loss: Tensor, micro_batch: int) -> None:
-        """Note a loss, and make the gradients ready to receive its gradients.
+        """Note the loss of the next backward, and prepare present gradients for accumulation.
 
         Args:
-            loss: Unscaled loss that is differentiated, detached, shape ``()``.
+            loss: Unscaled loss, detached, shape ``()``.
             micro_batch: Number of the micro-batch; consecutive calls with the same number count
                 as one micro-batch.
         """
         if self._measured is not None:
-            # The loop has clipped or unscaled before it accumulates further. Backward adds scaled
-            # and unclipped gradients, so apply a folded clip to the present gradients, and scale
-            # them again.
+            # The loop has clipped or unscaled, and now accumulates more. Backward adds gradients
+            # that are scaled and not clipped. So apply a folded clip to the present gradients, and
+            # scale them again.
             self.settle_clip()
             if self.is_unscaled:
                 multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
                 self.is_unscaled = False
             self._measured = self._first = None
         if self._losses and not self._waits_for_gradients():
-            # The loop has zeroed the gradients by `network.zero_grad`, so these losses do not
-            # contribute to the update.
+            # The loop has zeroed the gradients by `network.zero_grad`, so the earlier losses do
+            # not contribute to the update.
             self._losses, self._micro_batches = [], []
         self._losses.append(loss)
         self._numbers_micro_batches |= micro_batch != 0
@@ -134,25 +137,26 @@ class OptimizerWindow:
             self._micro_batches.append(micro_batch)
 
     def _waits_for_gradients(self) -> bool:
-        """Return whether there are gradients that the optimizer has not used."""
+        """Return whether the losses noted so far may still contribute to the update."""
         parameters = self.update.parameters
-        # With FSDP2 a shard has no gradient before the last micro-batch: until then the whole
-        # gradients are kept in torch's own attributes, which cannot be seen here.
+        # With FSDP2 a shard has no gradient before the last micro-batch. Until then torch keeps
+        # the whole gradients in its own attributes, which cannot be seen here, so assume that
+        # there are some.
         return parameters.reduction is not None or bool(parameters.present_gradients())
 
     def measured(self) -> Measurement:
-        """Return norms and overflow; read the gradients only if they have changed since.
+        """Return norms and overflow; read the gradients only if they changed since the last read.
 
         Raises:
-            RuntimeError: If they changed after their clip was folded into the step.
+            RuntimeError: If the gradients changed after a clip was folded into the step.
         """
         if self._measured is not None and self._are_as_at(self._seen):
             return self._measured
         if self._coefficient is not None:
             msg = (
                 "gradients must not change between `clip_grad_norm_` and the optimizer's step, "
-                "which does the clipping; call `unscale_gradients` before `clip_grad_norm_` to "
-                "have them clipped in place"
+                "because the step does the clipping; if you change them in between, call "
+                "`unscale_gradients` before `clip_grad_norm_`, which then clips in place"
             )
             raise RuntimeError(msg)
         fresh = self.update.measure(may_be_absent=True)
@@ -165,12 +169,12 @@ class OptimizerWindow:
         return fresh
 
     def fold_clip(self, global_norm: Tensor, overflow: Tensor, coefficient: Tensor) -> None:
-        """Let the step multiply the gradients by `coefficient`.
+        """Leave a clip to the step, which will multiply the gradients by `coefficient`.
 
         Args:
-            global_norm: Norm that the gradients are clipped by, shape ``()``, float32.
-            overflow: Whether this norm is not finite, shape ``()``, bool.
-            coefficient: Factor that clips, shape ``()``, float32.
+            global_norm: Norm that the clip is computed from, shape ``()``, float32.
+            overflow: Whether the gradients of this norm overflowed, shape ``()``, bool.
+            coefficient: Clip factor, shape ``()``, float32.
         """
         self._measured = self.measured()._replace(global_norm=global_norm, overflow=overflow)
         if not self._is_clipped:
@@ -185,7 +189,7 @@ class OptimizerWindow:
             self._coefficient = None
             self._is_clipped = True
         if self._is_clipped and not self.is_unscaled:
-            # The last read was before the clip. A second clip needs the norm after it.
+            # Drop the last read: it was before the clip, and a second clip needs the norm after it.
             self._measured = None
 
     def unscale(self) -> None:
@@ -202,10 +206,10 @@ class OptimizerWindow:
         self.is_unscaled = True
 
     def hand_back(self, *, scaled: bool) -> None:
-        """Leave the gradients as a loop without this window expects them.
+        """Make the gradients usable for a loop without this window: apply a folded clip, unscale.
 
         Args:
-            scaled: Leave the loss scale in them; otherwise divide by it.
+            scaled: Whether the loop expects scaled gradients; if so, do not unscale them.
         """
         if self.has_backward:
             self.settle_clip()
@@ -218,7 +222,7 @@ class OptimizerWindow:
         self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
     def accept_clipped(self) -> None:
-        """Accept the gradients as clipped in place; the norms of before the clip stay valid."""
+        """Note that the gradients were clipped in place; keep the norms from before the clip."""
         self._seen = self._fingerprint()
         self._is_clipped = True
 
@@ -233,7 +237,8 @@ class OptimizerWindow:
             measured = measured._replace(overflow=measured.overflow | self._overflow)
         coefficient = self._coefficient
         if coefficient is None and self._is_clipped:
-            # Clipped in place already. A factor of 1 also says that a norm was asked for.
+            # The gradients are clipped already, so pass a factor of 1. With None the update would
+            # clip by the configured norm, if any, or leave the norm out of the report.
             coefficient = torch.ones_like(measured.global_norm)
         elif coefficient is None:
             coefficient = self.update.configured_coefficient(measured)
@@ -253,9 +258,11 @@ class OptimizerWindow:
             return torch.full((), float("nan"), dtype=torch.float32, device=device)
         total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
         if accumulation_steps == 1 or not self._numbers_micro_batches:
-            # A loop that does not use `accelerator.accumulate` divides its losses itself.
+            # Without `accelerator.accumulate` the loop divides each loss itself, so the sum is the
+            # loss of the update.
             return total
-        # The last update of an epoch may have fewer micro-batches than its losses were divided by.
+        # Each loss was divided by `accumulation_steps`, but the last update of an epoch may have
+        # fewer micro-batches.
         return total * (accumulation_steps / len(self._micro_batches))
 
 
@@ -270,7 +277,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Clip unscaled gradients by their norm, as torch's ``clip_grad_norm_`` does.
 
-    The clip is folded into the step where it can be (see above), and done in place otherwise.
+    The clip is folded into the step if possible (see the docstring of this module), and done in
+    place otherwise.
 
     Args:
         windows: Windows of all optimizers.
@@ -278,7 +286,7 @@ def clip_grad_norm(
         loss_scale: Loss scale, shape ``()``, float32, on the training device.
         max_norm: Largest norm; ``inf`` measures and never clips.
         norm_type: Order of the norm.
-        may_fold: Whether this was the last backward before the step.
+        may_fold: Whether the last backward before the step is done.
 
     Returns:
         Norm before clipping, shape ``()``; float32 for the L2 norm. Does not synchronize with the
@@ -294,7 +302,7 @@ def clip_grad_norm(
     for window in concerned:
         whole = window.update.parameters.all_with_gradient_among(gradients)
         folds = folds and whole and not window.is_unscaled
-    # Inside a caller's autocast, products of norms would be taken in half precision.
+    # Disable a caller's autocast, which would multiply norms in half precision.
     with torch.no_grad(), torch.autocast(loss_scale.device.type, enabled=False):
         if folds:
             return _fold(concerned, gradients, loss_scale, max_norm)
@@ -316,7 +324,7 @@ def clip_grad_value(
     concerned = [window for window in windows if window.update.parameters.among(identities)]
     for window in concerned:
         window.unscale()
-        # Clamping turns inf into a finite number, so the overflow must be known before.
+        # Clamping turns inf into a finite number, so record the overflow first.
         window.note_overflow()
     torch.nn.utils.clip_grad_value_(held, clip_value)
     for window in concerned:
@@ -342,7 +350,7 @@ def _fold(
     coefficient = clip_coefficient(norm, max_norm)
     for window in windows:
         window.fold_clip(norm, overflow, coefficient)
-    # No optimizer holds these, so no step would clip them.
+    # No optimizer holds the other gradients, so no step would clip them.
     multiply_in_place(others, coefficient)
     return norm
 
@@ -373,7 +381,7 @@ def _clip_in_place(
 
 
 def _of_unscaled(measured: Measurement) -> Measurement:
-    """Correct a measurement of unscaled gradients that was taken as if they were scaled."""
+    """Correct a measurement that has divided unscaled gradients by the loss scale."""
     if measured.divisor is None:
         return measured
     return measured._replace(
@@ -385,7 +393,7 @@ def _of_unscaled(measured: Measurement) -> Measurement:
 
 @torch.no_grad()
 def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors on any devices by `factor`, shape ``()``, without reading it."""
+    """Multiply tensors on any devices by `factor`, shape ``()``; do not read it on the host."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in local_tensors(gradients):
         by_device.setdefault(gradient.device, []).append(gradient)

@@ -1,12 +1,13 @@
-"""The step of a loop with one or several optimizers, which share a loss scale and an average.
+"""Do the updates of a loop whose optimizers share one loss scale and one average.
 
 The loop scales each loss (`LoopStep.scaled`), runs backward, may clip through an optimizer's window
-(`mfwrap.accelerate.gradients`), and lets each optimizer do its update (`LoopStep.update`).
-accelerate is not known here: its calls arrive by way of `mfwrap.accelerate.classes`.
+(`mfwrap.accelerate.gradients`), and lets each optimizer do its update (`LoopStep.update`). This
+module does not depend on accelerate; `mfwrap.accelerate.classes` translates accelerate's calls.
 
-Several optimizers make two things harder. The loss scale may not change while the gradients of
-another optimizer wait, since they were made with the present scale (`SharedLossScale`). An average
-must follow once the weights of all its optimizers are updated, not after each (`SharedAverage`).
+Several optimizers need two extra rules. The loss scale must not change while another optimizer
+still has unused gradients, because they were computed with the present scale (`SharedLossScale`).
+The average must be updated when all optimizers have done their update, not after each of them
+(`SharedAverage`).
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from mfwrap.tensors.shards import on_device
 
 
 class PendingSchedule(Protocol):
-    """A schedule whose steps are postponed until it is known whether the update was applied."""
+    """A schedule that postpones its steps until the host knows if the update was applied."""
 
     def resolve(self) -> None:
         """Do the postponed steps if the last update was applied; drop them if it was skipped."""
@@ -38,7 +39,7 @@ class PendingSchedule(Protocol):
 
 @final
 class LoopStep:
-    """Updates of one or several optimizers that share a loss scale and an average.
+    """Do the updates of one or several optimizers that share a loss scale and an average.
 
     Args:
         config: Settings of the step.
@@ -48,9 +49,9 @@ class LoopStep:
     def __init__(self, config: StepConfig, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
         self.last_report: StepReport | None = None
-        """Report of the last update, by whichever optimizer; ``None`` before the first."""
+        """Report of the last update of any optimizer; ``None`` before the first update."""
         self.schedules: list[PendingSchedule] = []
-        """Schedules that are resolved before each update and by `flush`."""
+        """Schedules that `flush` resolves. Each update flushes first."""
         self.windows: dict[Optimizer, OptimizerWindow] = {}
         """Window of each optimizer, in the order in which they were added."""
         self._config = config
@@ -60,7 +61,7 @@ class LoopStep:
         self._shared_scale = SharedLossScale(loss_scale, self._others_are_used)
 
     def follow(self, ema: ExponentialMovingAverage) -> None:
-        """Let an average follow the updates of all optimizers that are added from now on."""
+        """Set the average that follows the updates of all optimizers added from now on."""
         self._ema = ema
         self._average = SharedAverage(ema)
 
@@ -116,10 +117,10 @@ class LoopStep:
         self._ema = self._average = None
 
     def scaled(self, loss: Tensor, micro_batch: int = 0) -> Tensor:
-        """Return the loss times the loss scale, in float32 or better; call it before backward.
+        """Return the loss times the loss scale; call it before backward.
 
         Args:
-            loss: Loss of a micro-batch, as it is differentiated.
+            loss: Loss of a micro-batch. If it has several elements, reports show their mean.
             micro_batch: Number of the micro-batch within its update.
 
         Raises:
@@ -144,8 +145,9 @@ class LoopStep:
             accumulation_steps: Number by which the loop has divided each loss.
 
         Raises:
-            RuntimeError: If its gradients come from a loss that was not scaled, they have changed
-                since they were clipped, or too many updates in a row were skipped.
+            RuntimeError: If the optimizer's gradients come from a loss that was not scaled, if they
+                have changed since they were clipped, or if ``max_consecutive_skips`` updates in a
+                row were skipped.
         """
         window = self.windows[optimizer]
         unscaled = not window.has_backward and window.has_unused_gradients()
@@ -158,8 +160,8 @@ class LoopStep:
             )
             raise RuntimeError(msg)
         window.measured()
-        # Not before this update's own gradients are measured: the device has that work queued
-        # while the host reads the result of the update before.
+        # Flush only after this update's gradients are measured. That work is queued by now, so the
+        # device is busy while the host waits for the result of the previous update.
         self.flush()
         self._stepping = window
         try:
@@ -181,12 +183,12 @@ class LoopStep:
         return counts.last_was_skipped
 
     def flush(self) -> None:
-        """Read the results of the last updates, and advance the schedules accordingly.
+        """Wait for the results of the last updates, and advance the schedules if they were applied.
 
         Synchronizes with the device.
 
         Raises:
-            RuntimeError: If too many updates in a row were skipped.
+            RuntimeError: If ``max_consecutive_skips`` updates in a row were skipped.
         """
         try:
             for window in self.windows.values():
@@ -196,9 +198,9 @@ class LoopStep:
                 schedule.resolve()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counters and average, after a flush.
+        """Flush, then return loss scale, counters and average.
 
-        The average's tensors are not copies.
+        The tensors of the average are the live ones, not copies.
         """
         self.flush()
         counts = [window.update.counts for window in self.windows.values()]
@@ -211,9 +213,9 @@ class LoopStep:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if any part does not fit.
+        """Restore the result of `state_dict`, or change nothing if any of it does not fit.
 
-        Results that have not been read yet are dropped.
+        Pending results of earlier updates are dropped.
 
         Raises:
             KeyError: If a key is missing or unknown.
@@ -229,11 +231,11 @@ class LoopStep:
             window.open()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict` would raise; change nothing."""
+        """Raise the errors of `load_state_dict` without changing anything."""
         check(*self._owners(state_dict))
 
     def _owners(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        """Return loss scale, counts and average, each with its state."""
+        """Return loss scale, counts and average, each paired with its entry of `state_dict`."""
         expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
         check_keys(state_dict, expected, "loop")
         updates = state_dict["updates"]
@@ -249,16 +251,17 @@ class LoopStep:
 
 @final
 class SharedLossScale:
-    """The loss scale as each of several optimizers' updates sees it.
+    """Share one loss scale among the updates of several optimizers.
 
-    Gradients that wait for another optimizer were made with the present scale, so the scale must
-    not change before they are used. Overflows are therefore collected. The scale changes once, for
-    all of them, when no optimizer has unused gradients left.
+    If another optimizer has unused gradients, they were computed with the present scale, so the
+    scale must not change before they are used. The overflow flags of the updates are therefore
+    collected. When all optimizers have used their gradients, the scale is updated once: on overflow
+    if any of the flags is set.
 
     Args:
         loss_scale: Live loss scale.
-        gradients_are_used: Returns whether no optimizer except the one that is being updated has
-            unused gradients.
+        gradients_are_used: Function that returns whether all optimizers have used their gradients,
+            leaving out the optimizer that is being updated.
     """
 
     def __init__(self, loss_scale: LossScale, gradients_are_used: Callable[[], bool]) -> None:
@@ -273,7 +276,7 @@ class SharedLossScale:
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is known to be 1 without asking the device."""
+        """Whether the host knows that the scale is 1, without synchronizing."""
         return self._loss_scale.is_one
 
     def update(self, overflow: Tensor) -> Tensor:
@@ -283,7 +286,7 @@ class SharedLossScale:
         return overflow
 
     def settle(self) -> None:
-        """Update the scale with the collected flags, unless gradients are still unused."""
+        """Update the scale with the collected flags if all optimizers have used their gradients."""
         if self._overflow is not None and self._gradients_are_used():
             self._loss_scale.update(self._overflow)
             self._overflow = None
@@ -295,10 +298,10 @@ class SharedLossScale:
 
 @final
 class SharedAverage:
-    """An average whose weights several optimizers update.
+    """Update an average whose weights belong to several optimizers.
 
-    It follows the weights when each optimizer has done its update, or when one of them does its
-    next update before the others.
+    The average follows the weights when every optimizer has done one update. If one optimizer does
+    its next update before that, the average follows first.
 
     Args:
         ema: Average of the weights.
@@ -310,7 +313,7 @@ class SharedAverage:
         self._applied: dict[int, Tensor] = {}
 
     def part(self) -> "AveragePart":
-        """Return the average as one more optimizer's update sees it."""
+        """Register one more optimizer, and return the object that stands for its average."""
         self._num_parts += 1
         return AveragePart(self, self._num_parts - 1)
 
@@ -324,11 +327,11 @@ class SharedAverage:
         self._ema.refuse_inside_swap(method)
 
     def gather(self, part: int, applied: Tensor) -> None:
-        """Note an update of one optimizer; follow the weights when all have done theirs.
+        """Note an update of one optimizer; update the average when all have done theirs.
 
         Args:
-            part: Number of the optimizer.
-            applied: Whether its update was applied, shape ``()``, bool.
+            part: Number of the optimizer, counted from 0.
+            applied: Whether the optimizer's update was applied, shape ``()``, bool.
         """
         if part in self._applied:
             self._follow()
@@ -350,7 +353,7 @@ class SharedAverage:
 
 @final
 class AveragePart:
-    """A `SharedAverage` as one optimizer's update sees it."""
+    """Report the updates of one optimizer to a `SharedAverage`."""
 
     def __init__(self, average: SharedAverage, part: int) -> None:
         self._average = average

@@ -1,4 +1,4 @@
-"""Checks of `attach`'s arguments, and names of the parameters that were prepared."""
+"""Check the arguments of `attach`, and name the parameters of prepared models."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -30,10 +30,10 @@ _REFUSED = {
 def made_average(
     make: Callable[[nn.Module], ExponentialMovingAverage], models: Sequence[nn.Module]
 ) -> ExponentialMovingAverage:
-    """Return the average that a callable makes from the prepared model.
+    """Call `make` with the prepared model, and return the average that it makes.
 
     Raises:
-        TypeError: If the callable returns anything else.
+        TypeError: If `make` does not return an `ExponentialMovingAverage`.
         ValueError: If there is not exactly one model.
     """
     if len(models) != 1:
@@ -50,7 +50,7 @@ def made_average(
 
 
 def trained_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-    """Return the models that have a parameter in an optimizer."""
+    """Return the models of which an optimizer holds at least one parameter."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     return [model for model in models if any(id(p) in held for p in model.parameters())]
 
@@ -60,8 +60,8 @@ def named_parameters_of(
 ) -> tuple[dict[str, nn.Parameter], bool]:
     """Return an optimizer's parameters by their names in the prepared models.
 
-    Names begin with ``model_<number>.`` if the parameters are of several models. A parameter that
-    is in no model is named ``outside.<number>``.
+    If the parameters belong to several models, their names begin with ``model_<number>.``. A
+    parameter that is in no model is named ``outside.<number>``.
 
     Returns:
         Parameters by name, and whether all of them are in models.
@@ -98,10 +98,10 @@ def check_arguments(
         )
         raise TypeError(msg)
     if "attachment" in accelerator.__dict__:
-        msg = "`accelerator` is attached already; call `detach` of the first step before"
+        msg = "`accelerator` is attached already; call `detach` on the step attached to it first"
         raise RuntimeError(msg)
     if accelerator._optimizers or accelerator._models or accelerator._schedulers:
-        msg = "`attach` must be called before `accelerator.prepare`, got called after it"
+        msg = "`attach` must be called before `accelerator.prepare`, but was called after it"
         raise RuntimeError(msg)
     _check_settings(accelerator, config)
     handler = accelerator.ddp_handler
@@ -122,17 +122,17 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
     steps = accelerator.gradient_accumulation_steps
     if config.gradient_accumulation_steps not in (1, steps):
         msg = (
-            f"`gradient_accumulation_steps` must be the accelerator's {steps}, or left at 1, "
+            f"`gradient_accumulation_steps` must be {steps}, as in the accelerator, or left at 1, "
             f"got {config.gradient_accumulation_steps}"
         )
         raise ValueError(msg)
     refused = _REFUSED.get(accelerator.distributed_type)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        refused = "version 1 of FSDP; ask for it with `fsdp_version=2`"
+        refused = "version 1 of FSDP; pass `fsdp_version=2` to accelerate's FSDP plugin"
     if refused is not None:
         msg = (
-            "`accelerator` must train alone, under DistributedDataParallel or under FSDP2, got "
-            f"{refused}"
+            "`accelerator` must train in one process, under DistributedDataParallel or under "
+            f"FSDP2, got {refused}"
         )
         raise ValueError(msg)
 
@@ -168,7 +168,7 @@ def refuse_second_hook(
     if of_handler is not None and communication_hook is not None:
         msg = (
             "`communication_hook` must be None if the accelerator's DistributedDataParallelKwargs "
-            f"have a `comm_hook`, got both; its `comm_hook` is {of_handler}"
+            f"have a `comm_hook`, got both (`comm_hook` is {of_handler}); give only one of the two"
         )
         raise ValueError(msg)
 
@@ -176,11 +176,11 @@ def refuse_second_hook(
 def attached_handler_class(
     kind: type, communication_hook: CommunicationHook | None = None
 ) -> type[Any]:
-    """Return the subclass of accelerate's handler that takes local norms before its hook.
+    """Create a subclass of accelerate's handler that takes local norms before its hook runs.
 
     Args:
         kind: Class of the handler, ``DistributedDataParallelKwargs``.
-        communication_hook: Hook for a handler that has none.
+        communication_hook: Hook to use if the handler has none.
     """
 
     def register_comm_hook(handler: Any, model: DistributedDataParallel) -> None:
@@ -194,7 +194,7 @@ def attached_handler_class(
 
 @final
 class _Recorder:
-    """Stand in for a model, to learn which communication hook accelerate would register."""
+    """Stand in for a model, and record the communication hook that accelerate registers."""
 
     hook: CommunicationHook | None = None
 

@@ -1,4 +1,4 @@
-"""The step's own files in a checkpoint of accelerate: loss scale, counts and average."""
+"""Save and load the step's own files in a checkpoint: loss scale, counts and average."""
 
 import warnings
 from pathlib import Path
@@ -14,14 +14,15 @@ from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 
 
 def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
-    """Write loss scale, counts and average, after a flush; every process must call it.
+    """Flush, then write loss scale, counts and average. Call it on every process.
 
     Args:
         folder: Folder of the checkpoint.
         step: Step to save.
-        is_writer: Whether this process writes the values that all processes share.
+        is_writer: Whether this process writes everything except the shards of distributed tensors.
+            Each process writes its own shards.
     """
-    # First, because it flushes.
+    # Flush before anything else, because a flush may raise.
     state = step.state_dict()
     counts = [window.update.counts for window in step.windows.values()]
     record = {
@@ -33,14 +34,14 @@ def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
 
 
 def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Raise the errors that `load_step` would raise, before anything changes.
+    """Raise the errors that `load_step` would raise, without changing anything.
 
-    A checkpoint without files of a step passes.
+    A checkpoint without any of the step's files passes the check.
 
     Args:
         folder: Folder of the checkpoint.
         step: Step to restore.
-        ema: Average of the step; ``None`` for none.
+        ema: Average of the step; ``None`` if it keeps none.
     """
     if has_step_files(folder):
         state = read_step_files(folder, step.state_dict())
@@ -48,16 +49,16 @@ def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage
 
 
 def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Restore what `save_step` wrote, or start from a checkpoint that was written without a step.
+    """Restore the state that `save_step` wrote, or start from a checkpoint without such a state.
 
     Args:
         folder: Folder of the checkpoint. Load its weights first.
-        step: Step to restore; it does not change if any part does not fit.
-        ema: Average of the step; ``None`` for none. If the files have no average, it starts from
-            the weights.
+        step: Step to restore. If any of the state does not fit, the step does not change.
+        ema: Average of the step; ``None`` if it keeps none. If the checkpoint has no average, the
+            average starts from the weights.
 
     Raises:
-        FileNotFoundError: If one of the files is missing.
+        FileNotFoundError: If only some of the step's files exist.
         KeyError: If a name is missing or unknown.
         TypeError: If a value has the wrong type.
         ValueError: If a file is damaged, or a value has the wrong shape or range.
@@ -98,8 +99,8 @@ def _fitting(
         fitting["loss_scale"] = present
         if warns:
             warnings.warn(
-                f"the loss scale in {folder} was changed by another kind of update cell: the loss "
-                "scale starts from its initial value",
+                f"the loss scale in {folder} belongs to another kind of update cell and is not "
+                "restored; the loss scale keeps its present value",
                 stacklevel=callers_stacklevel(),
             )
     return fitting
@@ -123,8 +124,7 @@ def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
         state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
         counters = state["loss_scale"]["update_cell"]
         if isinstance(step.loss_scale.update_cell, DynamicLossScaleUpdateCell):
-            # Both count the steps since the last change of the scale: torch starts at 0,
-            # MindSpore at 1.
+            # Steps since the last change of the scale: torch counts from 0, MindSpore from 1.
             counters["cur_iter"].fill_(saved.get("_growth_tracker", 0) + 1)
             counters["last_overflow_iter"].zero_()
     return state

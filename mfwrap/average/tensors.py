@@ -1,4 +1,4 @@
-"""Tensor operations of an average, none of which synchronizes with the device."""
+"""Compute and store averages of weights, without synchronizing with the device."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
 
 class AveragedGroup(NamedTuple):
-    """Averages of one dtype on one device, and the weights that they average."""
+    """Weights of one dtype on one device, and their averages, also of one dtype on one device."""
 
     weights: list[Tensor]
     averages: list[Tensor]
@@ -24,10 +24,10 @@ class AveragedGroup(NamedTuple):
 
     zero: Tensor
     nine: Tensor
-    """Constants of the same shape, dtype and device; making them at each call would cost time."""
+    """0 and 9 in the shape, dtype and device of `smoothing_factor`, made once to save time."""
 
     def share(self, num_updates: Tensor | None, applied: Tensor | None) -> Tensor:
-        """Return the weight of the current values in the new averages: 0 for a skipped update.
+        """Return the share of the current weights in the new averages; 0 for a skipped update.
 
         Args:
             num_updates: Number of updates applied before this one, for the warm-up; ``None`` if
@@ -36,7 +36,7 @@ class AveragedGroup(NamedTuple):
         """
         factor = self.smoothing_factor
         if num_updates is not None:
-            # This is 1 - (1 + n) / (10 + n), written without the loss of digits of a difference.
+            # Equal to 1 - (1 + n) / (10 + n), but without the subtraction, which would lose digits.
             factor = torch.maximum(self.nine / (on_device(num_updates, factor.device) + 10), factor)
         if applied is None:
             return factor
@@ -46,7 +46,8 @@ class AveragedGroup(NamedTuple):
         """Move the averages towards the weights by `share`, which stays on the device."""
         averages, weights = local_tensors(self.averages), local_tensors(self.weights)
         if not self.converted:
-            # A list of factors: torch would read a single tensor on the host, as a number.
+            # Pass a list of factors. torch would read a single tensor on the host, which
+            # synchronizes with the device.
             torch._foreach_lerp_(averages, weights, [share] * len(averages))
             return
         for average, weight in zip(averages, weights, strict=True):
@@ -60,7 +61,7 @@ class AveragedGroup(NamedTuple):
                 msg = (
                     f"`ema` must be built where its weights are, on {weight.device} in "
                     f"{weight.dtype}, got averages on {average.device} in {average.dtype}; "
-                    "build it after the network has been moved"
+                    "build it after you move or convert the network"
                 )
                 raise RuntimeError(msg)
 
@@ -82,7 +83,7 @@ def grouped(
                 weights=[weights[name] for name in names],
                 averages=[averages[name] for name in names],
                 converted=(weight.device, weight.dtype) != (average.device, average.dtype),
-                # Subtracted in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
+                # Subtract in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
                 smoothing_factor=_number(1 - decay, average),
                 zero=_number(0.0, average),
                 nine=_number(9.0, average),
@@ -92,14 +93,14 @@ def grouped(
 
 
 def _number(value: float, average: Tensor) -> Tensor:
-    # `new_full` of a distributed average would make a distributed tensor.
+    # Not `average.new_full`: if the average is distributed, the number would be, too.
     return torch.full((), value, dtype=average.dtype, device=average.device)
 
 
 def follow_buffers(
     copies: Iterable[Tensor], buffers: Iterable[Tensor], applied: Tensor | None
 ) -> None:
-    """Copy buffers if the update was applied, without reading `applied` on the host."""
+    """Copy `buffers` into `copies` if `applied` is true, without reading `applied` on the host."""
     if applied is None:
         write(copies, buffers)
         return
@@ -120,9 +121,9 @@ def copied(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype
 
 @torch.no_grad()
 def write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Copy values into tensors in place, converting dtypes and devices.
+    """Copy values into target tensors, in place, and convert their dtypes and devices.
 
-    Collective on all ranks if a value is distributed differently from its target.
+    If a value is distributed differently from its target, all ranks must call this function.
     """
     written = list(targets)
     if written:
@@ -131,7 +132,7 @@ def write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 
 class BufferPlace(NamedTuple):
-    """Module and attribute of a buffer.
+    """Find a buffer by its module and attribute name.
 
     A reference to the tensor itself would become stale, because ``module.to()`` replaces buffers.
     """
@@ -169,7 +170,7 @@ def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]
 
 
 def buffer_places(parameters: object) -> dict[str, BufferPlace]:
-    """Return the persistent buffers of a module by name; nothing for other parameters."""
+    """Return the place of each persistent buffer by name; empty if `parameters` is no module."""
     if not isinstance(parameters, nn.Module):
         return {}
     network = unwrapped_network(parameters)
@@ -183,7 +184,7 @@ def buffer_places(parameters: object) -> dict[str, BufferPlace]:
 
 
 def check_names(label: str, given: object, expected: Mapping[str, object]) -> None:
-    """Raise an error unless `given` is a mapping with exactly the expected names."""
+    """Check that `given` is a mapping with exactly the expected names; raise an error if not."""
     if not isinstance(given, Mapping):
         msg = f"`{label}` must be a mapping, got {described(given)}"
         raise TypeError(msg)
@@ -199,7 +200,11 @@ def check_names(label: str, given: object, expected: Mapping[str, object]) -> No
 def fitting_tensors(
     label: str, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """Return the tensors of the expected names; raise an error if a shape or dtype does not fit."""
+    """Return the tensors in the order of `expected`; raise an error if one is missing or unfit.
+
+    A tensor fits if it has the expected shape and dtype. If the expected dtype is floating-point,
+    any other floating-point dtype fits, too.
+    """
     for name, tensor in expected.items():
         if name not in given:
             msg = f"`{label}` must have the averaged names; missing: {name!r}"

@@ -72,7 +72,7 @@ SETTINGS = {
     ),
     "another accumulation": (
         ValueError,
-        "`gradient_accumulation_steps` must be the accelerator's 1, or left at 1, got 4",
+        "`gradient_accumulation_steps` must be 1, as in the accelerator, or left at 1, got 4",
         {"config": StepConfig(gradient_accumulation_steps=4)},
     ),
 }
@@ -101,7 +101,7 @@ ACCELERATORS = {
     **{
         str(kind.value): (
             ValueError,
-            "`accelerator` must train alone, under DistributedDataParallel or under FSDP2",
+            "`accelerator` must train in one process, under DistributedDataParallel or under FSDP2",
             lambda kind=kind: of_type(kind),
         )
         for kind in (
@@ -158,7 +158,7 @@ def test_a_communication_hook_is_given_once():
     refused_attach(
         new_accelerator(kwargs_handlers=[handler]),
         ValueError,
-        "`communication_hook` must be None .* got both; its `comm_hook` is fp16",
+        r"`communication_hook` must be None .* got both \(`comm_hook` is fp16\)",
         communication_hook=(None, fp16_compress_hook),
     )
     assert type(handler) is DistributedDataParallelKwargs
@@ -231,7 +231,7 @@ def test_an_average_from_before_the_network_was_moved_is_refused():
     network = Classifier()
     attach(accelerator, ema=ExponentialMovingAverage(network))
 
-    with pytest.raises(RuntimeError, match="build it after the network has been moved"):
+    with pytest.raises(RuntimeError, match="build it after you move or convert the network"):
         accelerator.prepare(network, AdamW(network.parameters(), fused=True))
 
 
