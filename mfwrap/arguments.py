@@ -1,4 +1,4 @@
-"""Checks of arguments with one form of message, and the caller whom a warning concerns."""
+"""Check arguments with uniform error messages, and find the user's line for a warning."""
 
 import inspect
 import math
@@ -23,7 +23,12 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_int(name: str, value: object, *, minimum: int = 1) -> int:
-    """Return `value`; raise ``TypeError`` unless it is an int, ``ValueError`` below `minimum`."""
+    """Return `value` if it is an int of at least `minimum`.
+
+    Raises:
+        TypeError: If `value` is not an int, or is a bool.
+        ValueError: If `value` is below `minimum`.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         msg = f"`{name}` must be an int, got {described(value)}"
         raise TypeError(msg)
@@ -34,21 +39,21 @@ def check_int(name: str, value: object, *, minimum: int = 1) -> int:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raise ``TypeError`` unless `value` can be called."""
+    """Raise ``TypeError`` if `value` cannot be called."""
     if not callable(value):
         msg = f"`{name}` must be callable, got {described(value)}"
         raise TypeError(msg)
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise ``ValueError`` unless `value` is one of `choices`."""
+    """Raise ``ValueError`` if `value` is not one of `choices`."""
     if value not in choices:
         msg = f"`{name}` must be one of {list(choices)}, got {value!r}"
         raise ValueError(msg)
 
 
 def check_real(name: str, value: object) -> float:
-    """Return `value`, or raise ``TypeError`` unless it is a real number other than a bool."""
+    """Return `value`, or raise ``TypeError`` if it is a bool or not a real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         msg = f"`{name}` must be a number, got {described(value)}"
         raise TypeError(msg)
@@ -56,11 +61,11 @@ def check_real(name: str, value: object) -> float:
 
 
 def check_number(name: str, value: object, *, minimum: float = 0) -> float:
-    """Return `value` as a float.
+    """Return `value` as a float if it is finite and at least `minimum`.
 
     Raises:
         TypeError: If `value` is not a number.
-        ValueError: If it is nan, infinite or below `minimum`.
+        ValueError: If `value` is nan, infinite or below `minimum`.
     """
     number = check_real(name, value)
     if not minimum <= number <= sys.float_info.max:
@@ -70,11 +75,11 @@ def check_number(name: str, value: object, *, minimum: float = 0) -> float:
 
 
 def check_positive_number(name: str, value: object, *, finite: bool = False) -> float:
-    """Return `value` as a float.
+    """Return `value` as a float if it is > 0.
 
     Raises:
         TypeError: If `value` is not a number.
-        ValueError: If it is nan or <= 0, or if it is infinite and `finite` is True.
+        ValueError: If `value` is nan or <= 0, or if it is infinite and `finite` is True.
     """
     number = check_real(name, value)
     # Compare before converting: `float` raises OverflowError for an int that no float can hold.
@@ -85,7 +90,7 @@ def check_positive_number(name: str, value: object, *, finite: bool = False) -> 
 
 
 def directory_name(name: str, value: object) -> str | None:
-    """Return a path as a string, and ``None`` as it is.
+    """Return a path as a string; ``None`` stays ``None``.
 
     Raises:
         TypeError: If `value` is neither a path nor ``None``.
@@ -99,10 +104,10 @@ def directory_name(name: str, value: object) -> str | None:
 
 
 def needed_arguments(owner: object, method: str) -> list[str]:
-    """Return the names of the arguments that a method cannot be called without.
+    """Return the names of the arguments that a method requires.
 
-    The signature is that of the class. An instance attribute of the same name, such as a wrapper
-    that another library has put around the method, may have a different one.
+    The signature is read from the class of `owner`. An instance may have an attribute of the same
+    name with another signature, such as a wrapper that a library has put around the method.
     """
     of_class = getattr(type(owner), method, None)
     signature = inspect.signature(of_class or getattr(owner, method))
@@ -115,9 +120,10 @@ _LIBRARIES = frozenset({"mfwrap", "accelerate", "transformers", "torch", "contex
 
 
 def callers_stacklevel() -> int:
-    """Return the ``stacklevel`` with which a warning of the calling function names the user's line.
+    """Return the ``stacklevel`` that makes a warning name the user's line of code.
 
-    That line is in the innermost frame outside mfwrap and outside the libraries that call mfwrap.
+    Call it in the function that warns. The user's line is in the innermost frame outside mfwrap and
+    outside the libraries that call mfwrap.
     """
     level, frame = 1, sys._getframe(1)  # noqa: SLF001  (inspect.stack() reads every source file)
     while frame.f_back is not None and _top_package(frame.f_globals) in _LIBRARIES:

@@ -1,1 +1,1 @@
-"""An exponential moving average of the weights; `mfwrap.ExponentialMovingAverage` is public."""
+"""Keep an exponential moving average of weights; see `mfwrap.ExponentialMovingAverage`."""

@@ -1,4 +1,4 @@
-"""The exponential moving average of weights, updated without host-device synchronization."""
+"""Keep an exponential moving average of weights, without host-device synchronization."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,19 +25,20 @@ from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrappe
 
 @final
 class ExponentialMovingAverage:
-    """Keep an exponential moving average of weights that does not follow skipped updates.
+    """Keep an exponential moving average of weights, which skipped updates leave unchanged.
 
     The average starts as a copy of the weights. Each averaging step computes
     ``average += (1 - decay) * (weight - average)`` with one ``torch._foreach_lerp_`` per dtype and
     device. With the default `warmup`, `device` and `dtype`, averages of float32 and float64 weights
-    are bitwise those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``. On CUDA,
-    ``torch._foreach_lerp_`` launches one kernel per weight here, because ``1 - decay`` is a tensor
-    on the device: a skipped update sets it to 0 without synchronization.
+    are bitwise equal to those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``. The factor
+    ``1 - decay`` is a tensor on the device, so that a skipped update can replace it by 0 without
+    synchronization. On CUDA, ``torch._foreach_lerp_`` therefore launches one kernel per weight.
 
-    For a module, the parameters that require a gradient at construction are averaged under the
-    names of ``named_parameters()``; tied parameters are averaged once, frozen parameters are left
-    out. Persistent buffers such as running statistics are copied at each averaging step, not
-    averaged. For an iterable, every tensor is averaged, under the names ``"0"``, ``"1"``, ...
+    If `parameters` is a module, its parameters that require a gradient at construction are
+    averaged, under the names of ``named_parameters()``. Tied parameters are averaged once. Frozen
+    parameters are left out. Persistent buffers, such as running statistics, are not averaged but
+    copied at each averaging step. If `parameters` is an iterable, every tensor is averaged, under
+    the names ``"0"``, ``"1"``, ...
 
     The average keeps references to the parameter tensors. Move, convert or shard a module before
     you build its average. After ``fully_shard`` the averages are distributed tensors like the
@@ -50,13 +51,12 @@ class ExponentialMovingAverage:
             updates applied before this one. The first steps of training then lose their influence
             quickly.
         update_every: Average at every `update_every`-th call of `update`; 1 averages at each call.
-            Calls for skipped updates count as calls. `decay` is the same for every `update_every`.
+            A call for a skipped update counts, too. `decay` is not adjusted to `update_every`.
         device: Device of the averages; by default that of each weight. If the averages are on the
             CPU and the weights are not, each averaging step synchronizes with the device.
-        dtype: Floating-point dtype of the averages. The default is float32 for weights of fewer
-            bits, because an average in bfloat16 stops moving when its increments round to zero;
-            otherwise it is the weight's dtype. Weights of a different dtype are converted one
-            tensor at a time.
+        dtype: Floating-point dtype of the averages. The default is the dtype of each weight, but at
+            least float32, because an average in bfloat16 stops moving when its increments round to
+            zero. Weights of a different dtype are converted one tensor at a time.
 
     Raises:
         TypeError: If an argument has the wrong type, or a tensor is not floating-point.
@@ -117,8 +117,8 @@ class ExponentialMovingAverage:
         """Update the average after an optimizer update; call it after every step.
 
         Does not synchronize with the device. A skipped update leaves the copied buffers bitwise
-        unchanged. If the weights are finite, it leaves the averages bitwise unchanged, too, except
-        that -0.0 may become 0.0.
+        unchanged. It leaves the averages bitwise unchanged, too, if the weights are finite, except
+        that an average of -0.0 may become 0.0.
 
         Args:
             applied: Whether the optimizer's update was applied: shape ``()``, bool, on the
@@ -148,8 +148,8 @@ class ExponentialMovingAverage:
         """Put the averages into the parameters and buffers inside the block, for evaluation.
 
         After the block the original values are restored bitwise, also if the block raises. Anything
-        written into parameters and buffers inside the block is lost. Needs memory for a copy of the
-        weights, about as much as the released gradients have freed.
+        written into parameters and buffers inside the block is lost. The block needs memory for a
+        copy of the weights, about as much as gradients take.
 
         Raises:
             RuntimeError: If called inside `swap`.
@@ -170,21 +170,23 @@ class ExponentialMovingAverage:
             self._swapped = False
 
     def copy_to(self, parameters: nn.Module | Iterable[Tensor] | None = None) -> None:
-        """Write the averages into parameters in place, or write nothing if one does not fit.
+        """Write the averages into parameters in place, or write nothing if any does not fit.
 
-        From a module into a module, averages and buffers are matched by name; otherwise averages
-        are matched by position. Sharded averages are gathered, collectively on all ranks, only for
-        targets that are distributed differently.
+        If the average was built from a module and `parameters` is a module, too, averages and
+        buffers are matched by name. Otherwise averages are matched by position, and buffers are not
+        written. If a target is distributed differently from its average, the average is gathered;
+        all ranks must then call this method.
 
         Args:
             parameters: Module or tensors to write into, of any floating-point dtype on any device;
                 by default the averaged parameters themselves and the buffers of their module.
 
         Raises:
-            KeyError: If the module lacks an averaged name.
+            KeyError: If the module lacks a parameter or buffer of the average.
             TypeError: If `parameters` holds anything but floating-point tensors.
             ValueError: If the number of tensors, a shape or a dtype does not fit.
-            RuntimeError: If called without `parameters` inside `swap`, whose end would undo it.
+            RuntimeError: If called without `parameters` inside `swap`, whose end would undo the
+                call.
         """
         if parameters is None:
             self.refuse_inside_swap("copy_to")
@@ -213,7 +215,7 @@ class ExponentialMovingAverage:
             self._fill(fitting_tensors("parameters", by_name, self._averages))
 
     def follows(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether any of `parameters` is averaged here."""
+        """Return whether any of `parameters` belongs to this average."""
         followed = {id(weight) for weight in self._weights.values()}
         return any(id(parameter) in followed for parameter in parameters)
 
@@ -224,7 +226,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start again from the current weights and buffers.
+        """Reset the averages to the current weights and buffers, and the counters to 0.
 
         Raises:
             RuntimeError: If called inside `swap`.
@@ -280,7 +282,8 @@ class ExponentialMovingAverage:
         """Raise the errors of `load_state_dict` without changing anything.
 
         Returns:
-            The tensors of each entry of `state`, in this average's order.
+            Lists of the tensors in ``averages``, ``buffers`` and ``counters`` of `state`, each in
+            this average's order.
         """
         expected = self.state_dict()
         check_names("state", state, expected)
@@ -321,7 +324,7 @@ class ExponentialMovingAverage:
 
 
 def checked_decay(decay: float) -> float:
-    """Return `decay` as a float; raise an error unless it is a number in [0, 1)."""
+    """Return `decay` as a float if it is a number in [0, 1); otherwise raise an error."""
     check_real("decay", decay)
     if not 0 <= decay < 1:
         msg = f"`decay` must be in [0, 1), got {decay}"
@@ -330,7 +333,7 @@ def checked_decay(decay: float) -> float:
 
 
 def check_placement(device: object, dtype: object) -> None:
-    """Raise an error unless averages can have this device and dtype; ``None`` is a default."""
+    """Check the arguments `device` and `dtype` of an average; ``None`` stands for the default."""
     if not (device is None or isinstance(device, (str, torch.device))):
         msg = f"`device` must be a torch.device, a string or None, got {described(device)}"
         raise TypeError(msg)
@@ -343,7 +346,7 @@ def check_placement(device: object, dtype: object) -> None:
 
 
 def check_applied(applied: object) -> None:
-    """Raise an error unless `applied` is ``None`` or a bool tensor of shape ``()``."""
+    """Check that `applied` is ``None`` or a bool tensor of shape ``()``; raise an error if not."""
     if applied is None:
         return
     if not isinstance(applied, Tensor) or applied.dtype != torch.bool:

@@ -1,4 +1,4 @@
-"""Files and folders that a reader finds whole or not at all, whenever the process or power ends."""
+"""Write files and folders that are complete or absent, even if the process or the power fails."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""End of the name of everything that is still being written, replaced or deleted."""
+"""Suffix of files and folders that are still being written, replaced or deleted."""
 
 _REPLACED = "replaced"
 _REMOVED = "removed"
@@ -19,10 +19,10 @@ _REMOVED = "removed"
 def whole_file(path: Path) -> Iterator[Path]:
     """Write a file under a temporary name, then rename it: readers never see a half-written file.
 
-    After the ``with`` block the file is synced to disk, renamed to `path`, and the name is synced.
-    If the block raises, the temporary file is deleted and an older file at `path` stays. A process
-    that is killed leaves the older file or the new one, and at most a temporary file beside it,
-    which the next call overwrites.
+    After the ``with`` block the file is synced to disk and renamed to `path`, and the folder is
+    synced. If the block raises, the temporary file is deleted and an older file at `path` stays. If
+    the process is killed, `path` is the complete older or new file. A temporary file may be left;
+    the next call overwrites it.
 
     Args:
         path: File to write or replace. Missing folders are created.
@@ -44,19 +44,19 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Write a folder under a temporary name, then rename it, in place of an older one if any.
+    """Write a folder under a temporary name, then rename it to `folder`, replacing an older one.
 
     After the ``with`` block `move_into_place` syncs and renames the folder. If the block raises,
-    the temporary folder is deleted and the older folder stays. A process that is killed leaves the
-    older folder or the new one. The one exception is a kill between the two renames that replace
-    an older folder: then the next call for this folder, or `complete_move`, puts the new one in
-    place.
+    the temporary folder is deleted and the older folder stays. If the process is killed, `folder`
+    is the complete older or new folder. There is one exception: replacing an older folder takes two
+    renames, and between them `folder` is missing. If the process is killed there, the next call for
+    `folder`, or `complete_move`, puts the new folder in place.
 
     Args:
         folder: Folder to write or replace.
 
     Yields:
-        Temporary folder, empty, which the block fills.
+        Empty temporary folder, which the block fills.
     """
     complete_move(folder.parent)
     written = staging_folder(folder.parent) / folder.name
@@ -74,20 +74,21 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 def staging_folder(parent: Path) -> Path:
     """Return the folder for everything in `parent` that is being written, replaced or deleted.
 
-    It is the only such folder, so deleting it removes all that killed processes have left.
+    It is the only such folder, so deleting it removes everything that killed processes left behind.
     """
     return parent / f"checkpoint{PARTIAL}"
 
 
 def move_into_place(written: Path, final: Path) -> None:
-    """Sync a folder to disk and rename it to its final name, in place of an older one if any.
+    """Sync a folder to disk and rename it to `final`, replacing an older folder.
 
-    If the process ends meanwhile, the older or the new folder is whole under that name, or
-    `complete_move` finds the new one.
+    If the process is killed during the call, `final` is the complete older or new folder, or it is
+    missing and `complete_move` puts the new folder in place.
 
     Args:
-        written: Folder with the final name, inside the staging folder of ``final.parent``.
-        final: Where it belongs.
+        written: Complete folder inside the staging folder of ``final.parent``, with the name of
+            `final`.
+        final: Path that the folder gets.
     """
     _sync_all(written)
     parent = final.parent
@@ -102,25 +103,26 @@ def move_into_place(written: Path, final: Path) -> None:
 
 
 def complete_move(parent: Path) -> None:
-    """Finish a `move_into_place` that ended after the old folder had been moved away."""
+    """Finish each `move_into_place` in `parent` that was killed between its two renames."""
     staging = staging_folder(parent)
     for replaced in (staging / _REPLACED).glob("*"):
         final = parent / replaced.name
         if not final.exists():
-            # On a disk that several nodes share, another node may have just renamed it.
+            # If nodes share the disk, another node may have renamed the folder just now.
             with contextlib.suppress(FileNotFoundError):
                 (staging / replaced.name).rename(final)
 
 
 def adopt_files(written: Path, final: Path) -> None:
-    """Put a node's files in place, on a node with a disk of its own and no process that saves.
+    """Move this node's files of a checkpoint into place, if the node has a disk of its own.
 
-    Called after the process that saves has moved its checkpoint. If the nodes share a disk,
-    `written` is gone by then and nothing is done.
+    For nodes on which no process calls `move_into_place`. Call it after the saving process, on
+    another node, has called `move_into_place`. If the nodes share a disk, that call has moved
+    `written` already, and this call does nothing.
 
     Args:
         written: Checkpoint folder inside the staging folder.
-        final: Where it belongs. Files of the same name are replaced, others stay.
+        final: Path that the checkpoint gets. Files of the same name are replaced; others stay.
     """
     try:
         _sync_all(written)
@@ -140,7 +142,7 @@ def adopt_files(written: Path, final: Path) -> None:
 
 
 def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
-    """Delete checkpoints; each is renamed first, so that no half-deleted one looks whole."""
+    """Delete checkpoints. Each is renamed first, so that a half-deleted one never looks whole."""
     removed = staging_folder(run_folder) / _REMOVED
     shutil.rmtree(removed, ignore_errors=True)
     for folder in folders:
@@ -156,14 +158,14 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _sync_all(folder: Path) -> None:
-    """Wait until all files below a folder, and their names, are on the disk."""
+    """Sync a folder, and all files and folders in it, to disk."""
     for path in sorted(folder.rglob("*")):
         _sync(path)
     _sync(folder)
 
 
 def _sync(path: Path) -> None:
-    # Windows cannot sync a folder, nor a file that is open for reading only.
+    # Windows can sync neither a folder nor a file that is open for reading only, so skip it there.
     if sys.platform == "win32":
         return
     opened = os.open(path, os.O_RDONLY)

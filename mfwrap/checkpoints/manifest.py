@@ -19,7 +19,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_manifest(folder: Path) -> None:
-    """List the files of a checkpoint with their sizes, so that a damaged file can be recognized."""
+    """Write a list of a checkpoint's files and sizes, by which damage can be recognized."""
     sizes = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -38,7 +38,8 @@ def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:
         network: Network to compare with; ``None`` to check the files only.
 
     Raises:
-        ValueError: If a check fails. The message names the newest intact checkpoint before it.
+        ValueError: If a check fails. The message names the newest intact checkpoint of an earlier
+            step.
     """
     fault = _fault(folder) or (None if network is None else foreign_weights(folder, network))
     if fault is None:
@@ -60,8 +61,9 @@ def newest_whole_checkpoint(
 
     Args:
         run_folder: Folder with the folders ``checkpoint-<step>``.
-        before: Checkpoint; only those of lower steps are considered.
-        network: Network; only checkpoints whose weights belong to it are considered.
+        before: Checkpoint folder. Only checkpoints of lower steps are considered; ``None`` for all.
+        network: Network. Only checkpoints whose weights belong to it are considered; ``None`` for
+            all.
     """
     limit = _step_of(before) if before is not None else None
     steps = {step: path for path in _folders(run_folder) if (step := _step_of(path)) is not None}
@@ -105,7 +107,7 @@ def _difference_from_manifest(folder: Path) -> str | None:
     manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or manifest.get("format_version") != _FORMAT_VERSION:
-        return f"{_MANIFEST} is not a list of files of format_version {_FORMAT_VERSION}"
+        return f"{_MANIFEST} must be a list of files with format_version {_FORMAT_VERSION}"
     for name, size in files.items():
         path = folder / name
         if not path.is_file():
@@ -125,7 +127,7 @@ def _damage(path: Path) -> str | None:
         if _safetensors_header(path) is None:
             return f"{path.name} is truncated"
     elif path.suffix in {".pt", ".pth"} and not zipfile.is_zipfile(path):
-        # The table of contents of a zip file is at its end.
+        # A zip file has its table of contents at the end, so a truncated file is not a zip file.
         return f"{path.name} is truncated"
     return None
 
@@ -169,7 +171,7 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
                 f"{_WEIGHTS} has {name} with shape {entry['shape']}, but the network has it with "
                 f"shape {list(shape)}"
             )
-    # Tied weights are stored under only one of their names.
+    # Tied weights are stored under only one of their names, so look for their address, too.
     present = {expected[name].data_ptr() for name in header}
     ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in _stored(expected, ignored).items():

@@ -40,7 +40,7 @@ class HostStates(NamedTuple):
 
     @classmethod
     def decoded(cls, states: dict[str, Any]) -> "HostStates":
-        """Return the states that `encoded` returned as plain values."""
+        """Build the states from the plain values that `encoded` returned."""
         version, words, gauss = states["python"]
         kind, keys, position, has_gauss, cached = states["numpy"]
         words_of_numpy = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
@@ -52,7 +52,7 @@ class HostStates(NamedTuple):
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's global generators, CUDA's included.
+    """Return the states of Python's, NumPy's and torch's global generators, including CUDA's.
 
     Returns:
         Plain values that JSON can represent.

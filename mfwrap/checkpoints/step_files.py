@@ -37,13 +37,14 @@ def write_step_files(
         folder: Existing folder; if any tensor is distributed, all ranks must share it.
         state: Tensors in nested mappings. Names in the first two levels must not contain ``/``.
             Each rank writes its own shards of distributed tensors.
-        record: Further entries of the JSON file, for people who read it.
+        record: Extra entries of the JSON file, for people who read the file.
         is_writer: Whether this rank writes the JSON file and the tensors that are not distributed.
     """
     tensors = flat_tensors(state)
     distributed = {name: tensor for name, tensor in tensors.items() if is_distributed(tensor)}
     if is_writer:
-        # Safe before the others write: saving starts with a message from the first rank.
+        # Delete the shards of an earlier save. No rank writes new shards yet: in `save` all ranks
+        # first agree on what each one writes.
         shutil.rmtree(folder / _SHARDS, ignore_errors=True)
     if distributed:
         save_tensors(folder / _SHARDS, distributed)
@@ -84,12 +85,13 @@ def read_step_parts(folder: Path) -> list[str]:
 def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state that `write_step_files` wrote. Call it on every rank.
 
-    Tensors are returned whole and on the CPU. Those that were distributed when they were written,
-    and are distributed in `like`, are returned distributed as in `like`. Nothing is unpickled.
+    Tensors are returned whole, on the CPU. There is one exception: a tensor that was distributed
+    when it was written, and is distributed in `like`, is returned distributed as in `like`. Nothing
+    is unpickled.
 
     Args:
         folder: Folder of the checkpoint.
-        like: State of the same form, which is not changed; ``None`` to return all tensors whole.
+        like: State with the same names, which is not changed; ``None`` to return all tensors whole.
 
     Raises:
         FileNotFoundError: If the record or the file of tensors is missing.
@@ -145,7 +147,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Any]:
-    """Return torch's ``TensorStorageMetadata`` of each tensor in a folder, without reading any."""
+    """Return torch's ``TensorStorageMetadata`` by tensor name, without reading the tensors."""
     reader = HuggingFaceStorageReader(str(folder))
     return dict(reader.read_metadata().state_dict_metadata)
 
@@ -153,7 +155,7 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors with the values that `save_tensors` wrote. Call it on every rank.
 
-    The tensors may be distributed differently from when they were written. Nothing is unpickled.
+    The tensors may be distributed differently than when they were written. Nothing is unpickled.
     """
     with _without_process_group_warning():
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -162,8 +164,8 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def _read_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors that `save_tensors` wrote to a folder.
 
-    A tensor is distributed as the one of the same name and shape in `like`. If there is none, it is
-    returned whole, on the CPU.
+    A tensor is returned distributed like the tensor of the same name and shape in `like`. If `like`
+    has no such tensor, the tensor is returned whole, on the CPU.
     """
     found: dict[str, Tensor] = {}
     for name, stored in stored_tensors(folder).items():
