@@ -21,7 +21,7 @@ try:
 
     from mfwrap.recipe.document import RecipeError
     from mfwrap.recipe.library import find_recipe, shipped_recipes
-except ImportError as error:  # an ordinary install has no extra
+except ImportError as error:  # installed without the extra `recipes`
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _RESUME_NEWEST = ""
 def _recipe_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete names of shipped recipes, and of files."""
+    """Complete the names of shipped recipes and of files in the user's shell."""
     del context, parameter
     names = [CompletionItem(one) for one in shipped_recipes() if one.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
@@ -88,11 +88,11 @@ def cli() -> None:
     help="Delete the checkpoints, models and records of an earlier run from the run folder.",
 )
 def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrite: bool) -> None:
-    """Run RECIPE.
+    """Run the training that RECIPE describes.
 
-    The run folder gets recipe.yaml, metrics.jsonl with everything that each step reports,
-    checkpoints, model and, if weights are averaged, model_ema. A folder that already holds
-    checkpoints needs --resume or --overwrite.
+    The run writes recipe.yaml, metrics.jsonl (the reports of all steps), checkpoints, model and, if
+    weights are averaged, model_ema to its run folder. If that folder already holds checkpoints,
+    pass --resume or --overwrite.
 
     \b
     Examples:
@@ -151,14 +151,14 @@ def recipes() -> None:
 @click.argument("name", shell_complete=_recipe_names)
 @click.option("--output", type=click.Path(path_type=Path), help="File; by default NAME.yaml.")
 def init(name: str, output: Path | None) -> None:
-    """Write the shipped recipe NAME to a file, as a start for your own.
+    """Write the shipped recipe NAME to a file, as a starting point for your own.
 
     \b
     Example:
       mfwrap init regression --output my.yaml
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     shipped = shipped_recipes()
-    # The name of a shipped recipe goes before a file of the same name.
+    # A shipped recipe takes precedence over a file of the same name.
     text = shipped[name].text if name in shipped else find_recipe(name)[0]
     file = Path(f"{Path(name).stem}.yaml") if output is None else output
     _write_new(file, text)
@@ -169,7 +169,7 @@ def init(name: str, output: Path | None) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="File; by default standard output.")
 def import_mindformers(file: Path, output: Path | None) -> None:
-    """Convert a MindFormers YAML FILE to a recipe, and list what is left out.
+    """Convert a MindFormers YAML FILE to a recipe, and list the settings that are left out.
 
     \b
     Example:
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code.
 
     Args:
-        arguments: Words after the program's name; by default those of the process.
+        arguments: Command-line arguments without the program's name; by default ``sys.argv[1:]``.
     """
     try:
         code = cli.main(
@@ -263,7 +263,7 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
 
     text, name = find_recipe(word)
     with warnings.catch_warnings():
-        # The same keys are listed in one line below.
+        # Silence this warning: the line printed below lists the same keys.
         warnings.simplefilter("ignore", RecipeWarning)
         recipe = parse_recipe(text, name, overrides)
     if recipe.without_meaning:
@@ -288,7 +288,7 @@ def _check_resume(recipe: "Recipe", resume: str, *, overwrite: bool) -> None:
 
 
 def _hide_progress_bars(recipe: "Recipe") -> None:
-    """Show no progress bars if the recipe disables them or standard error is not a terminal."""
+    """Hide progress bars if the recipe disables them or standard error is not a terminal."""
     if not sys.stderr.isatty():
         recipe.arguments.disable_tqdm = True
     if recipe.arguments.disable_tqdm:
@@ -300,7 +300,7 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
-    """Print what ended a run in one line, write the traceback to its folder, and exit with 1."""
+    """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
     rank = os.environ.get("RANK", "0")
     file = Path(recipe.arguments.output_dir or "") / f"error_rank_{rank}.txt"
     where = ""
@@ -318,16 +318,16 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
 def _leave_process_group() -> None:
     from accelerate import PartialState  # noqa: PLC0415  (slow)
 
-    # A network that outlives its process group can keep the processes from ending.
+    # Free the network first: if it outlives its process group, the processes may not end.
     gc.collect()
     PartialState().destroy_process_group()
 
 
 def _draw(file: Path, draw: Callable[[], None]) -> None:
-    """Draw a run into a file, and say so."""
+    """Draw a run into a file, and print the path of the file."""
     try:
         draw()
-    except (FileNotFoundError, ValueError) as error:  # there is no run, or it cannot be read
+    except (FileNotFoundError, ValueError) as error:  # the run is missing or cannot be read
         raise RecipeError(str(error)) from error
     except OSError as error:
         msg = f"cannot write {file}: {error}"
@@ -336,7 +336,7 @@ def _draw(file: Path, draw: Callable[[], None]) -> None:
 
 
 def _write_new(file: Path, text: str) -> None:
-    """Write a text to a file that must not exist yet.
+    """Write a text to a new file.
 
     Raises:
         RecipeError: If the file exists or cannot be written.
@@ -362,5 +362,5 @@ def _say(line: str) -> None:
 
 
 def _is_first_process() -> bool:
-    """Return whether this process is the first of those that a launcher has started."""
+    """Return whether this process has rank 0; always True without a launcher."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,18 +1,19 @@
-"""The one place where mfwrap starts a collective or asks how many ranks there are.
+"""Start collectives and count ranks. No other module of mfwrap does either.
 
-All ranks of a group must call the same collective, in the same order. A rank that leaves one out
-stops the others until torch's timeout ends the run. Because every message of mfwrap starts here,
-a timeout of our own, or a log that explains a deadlock, needs a change in this file only.
+All ranks of a group must call the same collectives in the same order. If a rank leaves out a
+collective, the other ranks wait until torch's timeout ends the run. Because mfwrap starts all its
+collectives here, adding a timeout or a log that explains a deadlock takes a change in this file
+only.
 
 Collectives that torch starts itself are not here: those of DistributedDataParallel, of
 ``fully_shard``, of DTensors (``full_tensor``) and of ``torch.distributed.checkpoint``.
 
-A backend sends tensors of certain devices only: NCCL those on CUDA devices. Pass tensors on the
-training device. gloo also takes tensors on CUDA devices, but copies them over the host, and so
-synchronizes with the device. With NCCL only `any_rank` and `gather_objects` synchronize.
+A backend sends only tensors on certain devices; NCCL needs them on CUDA devices. So pass tensors on
+the training device. gloo also takes tensors on CUDA devices, but copies them through the host,
+which synchronizes with the device. With NCCL only `any_rank` and `gather_objects` synchronize.
 
-Without a process group (``torch.distributed`` is not initialized, or not part of this torch) there
-is one rank, number 0, and nothing is sent.
+Without a process group (``torch.distributed`` is not initialized, or this build of torch lacks it)
+there is one rank, number 0, and nothing is sent.
 """
 
 from typing import TypeVar
@@ -29,27 +30,29 @@ def num_ranks() -> int:
 
 
 def this_rank() -> int:
-    """Return the number of this process among those that train together, counted from 0."""
+    """Return the rank of this process, counted from 0; 0 without a process group."""
     return distributed.get_rank() if _has_group() else 0
 
 
 def add_over_ranks(tensor: Tensor, group: "distributed.ProcessGroup | None" = None) -> None:
-    """Replace a tensor, in place, by its sum over the ranks of a group.
+    """Sum a tensor over the ranks of a group, in place.
 
     Args:
-        tensor: Same shape and dtype on every rank.
-        group: Ranks that are summed over; ``None`` for all.
+        tensor: Tensor of the same shape and dtype on every rank.
+        group: Ranks to sum over; ``None`` for all ranks.
     """
     if group is not None or num_ranks() > 1:
         distributed.all_reduce(tensor, group=group)
 
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
-    """Return on every rank whether `flag` is true on any. Synchronizes with the device.
+    """Return whether `flag` is true on at least one rank. All ranks get the same answer.
+
+    Synchronizes with the device.
 
     Args:
-        flag: This rank's own.
-        device: Where the message is made; one that the backend sends from.
+        flag: This rank's flag.
+        device: Device of the tensor that is sent; the backend must support it.
     """
     if num_ranks() == 1:
         return flag
@@ -59,10 +62,10 @@ def any_rank(*, flag: bool, device: torch.device) -> bool:
 
 
 def gather_on_all(tensor: Tensor) -> Tensor:
-    """Return the tensors of all ranks on every rank.
+    """Gather the tensors of all ranks on every rank.
 
     Args:
-        tensor: Same shape and dtype on every rank.
+        tensor: Tensor of the same shape and dtype on every rank.
 
     Returns:
         New tensor of shape ``(ranks, *tensor.shape)``, in the order of ranks.
@@ -75,13 +78,14 @@ def gather_on_all(tensor: Tensor) -> Tensor:
 
 
 def gather_on_main(tensor: Tensor) -> Tensor | None:
-    """Return the tensors of all ranks on rank 0, and ``None`` on the other ranks.
+    """Gather the tensors of all ranks on rank 0.
 
     Args:
-        tensor: Same shape and dtype on every rank.
+        tensor: Tensor of the same shape and dtype on every rank.
 
     Returns:
-        New tensor of shape ``(ranks, *tensor.shape)``, in the order of ranks.
+        On rank 0, a new tensor of shape ``(ranks, *tensor.shape)``, in the order of ranks; ``None``
+        on the other ranks.
     """
     if num_ranks() == 1:
         return torch.stack([tensor])
@@ -93,19 +97,19 @@ def gather_on_main(tensor: Tensor) -> Tensor | None:
 
 
 def broadcast_from_main(tensor: Tensor) -> None:
-    """Replace a tensor, in place, by that of rank 0.
+    """Copy rank 0's tensor into the tensor of every other rank, in place.
 
     Args:
-        tensor: Same shape and dtype on every rank.
+        tensor: Tensor of the same shape and dtype on every rank.
     """
     if num_ranks() > 1:
         distributed.broadcast(tensor, src=0)
 
 
 def gather_objects(value: _T) -> list[_T]:
-    """Return the values of all ranks on every rank, in the order of ranks. Pickles them.
+    """Gather the values of all ranks on every rank, in the order of ranks.
 
-    Synchronizes with the device, so keep it out of an ordinary step.
+    The values are pickled. Synchronizes with the device, so do not call it in an ordinary step.
     """
     if num_ranks() == 1:
         return [value]

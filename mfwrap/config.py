@@ -34,10 +34,11 @@ class StepConfig:
     """Number of micro-batches that a call of the cell splits its inputs into."""
 
     calculate_per_token_loss: bool = False
-    """Divide the sum of the loss numerators of all micro-batches by the sum of the denominators."""
+    """Divide the sum of the micro-batches' loss numerators by the sum of their denominators,
+    instead of averaging the losses of the micro-batches."""
 
     use_skip_data_by_global_norm: bool = False
-    """Skip an update whose global norm is not below `global_norm_spike_threshold`."""
+    """Skip an update if its global norm reaches `global_norm_spike_threshold`."""
 
     global_norm_spike_threshold: float = 1.0
     """Smallest global norm at which an update is skipped."""
@@ -53,10 +54,11 @@ class StepConfig:
       leave the parameter out."""
 
     max_consecutive_skips: int | None = 100
-    """Consecutive skipped updates after which training stops with an error; ``None``: never."""
+    """Number of consecutive skipped updates after which training stops with an error; ``None`` to
+    never stop."""
 
     def __post_init__(self) -> None:
-        """Check each value, and pairs that exclude each other."""
+        """Check each value, and that no two values exclude each other."""
         for name in (
             "use_clip_grad",
             "local_norm",
@@ -71,9 +73,9 @@ class StepConfig:
             check_int("max_consecutive_skips", self.max_consecutive_skips)
         if self.use_skip_data_by_global_norm and not self.use_clip_grad:
             msg = (
-                "`use_skip_data_by_global_norm` needs the global norm, which is computed only "
-                "with `use_clip_grad=True`, got use_clip_grad=False; `max_grad_norm=inf` "
-                "computes the norm without clipping"
+                "`use_skip_data_by_global_norm` needs the global norm, which is not computed with "
+                "use_clip_grad=False; set `use_clip_grad=True` (with `max_grad_norm=inf` the norm "
+                "is computed without clipping)"
             )
             raise ValueError(msg)
         self._check_groups()

@@ -1,4 +1,4 @@
-"""DeepSpeed's own training step, with MindFormers' tuple as its result."""
+"""Run DeepSpeed's own training step, and return MindFormers' tuple."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -20,21 +20,21 @@ class DeepSpeedCell:
     """Do a whole update of a DeepSpeed engine, and return MindFormers' tuple.
 
     The engine scales, reduces, clips, skips and updates. The cell reads loss, overflow, loss scale,
-    learning rate and global norm from it. DeepSpeed decides on the host, so each update
-    synchronizes with the device. The engine's step cannot have an average of the weights, local
-    norms, skipped spikes or another loss scale. Its result fits monitors that need only a
-    ``step_output``.
+    learning rate and global norm from the engine. DeepSpeed decides on the host whether to skip, so
+    each update synchronizes with the device. The engine's step does not support an average of the
+    weights, local norms, skipping of spikes or another loss scale. The result works with monitors
+    that need only a ``step_output``.
 
     Args:
-        engine: Engine that ``deepspeed.initialize`` returned, in bfloat16, float16 or under ZeRO:
-            in float32 without ZeRO DeepSpeed does not check whether gradients are finite.
-        config: Settings that the engine must have; they are checked, not set. The global norm is
-            reported if `use_clip_grad` is set.
+        engine: Engine that ``deepspeed.initialize`` returned. It must train in bfloat16, in float16
+            or under ZeRO: otherwise DeepSpeed does not check whether gradients are finite.
+        config: Settings that the engine must have; ``None`` for the defaults. They are checked, not
+            set. The global norm is reported if `use_clip_grad` is set.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a setting of `config` differs from the engine's, or the engine cannot have
-            it.
+        ValueError: If a setting of `config` differs from the engine's, or the engine does not
+            support it.
     """
 
     def __init__(self, engine: Any, config: StepConfig | None = None) -> None:
@@ -67,27 +67,28 @@ class DeepSpeedCell:
         return self._step(split_calls(inputs, batch, self.engine.gradient_accumulation_steps()))
 
     def step(self, micro_batches: Sequence[Any]) -> StepOutput:
-        """Do one update from as many micro-batches as the engine accumulates.
+        """Do one update from a list of micro-batches, as many as the engine accumulates.
 
         Args:
             micro_batches: As in ``MFTrainOneStepCell.step``.
 
         Raises:
             TypeError: If `micro_batches` is not a sequence, or the network returns no loss.
-            ValueError: If there are more or fewer micro-batches, or the loss is not one element.
+            ValueError: If the number of micro-batches is not the engine's, or the loss is not one
+                element.
         """
         calls = calls_of(micro_batches)
         expected = self.engine.gradient_accumulation_steps()
         if len(calls) != expected:
             msg = (
-                f"`micro_batches` must hold the engine's gradient_accumulation_steps of {expected} "
-                f"micro-batches, got {len(calls)}"
+                f"`micro_batches` must hold {expected} micro-batches, as the engine's "
+                f"gradient_accumulation_steps, got {len(calls)}"
             )
             raise ValueError(msg)
         return self._step(calls)
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput:
-        # Before the engine's step, which advances the schedule.
+        # Read the rate before the engine's step, which advances the schedule.
         rate = float(self.engine.get_lr()[0])
         losses = []
         for call in calls:
@@ -123,19 +124,19 @@ def _check(engine: Any, config: StepConfig) -> None:
         raise ValueError(msg)
     for name in ("local_norm", "use_skip_data_by_global_norm", "calculate_per_token_loss"):
         if getattr(config, name):
-            msg = f"`{name}` must be False with DeepSpeed, whose step cannot have it, got True"
+            msg = f"`{name}` must be False with DeepSpeed, which does not support it, got True"
             raise ValueError(msg)
     steps = engine.gradient_accumulation_steps()
     if config.gradient_accumulation_steps not in (1, steps):
         msg = (
-            f"`gradient_accumulation_steps` must be the engine's {steps}, or left at 1, got "
+            f"`gradient_accumulation_steps` must be {steps}, as in the engine, or left at 1, got "
             f"{config.gradient_accumulation_steps}"
         )
         raise ValueError(msg)
     limit = float(engine.gradient_clipping())
     if config.use_clip_grad and limit != config.max_grad_norm:
         msg = (
-            f"`max_grad_norm` must be the engine's gradient_clipping of {limit}, got "
+            f"`max_grad_norm` must be {limit}, as the engine's gradient_clipping, got "
             f"{config.max_grad_norm}"
         )
         raise ValueError(msg)

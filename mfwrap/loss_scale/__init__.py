@@ -1,4 +1,4 @@
-"""Loss scales that live on the device, and the rules that change them."""
+"""Keep loss scales on the device, and change them by the rules of MindSpore and MindFormers."""
 
 from mfwrap.loss_scale.adaptive import AdaptiveLossScaleUpdateCell
 from mfwrap.loss_scale.cells import (

@@ -1,4 +1,4 @@
-"""MindFormers' adaptive loss scale, whose window of steps changes with the overflows."""
+"""Change the loss scale with a window that adapts to overflows, as MindFormers does."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,11 @@ from mfwrap.tensors.shards import on_device
 class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
     """Change the loss scale like `DynamicLossScaleUpdateCell`, with a window that adapts.
 
-    The windows are a list of lengths between `min_scale_window` and `max_scale_window`. After the
+    The window is the number of consecutive steps without overflow before the scale grows. Windows
+    are taken from a list of lengths between `min_scale_window` and `max_scale_window`. After the
     scale has grown three times, the next longer window is used. After three overflows without
-    growth in between, the window is 1 step, and the next three growths lead to the shortest window
-    of the list.
+    growth in between, the window becomes 1 step, unless it was the shortest of the list. When the
+    scale has then grown three times, the shortest window of the list is used.
 
     Source: MindFormers, ``wrapper.AdaptiveLossScaleUpdateCell``.
 
@@ -33,8 +34,8 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         loss_scale_value: Initial loss scale, > 0 and finite.
         scale_factor: Factor by which the scale grows, >= 1. On overflow the scale is multiplied by
             the reciprocal, but does not fall below 1.
-        scale_window: First window, in steps. If it is not in the list, the list's shortest window
-            is used, with a warning.
+        scale_window: First window, in steps. If it is not in the list of windows, a warning is
+            given and the shortest window of the list is used.
         max_scale_window: Longest window, in steps, > `min_scale_window`.
         min_scale_window: Shortest window, in steps, > 0.
 
@@ -126,7 +127,8 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
 
 
 def _check_windows(largest: int, smallest: int) -> None:
-    # MindFormers compares before it checks the types: floats in the wrong order are a ValueError.
+    # Compare before checking types, as MindFormers does: floats in the wrong order then raise
+    # ValueError instead of TypeError.
     if largest <= 0 or smallest <= 0 or largest <= smallest:
         msg = (
             "`max_scale_window` must be > `min_scale_window` and both must be > 0, "

@@ -1,7 +1,7 @@
-"""Loss-scale update cells: rules that change the loss scale after each step.
+"""Change the loss scale after each step: MindSpore's loss-scale update cells.
 
 A cell is called with the loss scale and the overflow flag of a step, and changes the loss scale in
-place. The cell's counters live on the training device and no tensor is read on the host.
+place. The cell's counters are on the training device, and no tensor is read on the host.
 """
 
 import abc
@@ -16,7 +16,7 @@ from mfwrap.tensors.shards import on_device
 
 
 class LossScaleUpdateCell(abc.ABC):
-    """Base of the cells that change a loss scale after each step.
+    """Base class of the cells that change a loss scale after each step.
 
     Source: MindSpore, the ``Cell`` that ``TrainOneStepWithLossScaleCell`` takes as
     ``scale_sense``.
@@ -115,7 +115,7 @@ class FixedLossScaleUpdateCell(LossScaleUpdateCell):
 
 @final
 class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
-    """Lower the loss scale on overflow, and raise it after a row of steps without overflow.
+    """Lower the loss scale on overflow, and raise it after many steps without overflow.
 
     - On overflow: ``scale = max(scale / scale_factor, min_loss_scale)``.
     - After `scale_window` consecutive steps without overflow: ``scale = scale * scale_factor``,
@@ -128,9 +128,9 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         scale_factor: Factor by which the scale grows, >= 1. On overflow the scale is multiplied by
             the reciprocal.
         scale_window: Number of consecutive steps without overflow before the scale grows, >= 1.
-        hysteresis: Number of overflows since the last change of the scale that lower it, >= 1. With
-            1 every overflow does. An overflow that leaves the scale unchanged still skips the
-            update and restarts the window.
+        hysteresis: Number of overflows after which the scale is lowered, counted since the last
+            change of the scale, >= 1. With 1 every overflow lowers the scale. An overflow that
+            leaves the scale unchanged still skips the update and restarts the window.
         min_loss_scale: Lower bound of the scale, > 0.
 
     Raises:
@@ -168,7 +168,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     def from_grad_scaler(cls, grad_scaler: torch.amp.GradScaler) -> Self:
         """Build a cell with the scale, factors and interval of a torch gradient scaler.
 
-        The cell keeps its lower bound of 1.0, which torch's scaler does not have.
+        The cell's scale has a lower bound of 1.0; torch's scaler has no lower bound.
 
         Args:
             grad_scaler: Scaler to copy. Its current scale is read on the host, once.
@@ -235,8 +235,8 @@ def change_scale(
 
     Args:
         loss_scale: Shape ``()`` or ``(1,)``, float32.
-        falls: Whether to multiply by `ratio`, but not below `floor`.
-        grows: Whether to multiply by `factor`, unless the product is infinite.
+        falls: Whether to multiply by `ratio`. The result is at least `floor`.
+        grows: Whether to multiply by `factor`. The scale stays if the product is infinite.
         factor: Factor of growth.
         ratio: Factor of the fall, usually the reciprocal of `factor`.
         floor: Lower bound of the scale after a fall.

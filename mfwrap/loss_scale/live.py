@@ -1,4 +1,4 @@
-"""The current loss scale of a run: a tensor on the device, and the cell that changes it."""
+"""Hold the current loss scale of a run: a tensor on the device, and the cell that changes it."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -10,7 +10,7 @@ from mfwrap.arguments import described
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
 
 ScaleSense = float | Tensor | LossScaleUpdateCell | None
-"""What `MFTrainOneStepCell` takes as ``scale_sense``."""
+"""Type of the argument ``scale_sense`` of `MFTrainOneStepCell`."""
 
 
 @final
@@ -20,8 +20,9 @@ class LossScale:
     Source: MindSpore, ``TrainOneStepWithLossScaleCell.scale_sense``.
 
     Args:
-        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell. ``None`` is
-            a loss scale of 1; managers without an update cell return ``None``.
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell. ``None``
+            means a loss scale of 1, because loss-scale managers without an update cell return
+            ``None``.
         device: Device of the scale.
 
     Raises:
@@ -35,7 +36,7 @@ class LossScale:
         self.value = torch.full((), number, dtype=torch.float32, device=device)
         """Current loss scale: shape ``()``, float32, changed in place."""
         self.is_one = number == 1 and self.update_cell is None
-        """Whether the scale is known on the host to be 1, so that multiplying can be left out."""
+        """Whether the host knows that the scale is 1, so that no multiplication is needed."""
         if self.update_cell is not None:
             self.update_cell.to(device)
 
@@ -85,7 +86,7 @@ class LossScale:
         self.is_one = number == 1 and self.update_cell is None
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> float:
-        """Return the scale in `state_dict`, and raise the errors of `load_state_dict`."""
+        """Return the scale in `state_dict`, or raise the errors of `load_state_dict`."""
         _check_mapping("loss_scale", state_dict)
         if set(state_dict) != {"value", "update_cell"}:
             msg = (

@@ -1,4 +1,4 @@
-"""The table of loss-scale update cells by name."""
+"""List the loss-scale update cells by name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -97,7 +97,7 @@ def test_micro_batches():
     assert (first.loss.item(), first.global_norm.item()) == (11.0, 5.0)
     assert (first.learning_rate.item(), second.learning_rate.item()) == (0.5, 0.25)
     assert engine.global_steps == 2
-    with pytest.raises(ValueError, match="`micro_batches` must be the engine's 2, got 1"):
+    with pytest.raises(ValueError, match=r"`micro_batches` must hold 2 micro-batches, .* got 1"):
         cell.step([batch])
 
 
@@ -117,8 +117,8 @@ def test_without_clipping_the_norm_is_absent():
             "`use_skip_data_by_global_norm` must be False with DeepSpeed",
         ),
         ({"calculate_per_token_loss": True}, "`calculate_per_token_loss` must be False with"),
-        ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` must be the engine's"),
-        ({"use_clip_grad": True}, "`max_grad_norm` must be the engine's gradient_clipping of 100"),
+        ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` must be 1, as in the"),
+        ({"use_clip_grad": True}, "`max_grad_norm` must be 100.0, as the engine's"),
     ],
 )
 def test_what_the_engine_does_not_allow(settings, message):
