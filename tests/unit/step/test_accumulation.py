@@ -21,13 +21,16 @@ from support.small_networks import (
 )
 
 NUM_STEPS = 3
-# Tolerance: the sums over at most 100 tokens are taken in another order, which changes a few units
-# in the last place, and three updates follow from them.
+# The cell and the reference add up at most 100 tokens in different orders. The sums differ by a few
+# units in the last place, and the difference passes through three updates.
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def build(network: nn.Module, **settings) -> MFTrainOneStepCell:
-    """Return a cell around a copy of `network`, with SGD, whose updates depend on the scale."""
+    """Return a cell around a copy of `network`, with SGD.
+
+    SGD's updates are proportional to the gradients, so a wrongly scaled gradient shows.
+    """
     network = copy.deepcopy(network)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
     settings = {"use_clip_grad": True, "max_grad_norm": float("inf")} | settings
@@ -35,7 +38,7 @@ def build(network: nn.Module, **settings) -> MFTrainOneStepCell:
 
 
 def uneven_batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Return 12 inputs: in each group of four, 1, 3 or 0 have a target."""
+    """Return 12 inputs and labels; successive groups of four have 1, 3 and 0 targets."""
     [(inputs, labels)] = labelled_batches(1, size=12, seed=seed)
     labels[[0, 1, 2, 4, 8, 9, 10, 11]] = IGNORED
     return inputs, labels
@@ -72,7 +75,7 @@ each_scale = pytest.mark.parametrize("scale", [1.0, 2.0**16], ids=["scale 1", "s
 def test_equal_micro_batches_are_plain_torchs_accumulation_to_the_last_bit(
     num_micro_batches, scale
 ):
-    """The result equals dividing each loss by the number of micro-batches before its backward."""
+    """The update is bitwise plain torch's, with losses divided by the number of micro-batches."""
     network = Classifier()
     cell = build(network, gradient_accumulation_steps=num_micro_batches, scale_sense=scale)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -116,7 +119,8 @@ def test_without_tokens_each_micro_batch_weighs_the_same():
 
     cell.step([torch.tensor([[2.0, 4.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0], [3.0, 2.0]])])
 
-    # The gradients are [2, 4] and [1, 2], each the mean of the rows of a micro-batch.
+    # Each micro-batch's gradient is the mean of its rows: [2, 4] and [1, 2]. The update is the mean
+    # of these gradients, times the rate of 0.1.
     torch.testing.assert_close(cell.network.weight.detach(), torch.tensor([-0.15, -0.3]))
 
 
@@ -143,7 +147,7 @@ def test_splitting_by_tokens_is_one_big_batch(num_micro_batches, scale):
 @each_scale
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), data=st.data())
 def test_any_micro_batches_by_tokens_are_one_big_batch(scale, sizes, data):
-    """Loss, norm and update equal those of one big batch, wherever the targets are."""
+    """Loss, norm and update equal those of one big batch, for any sizes and any targets."""
     num_rows = sum(sizes)
     [(inputs, labels)] = labelled_batches(1, size=num_rows)
     ignored = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
@@ -193,7 +197,7 @@ def test_a_language_model_with_unequal_micro_batches_is_one_big_batch(scale):
 
 
 def test_mean_and_per_token_are_told_apart_by_these_batches():
-    """The mean of means differs clearly from the mean in the batches of these tests."""
+    """In these tests' batches, the mean over micro-batches is clearly not the mean over targets."""
     network = small_llama()
     batch = byte_batch([40, 30, 11, 3])
     expected, _ = plain_steps(network, [batch])
@@ -216,7 +220,7 @@ class Recorder(LinearProbe):
 
 
 def test_what_has_no_first_dimension_goes_to_every_micro_batch():
-    """Tensors are split along the first dimension, also in dicts, lists and tuples."""
+    """Nested tensors are split by rows; scalars and other values go to every micro-batch whole."""
     network = Recorder()
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()), gradient_accumulation_steps=2)
     rows, scalar = torch.arange(4.0), torch.tensor(7.0)

@@ -38,7 +38,7 @@ def test_the_output_is_mindformers_5_tuple():
 
 
 def test_with_local_norms_the_output_is_mindformers_7_tuple():
-    """With local norms the output has norms and sizes as its sixth and seventh value."""
+    """With local norms, the sixth and seventh values are the norms and the sizes of the groups."""
     output = build(use_clip_grad=True, local_norm=True)(*labelled_batches(1)[0])
 
     *_, local_norm, size = output
@@ -159,7 +159,7 @@ def test_the_report_holds_output_and_counters():
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["numbers", "tensors"])
 def test_rates_are_those_this_update_used(kind):
-    """Output and report hold the rates of this update, from before the schedule's step."""
+    """Output and report hold the rates that this update used, not the schedule's next rates."""
     network = Classifier()
     groups = [
         {"params": list(network.layers[0].parameters()), "lr": kind(0.5)},
@@ -179,7 +179,7 @@ def test_rates_are_those_this_update_used(kind):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_train_and_eval_mode_stay(training):
-    """The cell leaves the mode of every module as the user set it."""
+    """A step leaves every module in the mode, train or eval, that the user set."""
     network = Classifier().train(training)
     network.layers[1].train(not training)
     before = [module.training for module in network.modules()]
@@ -208,7 +208,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
 def test_the_loss_is_found_in_what_the_network_returns(wrap):
-    """The loss may be a scalar, the first of a sequence, or the ``loss`` of a dict."""
+    """A network may return its loss alone, first in a tuple or list, or as a dict's ``loss``."""
 
     class Wrapped(Classifier):
         def forward(self, *arguments):

@@ -17,7 +17,7 @@ NAN = float("nan")
 
 
 def inverse(step: int) -> float:
-    """Return the learning rate's factor at a step."""
+    """Return the schedule's factor of the initial learning rate at a step."""
     return 1 / (1 + step)
 
 
@@ -90,7 +90,7 @@ def test_a_prepared_schedule_of_another_optimizer_is_refused():
 
 
 def test_a_flush_after_a_failed_step_moves_the_schedule():
-    """A flush counts the last applied update even if the next step raised an error."""
+    """A flush steps the schedule for an applied update even if the step after it raised."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     _, _, schedule, cell = prepared_training(accelerator, gradient_accumulation_steps=2)
     [batch] = labelled_batches(1)
@@ -114,7 +114,7 @@ def test_differing_accumulation_is_refused(theirs, ours):
 
 
 class Watching(TokenClassifier):
-    """A network that records accelerate's gradient state at each call."""
+    """A network that records ``sync_gradients`` and the activations' dtype at each call."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Watching(TokenClassifier):
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_gradients_are_said_to_be_synchronized_on_the_last_micro_batch(num_micro_batches):
-    """Accelerate's gradient state follows the micro-batches of the step."""
+    """``accelerator.sync_gradients`` is True only on the last micro-batch of a step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     network = Watching(accelerator)
     cell = MFTrainOneStepCell(
@@ -166,7 +166,7 @@ def test_the_accelerators_autocast_is_used():
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 1e-2)])
 def test_a_prepared_language_model_has_its_targets_counted(precision, tolerance):
-    """Targets of a prepared Hugging Face model are counted."""
+    """Per-token loss and norm of a prepared Hugging Face model are those of the whole batch."""
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
     network, batch = small_llama(), byte_batch([40, 30, 11, 3])
     expected = network(**batch).loss
@@ -260,7 +260,7 @@ GIVEN = {
 
 @pytest.mark.parametrize(("scale_sense", "expected"), GIVEN.values(), ids=GIVEN)
 def test_a_scale_that_is_given_stands(scale_sense, expected):
-    """Even a scale of 1, the default's value, is used instead of the scaler's."""
+    """A given `scale_sense` replaces the scaler's scale, even if it is 1 like the default."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler()
 
@@ -313,14 +313,15 @@ def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
 
 @pytest.mark.parametrize("ends", ["freed", "saved"])
 def test_an_accelerator_does_not_keep_the_cell_alive(tmp_path, ends):
-    """The cell and its network can be freed, and the accelerator still saves."""
+    """``free_memory`` of the accelerator frees cell and network, also after ``save_state``."""
     accelerator = Accelerator(cpu=True)
     network, optimizer, schedule, cell = prepared_training(accelerator, local_norm=True)
     cell(*labelled_batches(1)[0])
     kept = [weakref.ref(cell), weakref.ref(network)]
     del network, optimizer, schedule, cell
     if ends == "saved":
-        # It also runs the garbage collector; accelerate's lists hold the network.
+        # Saving must work without the cell. Until `free_memory` empties them, accelerate's lists
+        # hold the network.
         accelerator.save_state(tmp_path)
     accelerator.free_memory()
 

@@ -53,7 +53,7 @@ BAD_NEW_SCALES = {
 
 @pytest.mark.parametrize(("sens", "error"), BAD_NEW_SCALES.values(), ids=BAD_NEW_SCALES)
 def test_set_sense_scale_takes_a_scalar_tensor(sens, error):
-    """Any other value raises an error and leaves the loss scale unchanged."""
+    """A `sens` that is not a scalar tensor raises an error and leaves the loss scale unchanged."""
     cell = build(scale_sense=4.0)
 
     with pytest.raises(error, match="`sens` must"):
@@ -166,7 +166,7 @@ def test_a_schedule_that_follows_a_metric_is_refused():
 
 
 def test_an_average_of_weights_that_were_converted_since_is_refused():
-    """An average of weights that were converted later raises an error at construction."""
+    """An average built before the weights changed their dtype raises an error at construction."""
     network = Classifier()
     ema = ExponentialMovingAverage(network)
     network.to(torch.bfloat16)
@@ -188,7 +188,7 @@ def test_an_optimizer_of_another_network_is_refused():
 
 
 def fused_sgd_updates_half_precision() -> bool:
-    """Tell whether this torch version does not have the bug pytorch#191763."""
+    """Return whether fused SGD on CPU updates bfloat16 weights; pytorch#191763 prevents it."""
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     SGD([weight], lr=0.5, fused=True).step()
@@ -207,7 +207,7 @@ def test_fused_sgd_that_leaves_half_precision_weights_is_refused(dtype):
 
 
 def assert_refused(cell: MFTrainOneStepCell, call, error: type[Exception], message: str) -> None:
-    """Fail unless `call` raises, and leaves weights, optimizer and gradients as they were."""
+    """Fail unless `call` raises the error, changes no training state and leaves no gradients."""
     before = training_state(cell.network, cell.optimizer, cell)
 
     with pytest.raises(error, match=message):
@@ -243,7 +243,7 @@ BAD_MICRO_BATCHES = {
     ("micro_batches", "error", "message"), BAD_MICRO_BATCHES.values(), ids=BAD_MICRO_BATCHES
 )
 def test_micro_batches_are_a_sequence_of_at_least_one(micro_batches, error, message):
-    """Another type, or an empty sequence, raises an error that says what is expected."""
+    """If `micro_batches` is empty or not a sequence, an error says what is expected."""
     cell = build()
 
     assert_refused(cell, lambda: cell.step(micro_batches), error, f"`micro_batches` .*{message}")
@@ -281,7 +281,7 @@ NO_LOSS = {
 
 @pytest.mark.parametrize(("result", "error", "message"), NO_LOSS.values(), ids=NO_LOSS)
 def test_the_network_returns_a_loss(result, error, message):
-    """An output raises an error unless it is one element with a graph."""
+    """A network must return a loss of one element with a graph; other outputs raise an error."""
     cell = build(Returning(result))
 
     assert_refused(cell, lambda: cell(torch.ones(2)), error, message)
@@ -306,7 +306,7 @@ def test_a_per_token_network_returns_numerator_and_denominator(result, error, me
 
 
 def test_a_language_model_without_labels_is_refused():
-    """Without labels there is no loss and no target to count, which raises an error."""
+    """A batch without labels raises an error, for mean losses and for per-token losses."""
     batch = byte_batch([8, 8])
     del batch["labels"]
     mean = build(small_llama())
@@ -330,7 +330,7 @@ def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_refused():
 
 
 def test_a_parameter_added_later_is_refused():
-    """A parameter added after construction raises an error: groups and norms are fixed."""
+    """A parameter added to the optimizer after construction raises an error at the next step."""
     cell = build()
     cell.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 

@@ -15,7 +15,7 @@ from support.training_runs import NUM_STEPS, OPTIMIZERS, Trace, train_plainly, t
 
 SCALES = [1.0, 2.0**16]
 MAX_NORM = 0.5
-"""Below every norm of these runs, so that every step is clipped."""
+"""Limit of the norm. It is below every norm of these runs, so every step is clipped."""
 
 
 class Task(NamedTuple):
@@ -58,7 +58,7 @@ def assert_bitwise(expected: Trace, actual: Trace) -> None:
 def assert_near(
     expected: Trace, actual: Trace, *, losses: float, norms: float, weights: float
 ) -> None:
-    """Fail unless rates are equal, and the rest is within tolerances.
+    """Fail unless rates are equal, and losses, norms, weights and averages are close.
 
     Args:
         expected: Trace of any dtype.
@@ -98,7 +98,8 @@ def test_norms_are_those_of_plain_torch(network, optimizer, scale):
     """The reported global norm is unscaled and agrees with plain torch."""
     expected = plain(network, optimizer, None).norms
 
-    # At most 16,384 squares are summed in blocks, then 21 tensors: a few roundings of 6e-8.
+    # Sums are taken over blocks of at most 16,384 squares, and then over at most 21 tensors. Cell
+    # and torch differ by a few roundings of 6e-8 each.
     actual = ours(network, optimizer, math.inf, scale).norms
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
@@ -109,11 +110,12 @@ def test_norms_are_those_of_plain_torch(network, optimizer, scale):
 def test_clipped_training_agrees_with_plain_torch(network, optimizer, scale):
     """Losses, norms, rates, weights and averages agree with clipped training in plain torch.
 
-    The cell divides each gradient by ``scale / coefficient``, where torch multiplies it by the
-    coefficient, and takes the norm in another order: together at most 4 units in the last place,
-    5e-7 of an update. The largest updates are SGD's: rate 0.05 times clipped norm 0.5 times 10 for
-    the momentum. Over 30 steps that is 30 * 0.25 * 5e-7 = 4e-6, if all errors have one sign.
-    Losses and norms follow the weights (seen: 2.4e-7 in a weight, 7e-7 of a norm).
+    The cell divides each gradient by ``scale / coefficient``; torch multiplies it by the
+    coefficient. The cell also sums the squares of the norm in another order. Together this changes
+    an update by at most 4 units in the last place, or 5e-7 relative. SGD has the largest updates:
+    0.05 (rate) * 0.5 (clipped norm) * 10 (momentum) = 0.25. If all errors have one sign, 30 steps
+    add up to 30 * 0.25 * 5e-7 = 4e-6. Losses and norms differ because the weights differ. Largest
+    differences seen: 2.4e-7 in a weight, 7e-7 relative in a norm.
     """
     assert_near(
         plain(network, optimizer, MAX_NORM),
@@ -141,10 +143,10 @@ def test_clipped_training_is_the_same_at_any_power_of_two(network, optimizer):
 def test_training_agrees_with_float64(network, optimizer, max_norm, scale):
     """Training agrees with float64 up to float32's rounding errors.
 
-    Each step rounds every weight, below 2 in magnitude, and its update, below 1, by at most 6e-8
-    each: 30 * 1.2e-7 = 4e-6, if all errors have one sign. Later steps start from these errors, so
-    the tolerance is twice that. (Seen: 8e-7 in a weight, 1.1e-5 of a norm, both for the cell and
-    for plain torch in float32.)
+    Weights are below 2 in magnitude, and updates below 1, so each step rounds a weight and its
+    update by at most 6e-8 each. If all errors have one sign, 30 steps add up to 30 * 1.2e-7 = 4e-6.
+    Later steps start from these errors, so the tolerance is twice that. Largest differences seen,
+    for the cell and for plain torch in float32: 8e-7 in a weight, 1.1e-5 relative in a norm.
     """
     assert_near(
         plain(network, optimizer, max_norm, torch.float64),

@@ -19,7 +19,7 @@ def sgd_cell(network: nn.Module, parameters=None, **settings) -> MFTrainOneStepC
 
 
 def assert_plain_update(cell: MFTrainOneStepCell, before: nn.Module, batch: tuple) -> None:
-    """Fail unless the cell's network is `before` after one plain update from `batch`."""
+    """Fail unless the cell's network equals `before` after one step of plain SGD on `batch`."""
     reference = copy.deepcopy(before)
     reference(*batch).backward()
     names = [name for name, _ in reference.named_parameters()]
@@ -111,7 +111,7 @@ def test_a_leftover_gradient_does_not_leak_in():
 
 
 class Stumbling(Classifier):
-    """A classifier that can be made to fail."""
+    """A classifier that raises the `error` that it is called with."""
 
     def forward(self, inputs, labels, error=None):
         if error is not None:
@@ -120,7 +120,7 @@ class Stumbling(Classifier):
 
 
 def test_an_error_in_a_later_micro_batch_leaves_everything_as_it_was():
-    """The gradients of the first half are released, and the next step is unaffected."""
+    """An error in a later micro-batch leaves no gradients and does not affect the next step."""
     network, [batch] = Stumbling(), labelled_batches(1)
     ema = ExponentialMovingAverage(network, decay=0.9)
     cell = sgd_cell(network, ema=ema)
@@ -137,7 +137,7 @@ def test_an_error_in_a_later_micro_batch_leaves_everything_as_it_was():
 
 
 def test_an_error_in_backward_leaves_everything_as_it_was():
-    """Weights and state keep their values, even if some gradients were computed."""
+    """An error in backward leaves weights and state unchanged, and no gradients."""
     network, [batch] = Classifier(), labelled_batches(1)
     cell = sgd_cell(network)
     state_before = training_state(network, cell.optimizer, cell)
@@ -197,7 +197,7 @@ def test_frozen_parameters_stay_and_have_no_norm():
 
 
 def test_a_parameter_unfrozen_later_is_updated_and_reported():
-    """An unfrozen parameter joins the groups; an older report keeps its names."""
+    """A parameter unfrozen later is updated and gets a norm; older reports keep their names."""
     network, batches = Classifier(), labelled_batches(2)
     network.layers[0].requires_grad_(requires_grad=False)
     cell = sgd_cell(network, local_norm=True)
@@ -301,7 +301,7 @@ COMPILATIONS = {
 @pytest.mark.parametrize("compiled", COMPILATIONS.values(), ids=COMPILATIONS)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 def test_a_compiled_network_trains_like_the_plain_one(compiled, per_token):
-    """A compiled network has the names of the plain one and its results up to rounding."""
+    """A compiled network has the same names as an uncompiled one, and close results."""
     network = TokenClassifier() if per_token else Classifier()
     settings = {
         "use_clip_grad": True,

@@ -26,7 +26,7 @@ FACTORS = {
     "overflow first": (NAN, 1.0, 1.0, SPIKE, NAN, 1.0),
     "spike first": (SPIKE, NAN, 1.0, 1.0, 1.0, SPIKE),
 }
-"""What the losses of successive steps are multiplied by."""
+"""Factors that the losses of successive steps are multiplied by."""
 
 FUSED = {
     "AdamW": lambda parameters: AdamW(parameters, lr=1e-2, fused=True),
@@ -87,7 +87,7 @@ def whole_step(
 
 
 def count_reads(training: Training) -> Iterator[tuple[bool, HostReads]]:
-    """Yield for each step whether it was skipped, and its reads."""
+    """Run each step; yield whether it was skipped, and its host reads."""
     for batch in training.batches:
         with HostReads() as counted:
             training.cell(*batch)
@@ -107,7 +107,7 @@ def test_a_step_with_a_fused_optimizer_reads_nothing(make_optimizer, factors):
 @pytest.mark.parametrize("groups", [None, "layer", [r"weight", r"bias"]], ids=str)
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_no_loss_scale_and_no_grouping_reads(loss_scale, groups):
-    """No kind of loss scale and no grouping of local norms reads on the host."""
+    """A step reads nothing on the host, for every loss scale and every grouping of norms."""
     training = whole_step(
         FUSED["AdamW"], FACTORS["applied first"], loss_scale=loss_scale, groups=groups
     )
@@ -155,7 +155,7 @@ def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: in
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("make_optimizer", NOT_FUSED.values(), ids=NOT_FUSED)
 def test_a_step_with_any_other_optimizer_reads_once(make_optimizer, factors):
-    """A step, skipped or applied, adds one read to those of torch's optimizer."""
+    """Each step, applied or skipped, adds one host read to the optimizer's own reads."""
     own_reads = iter(reads_of_plain_steps(make_optimizer, len(factors)))
 
     for skipped, counted in count_reads(whole_step(make_optimizer, factors)):

@@ -46,7 +46,7 @@ def test_the_loss_scale_falls_at_an_overflow_and_grows_after_the_window():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("use_clip_grad", [True, False], ids=["clipped", "not clipped"])
 def test_a_step_is_unscaled_by_the_scale_it_was_scaled_with(use_clip_grad, fused):
-    """A scale that changes in each step unscales gradients with the scale of their loss."""
+    """Gradients are divided by the scale that multiplied their loss, even if it changes later."""
     network, row = LinearProbe(), torch.tensor([[3.0, 4.0]])
     cell = MFTrainOneStepCell(
         network,
@@ -77,7 +77,7 @@ UPDATE_CELLS = {
 
 @pytest.mark.parametrize("make_update_cell", UPDATE_CELLS.values(), ids=UPDATE_CELLS)
 def test_the_scale_goes_as_the_update_cell_alone_has_it(make_update_cell):
-    """The update cell receives the overflow flag of each step once."""
+    """The scale follows the update cell, which gets the overflow flag of each step once."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], scale_sense=make_update_cell())
     alone, scale = make_update_cell(), torch.full((), 2.0**10)
     [batch] = labelled_batches(1)
@@ -110,7 +110,7 @@ def test_an_overflow_of_the_scaled_gradients_heals_by_itself():
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
 def test_set_sense_scale_holds_from_the_next_step_on(shape, dtype):
-    """The loss is multiplied by the new scale, and the gradients are divided by it."""
+    """From the next step on, losses are multiplied and gradients divided by the new scale."""
     network, row = LinearProbe(), torch.tensor([[3.0, 4.0]])
     optimizer = SGD(network.parameters(), lr=1.0, fused=True)
     cell = MFTrainOneStepCell(network, optimizer, scale_sense=torch.tensor(4.0))

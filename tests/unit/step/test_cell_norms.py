@@ -35,7 +35,7 @@ def test_the_global_norm_is_none_without_clipping():
 
 
 def test_an_infinite_limit_reports_the_norm_and_does_not_clip():
-    """The norm is reported and the update is unclipped with ``max_grad_norm=inf``."""
+    """With ``max_grad_norm=inf``, the norm is reported and the update is not clipped."""
     network = LinearProbe()
     cell = MFTrainOneStepCell(
         network,
@@ -53,7 +53,7 @@ def test_an_infinite_limit_reports_the_norm_and_does_not_clip():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 def test_the_norm_is_taken_before_clipping_and_the_update_after(scale, fused):
-    """A gradient of norm 50 is reported as 50 and applied with the limit's norm of 5."""
+    """A gradient of norm 50 is reported as 50, and the update is clipped to the limit of 5."""
     network = LinearProbe()
     cell = MFTrainOneStepCell(
         network,

@@ -50,7 +50,7 @@ def test_clipping_inside_autocast_is_done_in_float32():
         network, OPTIMIZERS["fused SGD"], batches[:1], scale=2.0**16, **settings
     )
 
-    # In bfloat16 each would be wrong by up to 4e-3.
+    # Computed in bfloat16, norms and weights would be wrong by up to 4e-3.
     torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-6, atol=0)
     torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=1e-7)
 
@@ -78,7 +78,7 @@ def test_bf16_by_accelerate_is_accelerates_own_loop():
 
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["not clipped", "clipped"])
 def test_fp16_autocast_is_torchs_grad_scaler(max_norm):
-    """With a fixed scale the cell does what torch's GradScaler does in a plain loop."""
+    """With a fixed scale, fp16 training equals a plain loop with torch's GradScaler."""
     network, batches = Classifier(), labelled_batches(NUM_STEPS)
     reference = copy.deepcopy(network)
     optimizer = FUSED_ADAMW(network.parameters())
@@ -105,8 +105,9 @@ def test_fp16_autocast_is_torchs_grad_scaler(max_norm):
         plain.zero_grad()
 
     assert cell.last_report.applied_updates.item() == NUM_STEPS
-    # Weights differ by float32 rounding. Where that changes a float16 rounding in the forward
-    # pass, gradients differ by a factor of 5e-4: 30 updates of at most rate 3e-3 * 5e-4.
+    # Clipped weights differ by float32 rounding. Where this changes a float16 rounding in the
+    # forward pass, gradients differ by 5e-4 relative. Over 30 updates at a rate of 3e-3, weights
+    # differ by at most 30 * 3e-3 * 5e-4 = 4.5e-5.
     tolerance = 0 if max_norm is None else 4.5e-5
     for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
@@ -163,7 +164,7 @@ def test_scaling_saves_gradients_that_float16_cannot_hold():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_norms_accumulate_in_float32_whatever_the_gradients_are(dtype):
-    """Large float16 gradients have a finite norm above float16's range."""
+    """In every dtype, the norm of large gradients is correct, even above float16's range."""
     network = LinearProbe(4096).to(dtype)
     cell = MFTrainOneStepCell(
         network, AdamW(network.parameters(), eps=1e-4), use_clip_grad=True, local_norm=True
@@ -184,7 +185,8 @@ def test_a_float16_loss_does_not_overflow_before_its_backward():
         network.weight.fill_(8.0)
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**13)
 
-    # The loss is 16, times the scale 131072, above float16's 65504; gradients are 8192.
+    # The loss of 16 times the scale of 8192 is 131,072, above float16's maximum of 65,504. The
+    # gradients are 8192, which float16 can hold.
     output = cell(torch.ones(1, 2).half())
 
     assert output.loss.item() == 16.0
@@ -193,7 +195,7 @@ def test_a_float16_loss_does_not_overflow_before_its_backward():
 
 
 def test_a_scale_above_float16_overflows_with_a_float16_loss():
-    """A scale above 65504 overflows with a float16 loss, whose gradient is float16."""
+    """With a float16 loss, whose gradient is float16, a scale above 65504 overflows."""
     network = LinearProbe().half()
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**17)
 

@@ -43,7 +43,8 @@ def test_per_token_losses_are_those_of_one_process_on_the_whole_batch(ranks, way
         optimizer.zero_grad()
 
     for rank in ranks:
-        # The sums are taken in another order, and three updates are at most 0.1 each.
+        # Ranks add up in another order than one process, so results differ by rounding. Weights
+        # differ little, because the three updates are at most 0.1 each.
         torch.testing.assert_close(rank[way]["norms"], torch.stack(norms), rtol=1e-5, atol=0)
         for ours, theirs in zip(rank[way]["weights"], network.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-6)
@@ -64,7 +65,7 @@ def test_the_reported_loss_is_this_ranks_own(ranks):
 
 
 def test_mean_losses_are_averaged_over_ranks(ranks):
-    """Weights agree with one process on the whole batch if all ranks have equal shares."""
+    """With equal shares on all ranks, weights agree with one process on the whole batch."""
     torch.manual_seed(0)
     network = Classifier()
     optimizer = SGD(network.parameters(), lr=0.1, fused=True)

@@ -19,8 +19,8 @@ CASES = [
     pytest.param(make_optimizer, precision, id=f"{name}-{kind}")
     for name, make_optimizer in OPTIMIZERS.items()
     for kind, precision in PRECISIONS.items()
-    # torch 2.13 and earlier leave half-precision weights as they are in fused SGD on CPU, and
-    # fill the momentum with uninitialized memory (pytorch#191763).
+    # Leave these cases out: up to torch 2.13, fused SGD on CPU does not update half-precision
+    # weights, and fills their momentum with uninitialized memory (pytorch#191763).
     if not (name.startswith("fused SGD") and precision.weights != torch.float32)
 ]
 each_case = pytest.mark.parametrize(("make_optimizer", "precision"), CASES)
@@ -33,7 +33,7 @@ each_place = pytest.mark.parametrize("bad_step", [0, 3], ids=["first step", "lat
 @each_value
 @each_case
 def test_one_bad_element_changes_nothing(make_optimizer, precision, value, bad_step):
-    """Weights, optimizer state, schedule and average stay bitwise unchanged."""
+    """One bad gradient element leaves weights, optimizer state, schedule and average unchanged."""
     training = SpoiltTraining(make_optimizer, precision, value=value)
 
     for index, batch in enumerate(labelled_batches(NUM_STEPS)):
@@ -66,7 +66,10 @@ def test_training_goes_on_as_if_the_bad_batch_had_not_been(make_optimizer, preci
 @each_place
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_other_batches_train_as_in_plain_torch(make_optimizer, bad_step):
-    """Unclipped, to the last bit: what a skipped first step prepares is what torch starts from."""
+    """Without clipping, all batches except the bad one train bitwise as in plain torch.
+
+    A skipped first step may create optimizer state, which must be the state torch starts from.
+    """
     training = SpoiltTraining(
         make_optimizer, use_clip_grad=False, lr_scheduler=None, max_consecutive_skips=None
     )
@@ -104,7 +107,7 @@ def test_one_bad_element_changes_nothing_on_cuda(make_optimizer, precision, valu
 
 
 def test_counters_follow_applied_and_skipped_updates():
-    """Applied, skipped and consecutive skips count what happened, each report at its time."""
+    """Each report counts applied, skipped and consecutive skipped updates up to its step."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
     bad = (False, True, True, False, True)
 
@@ -119,7 +122,7 @@ def test_counters_follow_applied_and_skipped_updates():
 
 
 def test_the_rate_stays_until_an_update_is_applied():
-    """The schedule holds its rate over a skipped step, from the very next step on."""
+    """A skipped update does not advance the schedule: the next step uses the same rate."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
     bad = (False, True, True, False, False)
 
@@ -147,7 +150,7 @@ def test_plain_torch_loses_the_model_to_one_bad_element():
 
 
 def test_the_attributes_for_skipping_do_not_leak_into_a_plain_step():
-    """After a skipped update the optimizer's own step updates, and divides by nothing."""
+    """After a skipped update, a plain ``optimizer.step()`` neither skips nor divides."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
     [(inputs, labels)] = labelled_batches(1)
     reference = copy.deepcopy(training.network)
@@ -169,7 +172,7 @@ def averages_of(ema):
 
 
 class MaskedSum(nn.Module):
-    """A linear layer whose loss comes as numerator and denominator."""
+    """A linear layer that returns its loss as numerator and denominator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +190,7 @@ class MaskedSum(nn.Module):
     ids=["nan", "beyond float16"],
 )
 def test_a_denominator_that_is_not_finite_changes_nothing(mask, fused):
-    """A count of tokens that is nan, or that float16 cannot hold, skips the update."""
+    """A denominator that is NaN, or inf in float16, skips the update and changes nothing."""
     network = MaskedSum()
     optimizer = AdamW(network.parameters(), lr=0.1, fused=fused)
     ema = ExponentialMovingAverage(network)

@@ -8,7 +8,10 @@ from support.training_state import assert_same_state, training_state
 
 
 def test_too_many_skips_in_a_row_are_an_error_one_step_late():
-    """The error names step, loss scale and groups, and leaves everything as it was."""
+    """After too many skips in a row, the next step raises an error and changes nothing.
+
+    The error names the last skipped step, its loss scale and the non-finite groups.
+    """
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=3, local_norm=True)
     [batch] = labelled_batches(1)
     training.step(batch)
@@ -50,7 +53,7 @@ def test_skips_that_are_not_in_a_row_are_no_error():
 
 
 def test_without_a_limit_training_may_skip_for_ever():
-    """No number of skips raises an error with ``max_consecutive_skips=None``."""
+    """With ``max_consecutive_skips=None``, any number of skips is allowed."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"], max_consecutive_skips=None)
     [batch] = labelled_batches(1)
 

@@ -13,7 +13,7 @@ from support.training_state import assert_same_state, assert_unchanged, training
 
 
 def probe_cell(*, threshold: float, **settings) -> MFTrainOneStepCell:
-    """Return a cell whose gradient is the mean of its inputs' rows, and which never clips."""
+    """Return a cell without clipping; its gradient is the mean of the rows of its inputs."""
     network = LinearProbe()
     return MFTrainOneStepCell(
         network,
@@ -30,7 +30,7 @@ def probe_cell(*, threshold: float, **settings) -> MFTrainOneStepCell:
     ("threshold", "skipped"), [(4.99, True), (5.0, True), (5.01, False)], ids=str
 )
 def test_a_norm_at_the_threshold_is_a_spike(threshold, skipped):
-    """The update is skipped unless the global norm, here 5, is below the threshold."""
+    """A global norm (here 5) at or above the threshold skips the update."""
     cell = probe_cell(threshold=threshold)
 
     output = cell(torch.tensor([[3.0, 4.0]]))

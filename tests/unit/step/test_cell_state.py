@@ -22,7 +22,7 @@ from support.training_state import assert_same_state, training_state
 
 NAN = float("nan")
 FACTORS = (1.0, NAN, 1.0, 1.0, NAN, NAN, 1.0, 1.0, NAN, 1.0)
-"""What the losses of successive steps are multiplied by."""
+"""Factors that the losses of successive steps are multiplied by."""
 
 LOSS_SCALES = {
     "fixed": lambda: 2.0**10,
@@ -32,7 +32,7 @@ LOSS_SCALES = {
 
 
 class Training:
-    """All objects of a run, and the parts that are saved."""
+    """The objects of a run, which can be trained, saved and loaded together."""
 
     def __init__(self, *, loss_scale: str = "dynamic", ema: bool = True, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -82,7 +82,7 @@ class Training:
 @pytest.mark.parametrize("stop", [1, 2, 5, 6])
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_a_resumed_run_is_the_unbroken_run(loss_scale, stop):
-    """A run that stops after an applied or a skipped step and resumes has the same bits."""
+    """A run resumed after an applied or a skipped step is bitwise like an uninterrupted run."""
     unbroken = Training(loss_scale=loss_scale)
     expected = unbroken.train(0, 10)[8 * stop :]
     stopped = Training(loss_scale=loss_scale)
@@ -150,7 +150,12 @@ def test_loading_changes_the_live_scale():
 
 
 def at(*path: str, put: Any = None) -> Callable[[dict], None]:
-    """Return a function that sets or removes the value at a path in a state."""
+    """Return a function that changes the value at a path in a state.
+
+    Args:
+        path: Keys from the outermost to the innermost mapping.
+        put: New value; ``None`` removes the key.
+    """
 
     def change(state: dict) -> None:
         *outer, last = path
@@ -209,7 +214,7 @@ BAD_STATES = {
 
 @pytest.mark.parametrize(("error", "message", "change"), BAD_STATES.values(), ids=BAD_STATES)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(error, message, change):
-    """The error names the invalid entry, and the cell stays unchanged."""
+    """An invalid state raises an error that names the entry, and leaves the cell unchanged."""
     donor, training = Training(), Training()
     donor.train(0, 6)
     training.train(0, 2)
@@ -232,7 +237,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
 def test_the_state_of_another_kind_of_cell_is_refused(settings):
-    """A dynamic cell with an average raises an error for the state of any other kind."""
+    """A cell with a dynamic scale and an average rejects the states of other kinds of cells."""
     training = Training()
     before = training_state(training.network, training.optimizer, training.cell)
 
@@ -244,7 +249,7 @@ def test_the_state_of_another_kind_of_cell_is_refused(settings):
 
 @pytest.mark.parametrize("loss_scale", ["fixed", "adaptive"])
 def test_no_other_kind_of_cell_takes_the_state_of_a_dynamic_one(loss_scale):
-    """Other kinds of cells raise an error for the state of a dynamic cell."""
+    """A cell with a fixed or adaptive scale rejects the state of a cell with a dynamic scale."""
     with pytest.raises(KeyError, match="state_dict"):
         Training(loss_scale=loss_scale).cell.load_state_dict(Training().cell.state_dict())
 
@@ -257,7 +262,7 @@ def test_a_state_must_be_a_mapping(state):
 
 
 def test_the_schedule_is_one_step_behind_until_a_flush():
-    """The schedule is stepped before the next update or by a flush."""
+    """After an update, the schedule is one step behind until a flush or the next update."""
     training = Training()
 
     training.train(0, 1)

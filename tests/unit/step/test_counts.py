@@ -37,7 +37,7 @@ def report_of(counts, applied):
 
 
 def do(counts, updates, *, local_norm=FINITE):
-    """Count and submit updates, each preceded by a flush as an update does it."""
+    """Count and submit updates, with a flush before each update, as in a real step."""
     for is_applied in updates:
         applied = TRUE if is_applied else FALSE
         counts.flush()
@@ -109,7 +109,7 @@ def test_the_limit_of_skips_in_a_row_ends_training(limit):
 
 
 def test_without_a_limit_training_may_skip_for_ever():
-    """No number of consecutive skips raises an error if the limit is ``None``."""
+    """With a limit of ``None``, any number of consecutive skips is allowed."""
     counts = UpdateCounts(CPU, None)
 
     do(counts, [False] * 200)
@@ -119,7 +119,7 @@ def test_without_a_limit_training_may_skip_for_ever():
 
 
 def test_where_nobody_asks_nothing_is_copied():
-    """Without schedule, limit and reports, no host copy is pending."""
+    """Without schedule, limit and reports, counting copies nothing to the host."""
     counts = UpdateCounts(CPU, None, reported=False)
 
     do(counts, [True, False])

@@ -27,12 +27,12 @@ TINY = {
 
 
 def llama():
-    """Return a causal language model: it predicts each label from the tokens before it."""
+    """Return a causal language model, which shifts labels by one position."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
 
 
 def modernbert():
-    """Return a masked language model: it predicts each label at its own place."""
+    """Return a masked language model, which does not shift labels."""
     return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**TINY)).eval()
 
 
@@ -42,7 +42,7 @@ def bert(head=transformers.BertForMaskedLM):
 
 
 def t5():
-    """Return an encoder-decoder whose loss is a mean, whatever it is called with."""
+    """Return an encoder-decoder whose loss is a mean for any arguments."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
         decoder_start_token_id=0, pad_token_id=0,
@@ -51,7 +51,7 @@ def t5():
 
 
 def tokens(num_ignored=3):
-    """Return two rows of seven tokens; some labels at the end of the first are no targets."""
+    """Return two rows of seven tokens; the last `num_ignored` labels of the first are ignored."""
     ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, 7 - num_ignored :] = IGNORED
@@ -59,7 +59,7 @@ def tokens(num_ignored=3):
 
 
 def classes():
-    """Return two rows of tokens with a class each."""
+    """Return two rows of tokens with one class label per row."""
     return tokens() | {"labels": torch.tensor([0, 1])}
 
 
@@ -74,7 +74,7 @@ def per_token(network):
 
 
 class Returns(nn.Module):
-    """A network that returns what a function makes of its weight."""
+    """A network that returns ``make(weight)``."""
 
     def __init__(self, make):
         super().__init__()
@@ -82,7 +82,7 @@ class Returns(nn.Module):
         self.make = make
 
     def forward(self, *arguments, **keywords):
-        """Return the made output."""
+        """Return ``make(weight)`` for any arguments."""
         del arguments, keywords
         return self.make(self.weight)
 
@@ -118,7 +118,7 @@ def test_a_mean_loss_passes_arguments_on():
 
     class Network(nn.Linear):
         def forward(self, *arguments, **keywords):
-            """Remember the call."""
+            """Record the arguments of the call."""
             seen.append((arguments, keywords))
             return super().forward(arguments[0]).sum()
 
@@ -211,7 +211,7 @@ def test_what_is_no_pair_is_refused(make, error, message):
 
 
 def summed_cross_entropy(model, batch, *, shift):
-    """Return the sum over targets, from the logits by hand, in float64, and their number."""
+    """Return the summed cross-entropy over the targets, in float64, and the number of targets."""
     logits = model(input_ids=batch["input_ids"]).logits.double()
     labels = batch["labels"]
     if shift:
@@ -314,7 +314,7 @@ def test_a_batch_without_targets_has_parts_of_zero():
 
 
 def test_parts_of_uneven_micro_batches_add_up():
-    """The sums of uneven micro-batches add up to those of the whole batch, to 1e-6."""
+    """Numerators and denominators of micro-batches add up to those of the whole batch."""
     model, batch = llama(), tokens()
     whole = called(per_token(model), **batch)
     rows = [called(per_token(model), **{k: v[i : i + 1] for k, v in batch.items()}) for i in (0, 1)]
@@ -346,7 +346,7 @@ class OwnModel(nn.Module):
             setattr(self, name, value)
 
     def forward(self, input_ids, labels, num_items_in_batch=None):
-        """Return the loss: a sum over the number of items, or a mean."""
+        """Return the summed loss divided by `num_items_in_batch`; without it, the mean loss."""
         logits, labels = self.head(input_ids).flatten(0, 1), labels.flatten()
         if num_items_in_batch is None:
             return functional.cross_entropy(logits, labels)
@@ -373,20 +373,20 @@ def test_an_encoder_decoders_labels_are_not_shifted():
 
 
 def test_accepts_loss_kwargs_decides():
-    """A model with ``accepts_loss_kwargs=False`` must return a pair."""
+    """A model with ``accepts_loss_kwargs=False`` must return numerator and denominator."""
     with pytest.raises(TypeError, match=r"must return \(numerator, denominator\)"):
         called(per_token(OwnModel(accepts_loss_kwargs=False)), **tokens())
 
 
 def test_keywords_alone_are_no_promise():
-    """A network that accepts any keyword returns a pair."""
+    """A forward with only ``**keywords`` must return numerator and denominator."""
     parts = called(per_token(Returns(lambda w: (w.sum(), 4))), 1, anything=2)
 
     assert parts.denominator == 4
 
 
 def test_the_model_inside_adapters_is_inspected():
-    """The parameters of a PEFT model's base model decide how targets are counted."""
+    """The signature of a PEFT model's base model decides how targets are counted."""
 
     class Adapted(nn.Module):
         def __init__(self, model):
@@ -398,7 +398,7 @@ def test_the_model_inside_adapters_is_inspected():
             return self.model
 
         def forward(self, *arguments, **keywords):
-            """Pass on."""
+            """Call the model."""
             return self.model(*arguments, **keywords)
 
     model, batch = llama(), tokens()

@@ -25,7 +25,7 @@ def losses_of(network: nn.Module, case: Case, step: int, rank: int):
 
 
 def reference(case: Case, num_ranks: int) -> dict[str, Any]:
-    """Train plainly in one process on the batches of all ranks."""
+    """Return the results of plain torch in one process on the batches of all ranks."""
     network = new_model(per_token=case.per_token)
     optimizer = optimizer_of(case.optimizer, network, plain=True)
     trained = [p for p in network.parameters() if p.requires_grad]
@@ -55,20 +55,20 @@ def reference(case: Case, num_ranks: int) -> dict[str, Any]:
 
 
 def case_id(case: Case) -> str:
-    """Return the settings of a case."""
+    """Return the test id of a case: its settings, joined by commas."""
     return ", ".join(map(str, case))
 
 
 @pytest.fixture(scope="module")
 def run(ranks, request) -> list[dict[str, Any]]:
-    """Return the results of each rank in a case."""
+    """Train a case on all ranks, and return the results of each rank."""
     if request.param.layout == "partly replicated" and ranks.number == 1:
         pytest.skip("needs several ranks")
     return ranks.run(train, request.param)
 
 
 def _cases(test: Any) -> Any:
-    """Give a test all cases, each trained once by the ranks."""
+    """Parametrize a test with all cases; the ranks train each case once."""
     marked = [pytest.param(case, case, id=case_id(case)) for case in CASES]
     slow = pytest.mark.slow
     marked += [pytest.param(case, case, id=case_id(case), marks=slow) for case in OTHER_CASES]
@@ -79,8 +79,8 @@ def _cases(test: Any) -> Any:
 def test_norms_weights_and_averages_are_those_of_one_process(ranks, case, run):
     """Norms, weights and averages agree with those of one process, in every case.
 
-    The sums are taken in another order, so they differ by float32 rounding, which four updates of
-    at most 0.1 carry on.
+    Ranks add up in another order than one process, so sums differ by float32 rounding. Weights
+    differ little, because the four updates are at most 0.1 each.
     """
     expected = reference(case, ranks.number)
 

@@ -33,7 +33,8 @@ def test_what_is_bad_on_one_rank_skips_on_all(ranks, factor, optimizer):
     met = ranks.run(meet_a_bad_loss, optimizer, factor)
 
     for index, rank in enumerate(met):
-        # Local norms show which rank had the bad gradients.
+        # Only the last rank has bad gradients. A spike is large but finite, so its local norms are
+        # finite, too.
         is_bad = factor != SPIKE and index == len(met) - 1
         assert rank["own is finite"] == [not is_bad, True] * 2
         assert rank["skipped"] == [True, False, True, False]
@@ -87,7 +88,10 @@ def test_a_forward_that_raises_leaves_nothing_behind(ranks):
 
 
 def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
-    """Every forward uses swapped averages, also after a forward without backward."""
+    """A swap of averages takes effect in the next forward, and so does the end of the swap.
+
+    This holds even if FSDP keeps parameters gathered after a forward without backward.
+    """
     for rank in ranks.run(evaluate_with_averages):
         assert rank == dict.fromkeys(rank, True)
 
@@ -134,7 +138,7 @@ def test_what_cannot_be_exact_is_refused(ranks):
         "divided unevenly": "ValueError: `network` must divide all gradients by the same number",
     }
     if ranks.number == 1:
-        # On one rank no gradient is reduced, so local norms are exact.
+        # On one rank no gradient is reduced, so local norms are exact and no error is raised.
         expected |= {"reduced twice": "", "around the seam": ""}
     for messages in ranks.run(be_refused):
         assert messages.keys() == expected.keys()

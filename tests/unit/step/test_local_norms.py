@@ -1,4 +1,4 @@
-"""The hook that reads gradients under DistributedDataParallel, its readers and errors."""
+"""Local norms under DistributedDataParallel: the hook that reads gradients, and its errors."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ from support.small_networks import Classifier, LinearProbe, labelled_batches
 
 [BATCH] = labelled_batches(1)
 WITH_A_HOOK = {"are_asked_for": True, "communication_hook": (None, allreduce_hook)}
-"""Even of one rank, of whose gradients no one would ask otherwise."""
+"""Settings that register the hook even on one rank, where local norms do not need it."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,7 +74,7 @@ def test_a_backward_reads_nothing_on_the_host(part):
 
 
 def test_what_no_tap_has_seen_counts_as_it_is(part):
-    """Gradients that the hook has not seen keep the squares that the caller passes."""
+    """For gradients that the hook has not seen, the squares that the caller passes are returned."""
     outside = LinearProbe().weight
     parameters = [*part.parameters(), outside]
     local = local_squares_of([part], parameters, **WITH_A_HOOK)
@@ -93,7 +93,7 @@ def test_what_no_tap_has_seen_counts_as_it_is(part):
 
 
 def test_a_reset_forgets(part):
-    """A reset forgets the norms of its own parameters and keeps another optimizer's."""
+    """A reset discards the norms of one optimizer's parameters and keeps another optimizer's."""
     first, *others = part.parameters()
     local = local_squares_of([part], [first], **WITH_A_HOOK)
     other = local_squares_of([part], others, **WITH_A_HOOK)
@@ -122,7 +122,7 @@ def test_without_a_reader_nothing_is_computed(part):
 
 
 def test_a_hook_alone_computes_nothing(part):
-    """A communication hook without local norms is registered as it is."""
+    """Without local norms, a communication hook keeps its name, and no norms are computed."""
     cell = cell_of(part, communication_hook=(None, fp16_compress_hook))
     cell(*BATCH)
 

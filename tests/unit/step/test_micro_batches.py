@@ -1,4 +1,4 @@
-"""Batches become calls of the network: split in equal parts, or one per micro-batch."""
+"""A batch is split into equal calls of the network; a sequence gives a call per micro-batch."""
 
 from collections import OrderedDict, UserDict, deque
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Y = torch.arange(6)
 
 @given(st.integers(1, 6), st.integers(0, 4), st.lists(st.integers(1, 3), max_size=2))
 def test_parts_are_equal_and_make_up_the_whole(num_parts, part_size, rest):
-    """The first dimension is split in order; no element is lost, copied or moved."""
+    """A tensor is split along its first dimension into equal views, in order."""
     tensor = torch.randn(num_parts * part_size, *rest)
     calls = split_calls((tensor,), {"labels": tensor}, num_parts)
 
@@ -28,7 +28,7 @@ def test_parts_are_equal_and_make_up_the_whole(num_parts, part_size, rest):
 
 
 def test_arguments_and_keywords_are_split_together():
-    """Each call gets its parts of all arguments and keywords."""
+    """Each call gets its slice of every argument and keyword."""
     first, second = split_calls((X,), {"labels": Y, "scale": 2.0}, 2)
 
     assert torch.equal(first.arguments[0], X[:3])
@@ -59,7 +59,7 @@ def test_tensors_in_mappings_are_split(kind):
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_tensors_in_lists_and_tuples_are_split(kind):
-    """Each call gets a container of the same kind and length."""
+    """Each call gets a container of the same type, with its slice of each tensor."""
     first, second = (call.arguments[0] for call in split_calls((kind([X, [Y], 1]),), {}, 2))
 
     assert type(first) is kind
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 
 
 def test_tensors_in_named_tuples_are_split():
-    """Each call gets a named tuple of the same type with its part of each tensor."""
+    """Each call gets a named tuple of the same type, with its slice of each tensor."""
     calls = split_calls((Pair(X, Y),), {}, 2)
 
     assert [type(call.arguments[0]) for call in calls] == [Pair, Pair]
@@ -147,7 +147,7 @@ def test_micro_batches_may_be_of_any_number_and_kind(kind):
     ids=["tensor", "dict", "generator", "string", "none", "int", "set"],
 )
 def test_what_is_no_sequence_is_refused(micro_batches):
-    """A batch that is not in a sequence raises a TypeError."""
+    """`micro_batches` that is not a sequence raises a TypeError."""
     kind = type(micro_batches).__name__
 
     with pytest.raises(TypeError, match=f"`micro_batches` must be a sequence, got {kind}$"):

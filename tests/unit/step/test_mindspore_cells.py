@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def probe_with(cell_type, *arguments, **keywords):
-    """Return a cell of a linear probe, whose gradient is its inputs, with SGD at rate 1."""
+    """Return a cell with SGD at rate 1 around a linear probe, whose gradient equals its inputs."""
     network = LinearProbe()
     return cell_type(network, SGD(network.parameters(), lr=1.0), *arguments, **keywords)
 
@@ -43,7 +43,7 @@ class TestWithLossCell:
 class TestTrainOneStepCell:
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
     def test_it_is_a_plain_step(self, fused):
-        """Loss and weights are bitwise those of backward and ``optimizer.step()``."""
+        """Loss and weights are bitwise equal to those of a plain training loop."""
         network = Classifier()
         reference = copy.deepcopy(network)
         cell = TrainOneStepCell(network, AdamW(network.parameters(), fused=fused))
@@ -71,7 +71,7 @@ class TestTrainOneStepCell:
         assert loss.item() == 0.0
 
     def test_return_grad_returns_the_gradients_by_name(self):
-        """The cell returns the gradients times `sens`, which the next step does not change."""
+        """The cell returns the gradients times `sens`; a later step does not change them."""
         cell = probe_with(TrainOneStepCell, 4.0, return_grad=True)
 
         _, gradients = cell(torch.tensor([[3.0, 4.0]]))
@@ -117,13 +117,13 @@ class TestTrainOneStepCell:
         ("sens", "error"), [(0, ValueError), (0.0, ValueError), ("1", TypeError)], ids=repr
     )
     def test_sens_is_a_number_that_is_not_zero(self, sens, error):
-        """A `sens` of zero, or one that is not a number, raises an error."""
+        """A `sens` that is zero or not a number raises an error."""
         with pytest.raises(error, match="`sens` must"):
             probe_with(TrainOneStepCell, sens=sens)
 
 
 class Net(nn.Module):
-    """The network of MindSpore's documentation: a matrix product, weights of ones."""
+    """The network of MindSpore's documentation: a matrix product with weights of ones."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -167,10 +167,11 @@ class TestTrainOneStepWithLossScaleCell:
             DynamicLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=1000)
         )
 
-        # The documentation's labels have shape (10,), which broadcasts to this shape.
+        # The documentation's labels have shape (10,), which broadcasts to the outputs' shape.
         loss, overflow, loss_scale = cell(torch.ones(10, 16), torch.ones(10, 10))
 
-        # Every output is 16: the loss is 15^2, and each weight gets ten of 100 errors of 15.
+        # Outputs are 16 and labels 1, so the loss is 15^2. Each weight contributes to 10 of the 100
+        # outputs, so its gradient is 2 * 15 * 10 / 100.
         assert loss.item() == 225.0
         assert not overflow.item()
         assert loss_scale.item() == 4096.0
@@ -178,7 +179,7 @@ class TestTrainOneStepWithLossScaleCell:
         torch.testing.assert_close(cell.network.backbone.weight.detach(), expected)
 
     def test_mindspores_second_example(self):
-        """A scale of the largest float32 overflows, and no weight is updated."""
+        """A scale of float32's largest number overflows, and no weight is updated."""
         cell = documented_cell(torch.full((1,), torch.finfo(torch.float32).max))
 
         loss, overflow, loss_scale = cell(torch.ones(16, 16), torch.zeros(16, 10))
@@ -189,7 +190,7 @@ class TestTrainOneStepWithLossScaleCell:
         assert torch.equal(cell.network.backbone.weight, torch.ones(16, 10))
 
     def test_a_state_settles_the_last_update_and_loading_drops_it(self):
-        """Saving steps the schedule for a pending update, and loading discards the update."""
+        """Saving steps the schedule for a pending update; loading discards a pending update."""
         network, [batch] = Classifier(), labelled_batches(1)
         optimizer = SGD(network.parameters(), lr=0.1)
         schedule = LambdaLR(optimizer, lambda step: 0.5**step)

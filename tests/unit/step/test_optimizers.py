@@ -1,4 +1,4 @@
-"""Division and skipping with optimizers of every kind, compared with each optimizer alone."""
+"""`SkippableOptimizer` divides gradients and skips steps, for every kind of optimizer."""
 
 import functools
 import math
@@ -18,11 +18,11 @@ from support.host_reads import HostReads
 from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
-# For the kernels: a full vector and a remainder, less than a vector, and a scalar.
+# Vectorized kernels treat these differently: more than a vector, less than a vector, a scalar.
 SHAPES = [(7, 9), (5,), ()]
 HALF = [torch.bfloat16, torch.float16]
-# Another way of dividing changes a gradient by two roundings, 1.2e-7. A step changes in the same
-# proportion, and momentum adds up a few steps. At rates of 0.1 and less, 2e-6 is a wide limit.
+# Dividing in another way changes a gradient by two roundings, 1.2e-7 relative. A step changes in
+# the same proportion, and momentum adds up a few steps. At rates of at most 0.1, 2e-6 is ample.
 CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 
 
@@ -43,7 +43,7 @@ class OwnStep(AdamW):
 
 
 class Kind(NamedTuple):
-    """An optimizer with its settings."""
+    """A builder of optimizers; `folds` says whether a fused kernel takes divisor and skip flag."""
 
     build: functools.partial
     folds: bool
@@ -53,12 +53,12 @@ class Kind(NamedTuple):
 
 
 def kind(cls, *, folds=False, **settings):
-    """Return an optimizer that is stepped in place."""
+    """Return a builder of an optimizer, by default without a fused kernel."""
     return Kind(functools.partial(cls, **settings), folds)
 
 
 def fused(cls, **settings):
-    """Return an optimizer that takes divisor and flag."""
+    """Return a builder of an optimizer whose fused kernel takes the divisor and the skip flag."""
     return kind(cls, folds=True, fused=True, **settings)
 
 
@@ -80,7 +80,7 @@ FOLDED = {
     "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
     "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
 }
-# Reads the flag until its first applied update, and skips on the device afterwards.
+# This optimizer reads the flag on the host until its first applied update, not afterwards.
 DAMPENED = {"fused SGD dampening": fused(SGD, lr=0.1, momentum=0.9, dampening=0.5)}
 IN_PLACE = {
     "Adam": kind(Adam, lr=0.1),
@@ -95,7 +95,7 @@ IN_PLACE = {
 }
 ALL = FOLDED | DAMPENED | IN_PLACE
 
-# The wrapper raises an error for fused SGD with half-precision weights on CPU.
+# Leave fused SGD out: with half-precision weights on CPU, the wrapper raises an error.
 HALF_ALL = {name: kind for name, kind in ALL.items() if not name.startswith("fused SGD")}
 
 each = pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
@@ -118,12 +118,12 @@ def flag(*, skip):
 
 
 def scalar(number):
-    """Return a divisor as the step computes it."""
+    """Return a divisor as a float32 scalar, like the one that a step computes."""
     return torch.full((), number, dtype=torch.float32)
 
 
 def parameters_of(dtype=torch.float32):
-    """Return the same parameters at every call."""
+    """Return new parameters, with the same values at every call."""
     generator = torch.Generator().manual_seed(1)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
 
@@ -149,12 +149,12 @@ class Run:
         self.skippable = SkippableOptimizer(self.optimizer)
 
     def plain(self, gradients):
-        """Step the optimizer alone."""
+        """Step the optimizer without the wrapper."""
         give(self.parameters, gradients)
         self.optimizer.step()
 
     def divided(self, gradients, divisor):
-        """Step on gradients that were multiplied by the divisor."""
+        """Multiply the gradients by the divisor, and let the wrapper divide by it in its step."""
         give(self.parameters, [None if g is None else g * divisor for g in gradients])
         self.skippable.step(scalar(divisor), flag(skip=False))
 
@@ -179,7 +179,7 @@ class Run:
 
 
 def assert_same(left, right):
-    """Compare tensors bitwise, anything else by value, in a list or dict."""
+    """Fail unless two lists or dicts have bitwise equal tensors and equal other values."""
     if isinstance(left, dict):
         assert left.keys() == right.keys()
         left, right = list(left.values()), list(right.values())
@@ -190,21 +190,21 @@ def assert_same(left, right):
 @each
 @pytest.mark.parametrize("divisor", [2.0**16, 0.25])
 def test_a_power_of_two_is_divided_exactly(kind, divisor):
-    """Dividing by a power of two gives bitwise the weights and state of undivided gradients."""
+    """Scaling gradients by a power of two and dividing by it again changes no bit."""
     wrapped, alone = Run(kind), Run(kind)
     for step in range(4):
         wrapped.divided(gradients_of(step), divisor)
         alone.plain(gradients_of(step))
 
     assert_same(wrapped.weights(), alone.weights())
-    # The wrapper starts momentum with zeros where torch has none, so compare after a step.
+    # Compare states after a step: before it, momentum is zeros in the wrapper and None in torch.
     assert_same(wrapped.state(), alone.state())
 
 
 @each
 @given(divisor=st.floats(2.0**-10, 2.0**20))
 def test_any_divisor_divides(kind, divisor):
-    """Weights agree with those of the optimizer on gradients that were divided by hand."""
+    """For any divisor, weights agree with a plain step on gradients divided by hand."""
     wrapped, alone = Run(kind), Run(kind)
     for step in range(3):
         wrapped.divided(gradients_of(step), divisor)
@@ -232,8 +232,8 @@ def test_no_divisor_stands_for_one(kind):
 def test_half_precision_gradients_are_rounded_once(kind, dtype, divisor):
     """The division is done in float32, and only the quotient is rounded to half precision.
 
-    A product with the reciprocal rounds differently from a division in a near tie, for at most 1
-    in 200 gradients. A multiplier in bfloat16 would be wrong for 1 in 3 gradients.
+    A kernel may multiply by the reciprocal instead of dividing. Near ties then round differently,
+    for at most 1 in 200 gradients. A reciprocal in bfloat16 would be wrong for 1 in 3 gradients.
     """
     gradient = (torch.rand(2000, generator=torch.Generator().manual_seed(2)) + 0.5).to(dtype)
     run = Run(kind, [nn.Parameter(torch.zeros(2000, dtype=dtype))])
@@ -535,7 +535,7 @@ def test_folding_waits_for_no_device(build):
     ids=str,
 )
 def test_learning_rates_are_those_of_all_groups(rates):
-    """Floats, ints and tensors become one float32 vector without a host read."""
+    """`learning_rates` returns the rates of all groups as a float32 vector without a host read."""
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
     optimizer = SGD(groups, lr=0.1)
     with HostReads() as host:
@@ -556,7 +556,7 @@ def test_learning_rates_are_a_copy():
 
 
 def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
-    """A fused optimizer that loads the state of an unfused one trains like it."""
+    """After loading the state of an unfused optimizer, a fused one trains like the unfused one."""
     plain = torch.nn.Parameter(torch.ones(3))
     fused = torch.nn.Parameter(torch.ones(3))
     optimizers = [AdamW([plain], lr=0.1, fused=False), AdamW([fused], lr=0.1, fused=True)]

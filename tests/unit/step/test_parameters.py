@@ -110,7 +110,7 @@ def test_groups_follow_what_is_frozen_and_unfrozen_later():
 
 
 def test_a_pattern_whose_parameters_are_frozen_later_drops_out():
-    """Training continues with the remaining groups, even if there are none."""
+    """A pattern whose parameters are all frozen later has no group, even if no group is left."""
     network = Tied()
     ours, _ = trained(network, groups=["embedding", "body"])
 
@@ -149,7 +149,7 @@ def test_a_frozen_parameter_in_no_optimizer_is_no_reason_to_warn():
 
 
 def test_parameters_outside_of_the_network_are_counted_in_a_warning_and_not_updated():
-    """A warning counts parameters outside the network, whose gradients are set to None."""
+    """A warning counts parameters outside the network, and their gradients are set to None."""
     network, other = Tied(), nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="2 parameters of the optimizer are not in the network"):
         ours, _ = trained(network, [*network.parameters(), *other.parameters()])
@@ -173,7 +173,7 @@ def test_warnings_point_at_the_line_that_built_the_cell(held):
 
 
 def test_all_gradients_are_released():
-    """Gradients of parameters that are frozen, outside, or in no optimizer are released, too."""
+    """Gradients are released even if a parameter is frozen, or outside the optimizer or network."""
     network, other = Tied(), nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="optimizer"):
         ours, _ = trained(network, [network.head.weight, *other.parameters()])
@@ -261,7 +261,7 @@ def one_rank(folder):
 
 
 def test_a_gradient_that_is_placed_otherwise_than_its_parameter_is_refused_by_name(tmp_path):
-    """A gradient of partial sums for a sharded parameter raises an error that names it."""
+    """A gradient of partial sums for a sharded parameter raises an error naming the parameter."""
     network = Tied()
     with one_rank(tmp_path):
         mesh = init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""The agreement of ranks on the sum of squares if their gradients differ."""
+"""Ranks with different gradients agree on one sum of squares; other ranks need no agreement."""
 
 import math
 
@@ -14,7 +14,7 @@ from support.ranks.collectives import agreed_mean
 
 @pytest.fixture
 def four_ranks():
-    """Run as the first of four ranks in a process group that sends nothing."""
+    """Run as rank 0 of 4 in a fake process group, which sends nothing."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     distributed.destroy_process_group()
@@ -72,6 +72,6 @@ def test_an_ignored_parameter_needs_agreement():
     ids=["different", "equal", "large", "overflow on one rank"],
 )
 def test_ranks_agree_on_the_mean(two_ranks, squares, expected):
-    """Equal sums keep their bits, large sums do not overflow, and inf reaches all ranks."""
+    """The mean is exact for equal sums, finite for large sums, and inf if one rank has inf."""
     for mean in two_ranks.run(agreed_mean, squares):
         assert torch.equal(mean, torch.tensor(expected))

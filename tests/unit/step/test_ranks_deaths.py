@@ -25,7 +25,7 @@ FAILURES = ("killed", "raises", "raises and stays")
 WAYS = ("replicated", "sharded")
 CASES = list(itertools.product(FAILURES, WAYS))
 HANGS_SECONDS = 200
-"""More than a rank needs on a slow machine to reach the timeout of the process group."""
+"""Time limit for a rank: longer than the timeout of its process group, even on a slow machine."""
 
 
 class Ended(NamedTuple):
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Start the ranks of all cases at once; return them by case, with their folder."""
+    """Start the ranks of all cases at once; yield the folder and the processes by case."""
     started = {}
     paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -64,14 +64,14 @@ def started(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def ended(request, started):
-    """Wait for both ranks in order; a rank that hangs fails the test."""
+    """Wait for both ranks of a case; return its failure and results, or fail if a rank hangs."""
     folder, ranks = started[request.param]
     errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
     return request.param[0], Ended(folder, [rank.returncode for rank in ranks], errors)
 
 
 def first_error(errors):
-    """Return the first line of a rank's output that names an exception, without what torch adds."""
+    """Return the first line of a rank's output that names an exception, without torch's prefix."""
     lines = (re.sub(r"^\[rank\d\]: ", "", line) for line in errors.splitlines())
     return next(line for line in lines if line.partition(":")[0].endswith("Error"))
 

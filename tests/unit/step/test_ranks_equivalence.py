@@ -17,7 +17,7 @@ from support.ranks.pool import RankPool
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
-    """Return the results of the given number of ranks, for all cases at once."""
+    """Train all cases on the given number of ranks, and return the results of each rank."""
     num_ranks = request.param
     if num_ranks == 2:
         return request.getfixturevalue("two_ranks").run(train_on_rank)
@@ -41,7 +41,7 @@ with_case = pytest.mark.parametrize("name", CASES)
 
 
 def mean_loss(name, results):
-    """Return the loss of each step over all ranks, from the losses that they report."""
+    """Return the mean loss of each step over all ranks, from the losses that the ranks report."""
     losses = torch.stack([rank[name]["losses"] for rank in results])
     if not CASES[name].per_token:
         return losses.mean(dim=0)
@@ -63,10 +63,10 @@ def mean_loss(name, results):
 def test_ranks_train_as_one_process(trained, name):
     """Losses, norms, weights and averages agree with plain torch in one process.
 
-    The products are added up in another order, and float32 rounds each sum by a factor of 6e-8. A
-    hundred such sums give 1e-5 at worst (seen: 2e-7), or 1e-6 in weights after four updates of at
-    most 0.1. In bfloat16 the products of each micro-batch are bitwise the same, and only the later
-    sums in float32 differ.
+    Ranks add up products in another order than one process, and float32 rounds each sum by 6e-8
+    relative. After a hundred additions, results differ by 1e-5 at worst (seen: 2e-7), and weights
+    by 1e-6 after four updates of at most 0.1 each. In bfloat16, products within a micro-batch are
+    bitwise the same; only the later sums in float32 differ.
     """
     expected = train_alone(CASES[name], len(trained))
 
@@ -84,8 +84,8 @@ def test_ranks_train_as_one_process(trained, name):
 def test_local_norms_are_those_of_each_ranks_own_loss(trained, name):
     """Local norms agree with the float64 norms of each rank's own micro-batches.
 
-    The norms are taken before any reduction or clipping. The tolerance is the rounding of sums in
-    float32, and the rounding of each product by 2**-9 in bfloat16.
+    The norms are taken before any reduction or clipping. The tolerance allows for the rounding of
+    sums in float32 and, in bfloat16, for rounding each product by 2**-9 relative.
     """
     case = CASES[name]
     tolerance = 1e-5 if case.precision == "float32" else 2**-6

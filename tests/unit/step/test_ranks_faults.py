@@ -11,7 +11,7 @@ from support.training_state import assert_same_state, assert_unchanged
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)
 def met(request, two_ranks):
-    """Return the records of both ranks for all cases with one optimizer."""
+    """Train all cases with one optimizer, and return the records of both ranks."""
     return two_ranks.run(meet, request.param)
 
 

@@ -19,11 +19,11 @@ from support.small_networks import Classifier
 
 NUM_STEPS = 3
 STEPS_OF_5 = torch.tensor([5.0, 10.0])
-"""Norms of ranks 0 and 1 for inputs of (3, 4) times 1 and 2."""
+"""Gradient norms on ranks 0 and 1, whose inputs are (3, 4) times 1 and 2."""
 
 
 def own_norms(results, rank):
-    """Return the local norms in float64 from plain torch, with the weights of a rank."""
+    """Return the local norms that a rank should have: plain torch in float64 with its weights."""
     norms = []
     for step, weights in enumerate(results["before"]):
         network = Classifier().double()
@@ -36,7 +36,7 @@ def own_norms(results, rank):
 
 
 def assert_own_norms(results):
-    """Fail unless each rank's local norms are its own, and the global norms are the same."""
+    """Fail unless each rank has its own local norms, and all ranks have the same global norms."""
     for rank, result in enumerate(results):
         torch.testing.assert_close(
             result["local_norms"].double(), own_norms(result, rank), rtol=1e-5, atol=0
@@ -65,7 +65,7 @@ def test_unused_parameters_count_zero(two_ranks):
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_communication_hook_comes_after_them(two_ranks, name):
-    """Local norms precede a communication hook, which trains bitwise as it does alone."""
+    """Local norms are read before a communication hook runs; training stays bitwise the same."""
     results = two_ranks.run(train_with_hook, name)
 
     assert_own_norms([result["ours"] for result in results])
@@ -83,8 +83,8 @@ def test_of_several_parts_and_of_none(two_ranks):
         own = STEPS_OF_5[rank] * torch.tensor([1.0, 1.0, 2.0])
         torch.testing.assert_close(result["local_norms"][0], own)
         torch.testing.assert_close(result["local_norms"][2], own)
-        # The reduced gradients are the mean of 5 and 10, and twice that mean. The unreduced one
-        # counts with the mean of both ranks' squares.
+        # Two gradients are reduced: their norms are 7.5, the mean of 5 and 10, and 15. The third
+        # gradient is not reduced and counts with the mean of both ranks' squares.
         expected = (7.5**2 + 15**2 + (5**2 + 10**2) / 2) ** 0.5
         torch.testing.assert_close(result["global_norms"][0].item(), expected, rtol=1e-6, atol=0)
     first, second = results

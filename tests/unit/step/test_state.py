@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Parts:
-    """Loss scale, counts of two optimizers and an average, and a state of each."""
+    """A loss scale, two counts of updates and an average, whose states can be restored."""
 
     def __init__(self, *, num_updates: int, weight: float) -> None:
         self.loss_scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, 2), CPU)
@@ -39,7 +39,7 @@ class Parts:
         return dict(_flat("", dict(enumerate(self.states()))))
 
     def restore(self, states: list[dict]) -> None:
-        """Restore all parts."""
+        """Restore each object from its state, in the order of `states`."""
         scale, first, second, average = states
         counts = list(zip(self.counts, [first, second], strict=True))
         restore((self.loss_scale, scale), counts, (self.ema, average))
@@ -76,7 +76,7 @@ def test_a_step_without_average_is_restored_without():
 
 @pytest.mark.parametrize("part", range(4), ids=["scale", "first counts", "second counts", "ema"])
 def test_if_one_part_does_not_fit_none_is_restored(part):
-    """If any state does not fit, the other parts keep their values."""
+    """If one state is invalid, no object is changed."""
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
     states = saved.states()
     states[part].popitem()
@@ -89,7 +89,7 @@ def test_if_one_part_does_not_fit_none_is_restored(part):
 
 
 def test_inside_a_swap_nothing_is_restored():
-    """Loading inside a swap raises an error and leaves the loss scale unchanged."""
+    """Loading inside a swap raises an error and changes nothing."""
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
     before = parts.flat()
 

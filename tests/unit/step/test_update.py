@@ -1,4 +1,4 @@
-"""What `measure` returns, compared with float64, with and without a normalizer."""
+"""`measure` returns correct norms, divisors and flags, with and without a normalizer."""
 
 import math
 
@@ -25,7 +25,7 @@ def groups_of(gradients, groups=None):
 
 
 def measured(gradients, scale=1.0, groups=None, **settings):
-    """Return what `measure` returns for gradients."""
+    """Call `measure` on gradients with a loss scale."""
     return measure(gradients, groups_of(gradients, groups), torch.tensor(scale), **settings)
 
 
@@ -105,7 +105,7 @@ def test_the_divisor_is_a_copy_of_the_scale():
 
 
 def test_a_normalizer_divides_beside_the_scale():
-    """The reduced normalizer divides the update, and the local one the local norms."""
+    """The reduced normalizer divides update and global norm; the local one divides local norms."""
     normalizer = Normalizer(reduced=torch.tensor(5.0), local=torch.tensor(2.0))
 
     result = measured([torch.tensor([30.0, 40.0])], 10.0, normalizer=normalizer)
@@ -117,7 +117,7 @@ def test_a_normalizer_divides_beside_the_scale():
 
 
 def test_without_targets_the_norms_are_zero():
-    """Norms are 0 without overflow if the batch has no targets."""
+    """A batch without targets has norms of 0 and no overflow."""
     nothing = torch.zeros(())
 
     result = measured([torch.zeros(2)], 8.0, normalizer=Normalizer(nothing, nothing))
