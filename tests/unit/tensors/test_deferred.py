@@ -1,4 +1,4 @@
-"""Values that are copied from the device to the host: order, copies and errors."""
+"""`DeferredReads` copies values from the device and passes them to receivers at a flush."""
 
 import copy
 
@@ -187,7 +187,7 @@ def test_a_default_dtype_is_no_concern(dtype):
 
 
 def test_a_default_device_is_no_concern():
-    """A cell is built, run and restored under a different default device."""
+    """A cell can be built, run and restored while another default device is set."""
     network = Classifier()
     batches = labelled_batches(2)
     optimizer = torch.optim.AdamW(network.parameters())
@@ -216,7 +216,7 @@ def test_a_default_device_is_no_concern():
 
 
 def test_the_device_of_the_first_vector_is_used_unless_one_is_given():
-    """`submit` uses the vector's device, and `reserve` before it raises an error."""
+    """Without a device, the first `submit` sets it, and an earlier `reserve` raises an error."""
     reads, arrived = DeferredReads(), []
     with pytest.raises(RuntimeError, match="`reserve` needs the device"):
         reads.reserve(2)

@@ -23,7 +23,7 @@ SIZES = {
 
 
 def members(groups, sizes=SIZES):
-    """Return the parameters of each group by name."""
+    """Return the names of each group's parameters, by the group's name."""
     if groups.members is None:
         return {name: [name] for name in groups.names}
     names = [*sizes, None]
@@ -34,7 +34,7 @@ def members(groups, sizes=SIZES):
 
 
 def test_by_default_each_parameter_is_a_group():
-    """One group per parameter, under its name, in the network's order."""
+    """By default, each parameter is a group under its own name, in the network's order."""
     groups = group_parameters(SIZES, None, CPU)
 
     assert groups.names == tuple(SIZES)
@@ -79,7 +79,7 @@ def test_the_layer_of_a_module(name, layer):
 
 
 def test_layers_gather_their_parameters_in_order():
-    """A layer's parameters share a group, and its size is their sum."""
+    """A layer's parameters share a group, whose size is the number of all their elements."""
     groups = group_parameters(SIZES, "layer", CPU)
 
     names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head")
@@ -98,7 +98,7 @@ def test_a_pattern_finds_what_no_earlier_one_found():
 
 
 def test_a_callable_names_groups_or_leaves_out():
-    """A callable's groups follow their first parameter, and None leaves a parameter out."""
+    """A callable returns a parameter's group, or None; groups keep the parameters' order."""
     found = re.compile(r"self_attn|mlp")
 
     def kind(name):
@@ -132,7 +132,7 @@ def test_what_is_left_out_is_in_no_group(how):
     ids=["unfound", "left out", "none", "all left out", "no name"],
 )
 def test_groups_that_do_not_fit_are_refused(how, left_out, error, message):
-    """A pattern without a parameter, or a grouping without a group, raises an error."""
+    """A pattern without a match, no group at all, or a name that is not a str raises an error."""
     with pytest.raises(error, match=message):
         group_parameters(SIZES, how, CPU, left_out=left_out)
 
@@ -162,7 +162,7 @@ def test_a_bad_square_stays_in_its_group(bad):
 
 
 def test_groups_cannot_be_changed():
-    """Names, sizes and members belong together."""
+    """Setting an attribute of the groups raises an error: names, sizes and members must match."""
     groups = group_parameters(SIZES, None, CPU)
 
     with pytest.raises(AttributeError):

@@ -38,7 +38,10 @@ def exact(gradients):
 
 
 def assert_close_to_exact(gradients):
-    """Compare with float64 at 1e-5; a float32 sum of thousands of terms keeps about 1e-6."""
+    """Fail unless the sums of squares agree with float64 to 1e-5.
+
+    A float32 sum of thousands of terms is accurate to about 1e-6.
+    """
     squares = sum_of_squares(gradients, CPU)
 
     assert (squares.shape, squares.dtype) == ((len(gradients),), torch.float32)
@@ -89,7 +92,7 @@ def test_gradients_that_are_all_missing_or_empty_have_zero_squares():
 
 
 def test_a_float16_norm_does_not_overflow():
-    """A float16 gradient has a finite norm above float16's largest number, 65,504."""
+    """A float16 gradient's norm is finite even above 65,504, float16's largest number."""
     gradient = torch.full((4096,), 3000.0, dtype=torch.float16)
 
     assert sum_of_squares([gradient], CPU).sqrt().item() == pytest.approx(192_000, rel=1e-5)
@@ -118,7 +121,7 @@ def test_one_bad_element_shows_in_its_own_square_only(dtype, bad):
 
 
 def test_a_large_gradient_among_small_ones_is_summed_as_exactly():
-    """A large gradient among small ones is summed to 1e-5."""
+    """The sum of a large gradient among small ones is accurate to 1e-5."""
     gradients = [torch.ones(3), torch.full((2**22,), 0.1), torch.ones(5)]
 
     squares = sum_of_squares(gradients, CPU)
@@ -128,7 +131,7 @@ def test_a_large_gradient_among_small_ones_is_summed_as_exactly():
 
 
 def test_large_gradients_with_and_without_a_broken_row_keep_their_places():
-    """Large gradients of any length keep their places among small and empty ones."""
+    """Sums keep the order of the gradients when large, small and empty ones are mixed."""
     sizes = [2**16 + 1, 5, 2**17, 0, 3 * 2**16 - 1, 1]
     gradients = [torch.randn(size) * (index + 1) for index, size in enumerate(sizes)]
     gradients[2:2] = [None, torch.randn(512, 300).t()]
@@ -161,7 +164,10 @@ def test_long_rows_that_are_not_contiguous_are_summed_in_parts(rows):
 
 
 class _BytesRead(TorchDispatchMode):
-    """Count the bytes of some tensors' memory that operators take, and the largest result."""
+    """Count the bytes that operators read from the memory of `tensors`.
+
+    `largest_result` is the number of elements of the largest result of an operator.
+    """
 
     def __init__(self, tensors):
         super().__init__()
@@ -171,7 +177,7 @@ class _BytesRead(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            # A set, because a dot product of a tensor with itself takes the tensor twice.
+            # A set, to count a tensor once if it is passed twice, as in a dot product with itself.
             taken = {
                 (tensor.data_ptr(), tensor.numel() * tensor.element_size())
                 for tensor in _tensors((args, kwargs))
@@ -230,7 +236,7 @@ def test_norms_read_nothing_on_the_host():
 @pytest.mark.cuda
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_gradients_may_be_on_several_devices(where):
-    """Sums and flag of gradients on several devices are correct on the requested device."""
+    """Gradients on several devices give correct sums and flags on the requested device."""
     device = torch.device(where)
     gradients = [torch.randn(1000), torch.randn(4_000_000, device="cuda"), torch.randn(10)]
     expected = exact([gradient.cpu() for gradient in gradients])

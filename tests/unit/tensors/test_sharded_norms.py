@@ -77,7 +77,7 @@ def test_norms_of_tensors_of_many_kinds():
 
 
 def test_the_square_of_all_elements():
-    """The square of all tensors is that of one tensor with all their elements."""
+    """`square_of_all` returns the sum of the squares of all elements of all tensors."""
     tensors = [torch.randn(3, 4), torch.randn(5)]
     expected = torch.cat([tensor.flatten() for tensor in tensors]).double().square().sum()
 

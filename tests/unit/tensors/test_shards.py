@@ -1,4 +1,4 @@
-"""Distributed tensors on one rank of two, and moves between devices."""
+"""Shards of distributed tensors on one rank of four, and moves between devices."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_a_value_that_is_distributed_like_its_target_is_not_copied():
 
 @pytest.mark.usefixtures("_second_of_four")
 def test_groups_of_a_mesh():
-    """A mesh of all ranks has the world group, and one dimension has its own group."""
+    """A mesh of all ranks gives the world group, and one of its dimensions another group."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
     assert mesh_groups(init_device_mesh("cpu", (4,))) == (distributed.group.WORLD,)

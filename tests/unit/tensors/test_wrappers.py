@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
-# torch.compile compiles at the first call, so nothing is compiled here.
+# torch.compile compiles at the first call. These tests call no network, so nothing is compiled.
 compiled = functools.partial(torch.compile, backend="eager")
 
 
