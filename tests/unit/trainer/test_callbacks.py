@@ -1,4 +1,4 @@
-"""Callbacks of MFTrainer get the step, keep their identity over a resume, and may raise."""
+"""Callbacks of MFTrainer get each step's output, are restored in place, and may raise."""
 
 import json
 import re
@@ -27,7 +27,7 @@ EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 class Keywords(TrainerCallback):
-    """Record the step's keywords of each event."""
+    """Record the step's output and report, and any other event that gets an output."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepOutput, StepReport]] = []
@@ -49,7 +49,7 @@ for _event in EVENTS:
 
 
 class Strict(TrainerCallback):
-    """Declare the step's keywords by name."""
+    """Take ``step_output`` and ``step_report`` as named parameters."""
 
     def __init__(self) -> None:
         self.overflows: list[torch.Tensor] = []
@@ -61,7 +61,7 @@ class Strict(TrainerCallback):
 
 
 def test_every_callback_gets_the_step_at_its_end(tmp_path):
-    """Instances, classes and callbacks that are added later all get it."""
+    """Every callback gets each step's output: instances, classes, and callbacks added later."""
     given, added = Keywords(), Strict()
     trainer = new_trainer(
         MFTrainer, tmp_path, callbacks=[given, Strict], model=spoilt_llama([1] * 4 + [float("inf")])
@@ -78,7 +78,7 @@ def test_every_callback_gets_the_step_at_its_end(tmp_path):
 
 
 def test_what_they_get_is_what_is_logged(tmp_path):
-    """Loss, norm, rate and local norms of the keywords equal those of the log."""
+    """Callbacks get the loss, norm, rate and local norms that are logged."""
     keywords = Keywords()
     step = StepConfig(local_norm=True, local_norm_groups="layer")
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[keywords], extras={"step": step})
@@ -132,7 +132,7 @@ class Raises(TrainerCallback):
     "event", ["on_train_begin", "on_optimizer_step", "on_step_end", "on_log", "on_train_end"]
 )
 def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
-    """Arguments and signal handlers are restored, and the same trainer can train again."""
+    """A callback's error ends training and restores settings, so the trainer can train again."""
     before = signal.getsignal(signal.SIGTERM)
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[Raises(event)])
 
@@ -151,7 +151,7 @@ def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
     ids=["float32", "bf16", "fp16, Adafactor"],
 )
 def test_training_again_is_what_it_is_in_the_stock_trainer(settings, tmp_path):
-    """A second ``train`` continues with the optimizer and restarts the counts of the log."""
+    """A second ``train`` gives the stock Trainer's results and counts updates from 1 again."""
 
     def twice(kind) -> tuple[Run, Run]:
         trainer = new_trainer(kind, tmp_path, lr_scheduler_type="cosine", **settings)
@@ -164,7 +164,7 @@ def test_training_again_is_what_it_is_in_the_stock_trainer(settings, tmp_path):
 
 
 class Patient(EarlyStoppingCallback):
-    """Stop early, and record the counter at the start of a training."""
+    """Stop early, and record the patience counter at the start of a training."""
 
     def on_train_begin(self, args, state, control, **keywords):
         super().on_train_begin(args, state, control, **keywords)
@@ -194,7 +194,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
 
 
 class Counter(TrainerCallback, ExportableState):
-    """Count updates; `stride` is a setting of the user and not saved."""
+    """Count in steps of `stride`, a user's setting that is not saved."""
 
     def __init__(self, name: str, stride: int) -> None:
         self.name, self.stride, self.count = name, stride, 0
@@ -207,7 +207,7 @@ class Counter(TrainerCallback, ExportableState):
 
 
 def test_callbacks_are_restored_in_place(tmp_path):
-    """Objects and their order stay the same, also with two callbacks of one class."""
+    """Resuming restores the callbacks' states and keeps the objects and their order."""
 
     def counters() -> list[Counter]:
         return [Counter("ones", 1), Counter("tens", 10)]
@@ -228,7 +228,7 @@ def test_callbacks_are_restored_in_place(tmp_path):
 
 
 def test_a_resumed_run_may_have_other_callbacks(tmp_path):
-    """A new callback starts anew; a callback that is gone is ignored."""
+    """On resuming, a new callback starts fresh, and a removed callback's state is ignored."""
     saved = {"save_strategy": "steps", "save_steps": 2}
     train(new_trainer(MFTrainer, tmp_path, callbacks=[Counter("ones", 1)], **saved))
     monitor = MFLossMonitor()
@@ -242,7 +242,7 @@ def test_a_resumed_run_may_have_other_callbacks(tmp_path):
 
 @pytest.mark.parametrize("restores", [False, True])
 def test_the_order_to_stop_is_not_restored(restores, tmp_path):
-    """A run that a callback stopped can be resumed, with and without the Trainer's option."""
+    """A run that a callback stopped can be resumed, even if callback states are restored."""
 
     class Stops(TrainerCallback):
         def on_step_end(self, _args, state, control, **_):

@@ -38,15 +38,15 @@ WHOLE = [
     "training_args.bin",
 ]
 NUM_PICKLED = 4
-"""Files of a checkpoint that torch writes: arguments, optimizer, schedule, random states."""
+"""Number of files that torch.save writes: arguments, optimizer, schedule, random states."""
 
 
-class Interrupted(Exception):  # noqa: N818  (no error of the program's own)
-    """Error raised in the middle of writing."""
+class Interrupted(Exception):  # noqa: N818  (a simulated interruption, not an error)
+    """A simulated interruption in the middle of writing."""
 
 
 def assert_whole(folder):
-    """Fail unless each folder with the name of a checkpoint has all files of one."""
+    """Fail unless each ``checkpoint-*`` folder has all files, with the sizes in its manifest."""
     for path in folder.glob("checkpoint-*"):
         assert files(path) == WHOLE, path.name
         sizes = json.loads((path / "mfwrap_manifest.json").read_text())["files"]
@@ -57,18 +57,18 @@ def assert_whole(folder):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return the folder and the end of a run that is not interrupted."""
+    """Return the folder and the final state of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("unbroken")
     return folder, end_of(trained(folder, EVERY_OTHER))
 
 
 class FailingAt:
-    """Replace a function by one that raises at one of its calls.
+    """A callable that replaces a function and raises `Interrupted` at one of the calls.
 
     Args:
         function: Function to replace.
         call: Number of the call that fails, from 1.
-        first: Called with the function's arguments before it raises.
+        first: Called with the arguments of the failing call, just before the error is raised.
     """
 
     def __init__(self, function, call, first=lambda *_: None) -> None:
@@ -92,7 +92,7 @@ def write_a_part(_content, path) -> None:
 @pytest.mark.parametrize("file", range(NUM_PICKLED))
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, file):
-    """The partial one has no checkpoint's name; the newest complete one is resumed."""
+    """A partial checkpoint has no ``checkpoint-*`` name; the newest complete one is resumed."""
     call = (number - 1) * NUM_PICKLED + file + 1
     trainer = new_trainer(tmp_path, EVERY_OTHER)
     with monkeypatch.context() as patch:
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, f
 
 
 def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):
-    """The user's arguments are restored, and the same trainer can continue."""
+    """After an interrupted save, the user's arguments are restored and training can continue."""
     trainer = new_trainer(tmp_path, EVERY_OTHER, save_total_limit=3)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", FailingAt(torch.save, NUM_PICKLED + 2))
@@ -130,7 +130,7 @@ BEST_IS_FIRST = {
     "metric_for_best_model": "loss",
     "greater_is_better": True,
 }
-"""The loss falls, so the first checkpoint stays the best one."""
+"""Greater is better and the loss falls, so the first checkpoint stays the best one."""
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ BEST_IS_FIRST = {
     ids=["too old", "not the best, at the end"],
 )
 def test_a_deletion_that_breaks_off(unbroken, tmp_path, monkeypatch, deleted, arguments):
-    """A checkpoint that is being deleted has no checkpoint's name."""
+    """A partly deleted checkpoint has no ``checkpoint-*`` name."""
     delete_all = shutil.rmtree
 
     def delete(path, **keywords) -> None:
@@ -217,7 +217,7 @@ def test_what_is_on_the_disk_when_a_checkpoint_gets_its_name(tmp_path, monkeypat
 
 
 def test_a_step_that_is_saved_again(unbroken, tmp_path):
-    """The new checkpoint replaces the old one completely."""
+    """A checkpoint replaces an older folder of the same step, including all its files."""
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "stale.txt").write_text("from another run")
@@ -237,7 +237,7 @@ def test_what_lies_in_the_folder_at_the_end(unbroken):
 
 
 def test_only_the_model_is_saved(tmp_path):
-    """With ``save_only_model`` there is no state of the step, but a manifest that is checked."""
+    """With ``save_only_model``, a checkpoint has no step state, but its manifest is checked."""
     trained(tmp_path, PLAIN, save_only_model=True, save_steps=4, callbacks=[StopAfter(4)])
     folder = tmp_path / "checkpoint-4"
 
@@ -277,7 +277,7 @@ def test_pushed_checkpoints(tmp_path):
 
 
 def test_the_arguments_that_are_saved(unbroken):
-    """The saved arguments are the user's, not those used while writing."""
+    """A checkpoint contains the user's arguments, not the temporary ones used while saving."""
     path = unbroken[0] / "checkpoint-2" / "training_args.bin"
     saved = torch.load(path, weights_only=False)
 

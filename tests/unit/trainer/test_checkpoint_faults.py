@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged or of another network is refused with an error that names it."""
+"""Resuming from a damaged checkpoint, or from another network's, raises an error."""
 
 import json
 import pickle
@@ -43,7 +43,7 @@ def written(tmp_path_factory):
 
 
 def refusal(folder, **keywords):
-    """Return the error for ``checkpoint-4`` after checking that the trainer is unchanged."""
+    """Return the error of resuming the newest checkpoint; fail if the weights have changed."""
     trainer = new_trainer(folder, seed=1, **keywords)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(ValueError, match="cannot resume from") as caught:
@@ -53,7 +53,7 @@ def refusal(folder, **keywords):
 
 
 def two_checkpoints(source, folder):
-    """Copy two checkpoints, and return the later one."""
+    """Copy ``checkpoint-2`` and ``checkpoint-4``, and return the folder of ``checkpoint-4``."""
     for step in (2, 4):
         shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     return folder / "checkpoint-4"
@@ -62,7 +62,7 @@ def two_checkpoints(source, folder):
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["empty", "half"])
 def test_a_truncated_file(written, tmp_path, name, share):
-    """The error names the file, and offers the checkpoint before it."""
+    """A truncated file raises an error with its name and the newest intact checkpoint."""
     file = two_checkpoints(written, tmp_path) / name
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
@@ -75,7 +75,7 @@ def test_a_truncated_file(written, tmp_path, name, share):
 
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
 def test_a_missing_file(written, tmp_path, name):
-    """The error names the file, and offers the checkpoint before it."""
+    """A missing file raises an error with its name and the newest intact checkpoint."""
     (two_checkpoints(written, tmp_path) / name).unlink()
 
     said = refusal(tmp_path)
@@ -87,7 +87,10 @@ def test_a_missing_file(written, tmp_path, name):
 
 @pytest.mark.parametrize("name", sorted({*STOCK} - {"training_args.bin"}))
 def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
-    """Without a manifest each file is checked by its format; pickled arguments are not read."""
+    """Files of a stock checkpoint, which has no manifest, are checked by their formats.
+
+    ``training_args.bin`` is a pickle and is not read, so it is not checked.
+    """
     trained(tmp_path, PLAIN, kind=Trainer, save_steps=2, callbacks=[StopAfter(4)])
     file = tmp_path / "checkpoint-4" / name
     file.write_bytes(file.read_bytes()[:-9])
@@ -99,7 +102,7 @@ def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
 
 
 def test_no_whole_one_before(written, tmp_path):
-    """The error says that there is no complete checkpoint before it; later ones are not offered."""
+    """If no earlier checkpoint is intact, the error says so and does not offer a later one."""
     shutil.copytree(written / "checkpoint-6", tmp_path / "checkpoint-6")
     for step in (2, 4):
         shutil.copytree(written / "checkpoint-2", tmp_path / f"checkpoint-{step}")
@@ -113,7 +116,7 @@ def test_no_whole_one_before(written, tmp_path):
 
 
 def test_no_such_folder(written, tmp_path):
-    """A missing folder is refused, and the checkpoint beside it is offered."""
+    """Resuming from a missing folder raises an error that offers the newest intact checkpoint."""
     two_checkpoints(written, tmp_path)
     trainer = new_trainer(tmp_path)
 
@@ -122,7 +125,7 @@ def test_no_such_folder(written, tmp_path):
 
 
 def test_nothing_to_resume(tmp_path):
-    """``True`` without a checkpoint in ``output_dir`` is an error."""
+    """``resume_from_checkpoint=True`` raises an error if ``output_dir`` has no checkpoint."""
     trainer = new_trainer(tmp_path)
 
     with pytest.raises(ValueError, match="`output_dir` must hold a checkpoint"):
@@ -130,14 +133,14 @@ def test_nothing_to_resume(tmp_path):
 
 
 def gpt2(**sizes):
-    """Return the tests' GPT-2 in another size."""
+    """Return the tests' GPT-2 with some settings changed."""
     config = tiny_gpt2().config
     config.update(sizes)
     return SpoiltGPT2(config)
 
 
 class Renamed(torch.nn.Module):
-    """The same network with other parameter names."""
+    """The tests' GPT-2 inside a module, so that its parameters have other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("difference", FOREIGN)
 def test_another_networks_checkpoint(written, tmp_path, difference):
-    """It is refused, while the stock Trainer loads the weights that fit."""
+    """Another network's checkpoint raises an error; the stock Trainer loads what fits."""
     make, reason = FOREIGN[difference]
     trainer = new_trainer(tmp_path, PLAIN, model=make())
 
@@ -174,7 +177,7 @@ def test_another_networks_checkpoint(written, tmp_path, difference):
 
 
 def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
-    """The checkpoint that is offered belongs to this network."""
+    """The error does not offer another checkpoint of the wrong network."""
     trainer = new_trainer(tmp_path, PLAIN, model=gpt2(n_layer=1))
 
     with pytest.raises(ValueError, match=r"; there is no intact checkpoint before it$"):
@@ -182,7 +185,7 @@ def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
 
 
 def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_path):
-    """It is also refused if the network comes from ``model_init``."""
+    """Another network's checkpoint raises an error also if ``model_init`` makes the network."""
     args = new_trainer(tmp_path, PLAIN).args
     trainer = MFTrainer(
         None, args, model_init=lambda: gpt2(n_layer=1), train_dataset=Rows(), data_collator=padded
@@ -193,7 +196,7 @@ def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_pat
 
 
 class OneGroup(MFTrainer):
-    """Use one parameter group for all weights."""
+    """A trainer whose optimizer has all weights in one parameter group."""
 
     def create_optimizer(self, model=None):
         """Create an optimizer with all parameters in one group."""
@@ -217,7 +220,10 @@ CHANGED = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_other_settings(written, tmp_path, change):
-    """They are refused before anything is loaded, and resuming works with the right settings."""
+    """Settings that do not fit the checkpoint raise an error before anything is loaded.
+
+    Resuming with the settings of the checkpoint still works afterwards.
+    """
     keywords, reason = CHANGED[change]
     checkpoint = written / "checkpoint-4"
     trainer = new_trainer(tmp_path, seed=1, **keywords)

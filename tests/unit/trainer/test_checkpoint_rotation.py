@@ -1,4 +1,4 @@
-"""The checkpoints that are kept, and the best one, are those of the stock Trainer."""
+"""MFTrainer keeps the same checkpoints as the stock Trainer, and has the same best one."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ BEST = {
     "eval_steps": 2,
     "save_steps": 2,
     "load_best_model_at_end": True,
-    # Keeps the first checkpoint the best one.
+    # Greater is better and the loss falls, so the first checkpoint stays the best one.
     "metric_for_best_model": "loss",
     "greater_is_better": True,
 }
 
 
 def outcome(trainer):
-    """Return the names of the checkpoints, and what the last one says about the best one."""
+    """Return the checkpoints' names, and the best checkpoint as the last one records it."""
     folder = Path(trainer.args.output_dir)
     last = Path(get_last_checkpoint(str(folder)))
     state = json.loads((last / "trainer_state.json").read_text())
@@ -53,7 +53,7 @@ KEPT = {
 @pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(tmp_path, name):
-    """The same checkpoints are kept as by the stock Trainer, and the same one is the best."""
+    """MFTrainer keeps the same checkpoints as the stock Trainer, and has the same best one."""
     arguments = BEST | KEPT[name]
     stock = trained(tmp_path / "stock", PLAIN, kind=Trainer, **arguments)
     ours = trained(tmp_path / "ours", PLAIN, **arguments)
@@ -62,7 +62,7 @@ def test_what_is_kept(tmp_path, name):
 
 
 def test_a_run_whose_folder_was_moved(tmp_path):
-    """The best checkpoint is found at its new place and kept."""
+    """After a run's folder was moved, the best checkpoint is found there and kept."""
     outcomes = []
     for kind in (Trainer, MFTrainer):
         folder = tmp_path / kind.__name__
@@ -78,7 +78,7 @@ def test_a_run_whose_folder_was_moved(tmp_path):
 
 
 def test_the_best_model_at_the_end(tmp_path):
-    """The model ends with the weights of the best checkpoint."""
+    """After training, the model has the weights of the best checkpoint."""
     trainer = trained(tmp_path, PLAIN, **BEST)
 
     best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
@@ -87,7 +87,7 @@ def test_the_best_model_at_the_end(tmp_path):
 
 
 def test_a_relative_folder(tmp_path, monkeypatch):
-    """Relative paths stay relative to the working directory."""
+    """With a relative ``output_dir``, the path of the best checkpoint is relative, too."""
     monkeypatch.chdir(tmp_path)
     trainer = trained(Path("run"), PLAIN, **BEST)
 

@@ -1,4 +1,4 @@
-"""A resumed epoch makes its next batches with the random numbers of the uninterrupted epoch."""
+"""A resumed epoch gives the same batches and random numbers as an uninterrupted epoch."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from mfwrap.trainer.data_position import DataPosition
 
 
 class Numbers(Dataset):
-    """Return an index with a random number drawn for it."""
+    """A data set of indices, each with a random number that is drawn when it is read."""
 
     def __init__(self, num_rows):
         self._num_rows = num_rows
@@ -30,7 +30,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """Yield numbers without an index."""
+    """An iterable data set of numbers, which has no indices."""
 
     def __iter__(self):
         yield from torch.arange(6.0)
@@ -42,7 +42,7 @@ def prepared(dataset, **arguments):
 
 
 def random_loader(num_rows):
-    """Return a loader in random order."""
+    """Return a loader that shuffles."""
     return prepared(Numbers(num_rows), batch_size=2, shuffle=True)
 
 
@@ -56,7 +56,7 @@ LOADERS = [random_loader, weighted_loader]
 
 
 def seen(batches):
-    """Return rows as lists, each with a random number drawn while the batch is used."""
+    """Return the content of each batch, and a random number drawn after it, as in training."""
     return [(batch[0].tolist(), batch[1].tolist(), torch.rand(()).item()) for batch in batches]
 
 
@@ -64,7 +64,7 @@ def seen(batches):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
-    """Indices, rows and numbers drawn during training equal those of the uninterrupted epoch."""
+    """A resumed epoch has the rows and random numbers of the uninterrupted epoch."""
     num_rows = data.draw(st.integers(3, 12))
     num_done = data.draw(st.integers(1, (num_rows + 1) // 2 - 1))
     torch.manual_seed(num_rows)
@@ -88,7 +88,7 @@ def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
 
 
 def test_watching_changes_nothing():
-    """Order and random numbers are those of a loader that is not watched."""
+    """A watched loader gives the same order and random numbers as one that is not watched."""
     begin = random_states()
     expected = seen(random_loader(7))
     restore_random_states(begin)
@@ -99,7 +99,7 @@ def test_watching_changes_nothing():
 
 
 def test_a_sampler_is_given_back():
-    """Class and attributes are restored, also when a second loader is watched instead."""
+    """A sampler gets its class and attributes back after `release` or another `watch`."""
     first, second, position = random_loader(4), random_loader(4), DataPosition()
     kind, attributes = type(first.batch_sampler), dict(vars(first.batch_sampler))
     position.watch(first)
@@ -124,7 +124,7 @@ def test_a_sampler_is_given_back():
     ids=["workers", "stream", "a list as sampler", "no loader"],
 )
 def test_what_cannot_be_watched_is_left_alone(new_loader):
-    """Such a loader works as before, and its state is None."""
+    """A loader whose position cannot be saved works as before, and its state is None."""
     loader = new_loader()
     position = DataPosition()
 

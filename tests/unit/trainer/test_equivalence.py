@@ -29,7 +29,7 @@ from support.trainer_runs import (
     values,
 )
 
-# transformers deprecated the older name when it added the newer one.
+# Newer releases of transformers deprecate the name `gradient_checkpointing`.
 RENAMED = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters
 CHECKPOINTED = {"activation_checkpointing" if RENAMED else "gradient_checkpointing": True}
 COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "adamw_torch_fused"}
@@ -59,7 +59,7 @@ def test_float32(max_grad_norm, tmp_path):
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e3])
 def test_bf16_that_is_not_clipped(max_grad_norm, tmp_path):
-    """Losses and weights are bit-identical; norms differ by the order of their sum."""
+    """In unclipped bf16, losses and weights are bit-identical; norms differ by rounding."""
     stock, both = runs(tmp_path, max_steps=12, bf16=True, max_grad_norm=max_grad_norm, **COSINE)
 
     for ours in both:
@@ -69,7 +69,7 @@ def test_bf16_that_is_not_clipped(max_grad_norm, tmp_path):
 
 
 def test_bf16_that_is_clipped(tmp_path):
-    """After a dozen clipped updates weights differ by 1e-3 at most, because of rounding."""
+    """In bf16, weights differ by rounding, by at most 1e-3 after 12 clipped updates."""
     stock, both = runs(tmp_path, max_steps=12, bf16=True, max_grad_norm=0.5, **COSINE)
 
     assert min(values(stock, "grad_norm")) > 0.5
@@ -81,7 +81,7 @@ def test_bf16_that_is_clipped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["float32", "float32 clipped", "bf16", "bf16 clipped"])
 def test_two_hundred_updates(case, tmp_path):
-    """The difference does not grow with the length of a training."""
+    """After 200 updates, weights still agree within the tolerances for 12 updates."""
     settings = {
         "max_steps": 200,
         "data": Counting(512),
@@ -127,7 +127,7 @@ def _next_token_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") ->
 
 
 def plain_network() -> PlainNetwork:
-    """Return a plain network that is always the same."""
+    """Return a `PlainNetwork`, with the same weights at every call."""
     torch.manual_seed(0)
     return PlainNetwork()
 
@@ -152,13 +152,13 @@ def own_optimizer(model: nn.Module) -> dict[str, Any]:
 
 
 def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-    """Return a loss divided by the number of items."""
+    """Return the summed loss divided by `num_items_in_batch`."""
     return _next_token_loss(outputs["logits"], labels, "sum") / num_items_in_batch
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training to compare."""
+    """A training to run with the stock Trainer and with MFTrainer."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     model: Callable[[], nn.Module] = tiny_llama
@@ -257,7 +257,7 @@ CASES = {
 
 
 def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
-    """Return the run of a case; for a resumed case its second half."""
+    """Return the run of a case; for a resumed case, only the part after the resume."""
 
     def fresh() -> Trainer:
         model = case.model()
@@ -272,14 +272,14 @@ def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
     return train(fresh(), resume=folder / f"checkpoint-{case.resume_at}")
 
 
-# peft uses a name that transformers has deprecated.
+# peft uses `is_gradient_checkpointing`, which transformers has deprecated.
 @pytest.mark.fast_sample(8)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_arguments(case, tmp_path):
-    """Log and weights equal the stock Trainer's.
+    """Log and weights agree with the stock Trainer's.
 
-    In bf16 without clipping they are bit-identical.
+    In bf16 without clipping, the weights are bit-identical.
     """
     stock = run_of(Trainer, tmp_path / "stock", case)
     ours = run_of(MFTrainer, tmp_path / "ours", case)
@@ -287,11 +287,11 @@ def test_arguments(case, tmp_path):
     difference = 1e-6 if not case.half else 1e-3 if case.clipped else 0.0
     assert_same_weights(stock, ours, difference=difference)
     if case.model is half_llama:
-        # The stock Trainer computes norms in the type of the gradients.
+        # The stock Trainer computes norms in the gradients' dtype, bfloat16: they are less exact.
         assert values(ours, "loss") == values(stock, "loss")
         assert values(ours, "grad_norm") == pytest.approx(values(stock, "grad_norm"), rel=2**-8)
         return
     if case.resume_at is not None:
-        # The stock Trainer does not count the steps before the checkpoint in this mean.
+        # MFTrainer's mean covers all steps; the stock Trainer's lacks those before the checkpoint.
         stock.log[-1]["train_loss"] = statistics.fmean(values(stock, "loss"))
     assert_same_log(stock, ours, relative=1e-3 if case.half and case.clipped else 1e-6)

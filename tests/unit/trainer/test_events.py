@@ -1,4 +1,4 @@
-"""Callbacks get the step in the Trainer's events, are asked for their files, and are restored."""
+"""The Trainer's events carry the step, a training ends with a flush, and states are restored."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from mfwrap.trainer.events import (
 
 
 def report() -> StepReport:
-    """Return the report of some update."""
+    """Return a report with arbitrary values."""
     zero = torch.zeros(())
     count = torch.zeros((), dtype=torch.int64)
     return StepReport(
@@ -42,7 +42,7 @@ def report() -> StepReport:
 
 
 class Listener(TrainerCallback):
-    """Record the step's keywords, and in `order` each call of the callback."""
+    """Record each call with the step's keywords, and the value of `answers_late` in the call."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ class Listener(TrainerCallback):
 
 
 def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]:
-    """Return a handler with the step in its events, its only callback, and the attached step."""
+    """Return a handler whose events carry the step, its only callback, and the attached step."""
     listener = Listener()
     handler = CallbackHandler([listener], None, None, None, None)
     attached = SimpleNamespace(last_report=last, answers_late=False)
@@ -107,7 +107,7 @@ def test_the_end_of_a_step_has_output_and_report():
 
 
 def test_no_other_event_has_output_and_report():
-    """Other events do not have them, and neither has ``on_step_end`` before the first update."""
+    """Output and report are missing in other events, and before the first update."""
     handler, listener, _ = handler_of(report())
     send(handler, "on_optimizer_step")
     before, other, _ = handler_of(None)
@@ -118,7 +118,11 @@ def test_no_other_event_has_output_and_report():
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_optimizer_step"])
 def test_answers_are_late_only_right_after_the_optimizer(event):
-    """The trainer acts before the callbacks, and only the Trainer itself gets a late answer."""
+    """Only the Trainer itself, right after ``on_optimizer_step``, gets a late answer.
+
+    The question is whether the update was skipped. A late answer is False and does not synchronize
+    with the device; callbacks get the exact answer. `before_event` is called before the callbacks.
+    """
     handler, listener, attached = handler_of(report())
     attached.answers_late = True
 
@@ -130,7 +134,7 @@ def test_answers_are_late_only_right_after_the_optimizer(event):
 
 
 def test_callbacks_change_the_control():
-    """The control that a callback changed is returned, as by the Trainer's own handler."""
+    """The handler returns the control that a callback changed, like the Trainer's own handler."""
 
     class Saves(TrainerCallback):
         def on_step_end(self, _args, _state, control, **_):
@@ -144,14 +148,14 @@ def test_callbacks_change_the_control():
 
 
 def test_the_monitors_with_files_or_values_are_monitor_callbacks():
-    """The list keeps the order of the callbacks and leaves out those of any other class."""
+    """`monitors` returns the callbacks that are a `MonitorCallback`, in order."""
     average, state = EMACallback(), TrainingStateMonitor()
 
     assert monitors([average, TrainerCallback(), state]) == [average, state]
 
 
 def test_by_default_a_monitor_callback_does_nothing(tmp_path):
-    """Every method may be called on a callback that overrides none."""
+    """By default, the methods of a `MonitorCallback` do nothing."""
     monitor = MonitorCallback()
 
     monitor.save_into(tmp_path, None, nn.Linear(1, 1))
@@ -163,7 +167,7 @@ def test_by_default_a_monitor_callback_does_nothing(tmp_path):
 
 
 class Attached:
-    """Count the flushes of a step; the `failing` first ones raise."""
+    """Count the flushes of a step; the first `failing` flushes raise an error."""
 
     def __init__(self, failing: int = 0) -> None:
         self.step = SimpleNamespace(schedules=["not deferred"])
@@ -188,7 +192,7 @@ class PutsBack(MonitorCallback):
 
 
 def test_a_training_ends_with_a_flush():
-    """The step is flushed once, callbacks keep the weights, and schedules are forgotten."""
+    """A training ends with one flush and drops the schedules; no weights are put back."""
     attached, callback = Attached(), PutsBack()
 
     with flushed_at_end(attached, [callback]):
@@ -198,7 +202,7 @@ def test_a_training_ends_with_a_flush():
 
 
 def test_after_an_error_the_weights_are_put_back():
-    """An error of the training is raised, not the error of the flush after it."""
+    """After an error, weights are put back, and an error of the flush does not hide the first."""
     attached, callback, key = Attached(failing=1), PutsBack(), "the first"
 
     with (
@@ -211,7 +215,7 @@ def test_after_an_error_the_weights_are_put_back():
 
 
 def test_an_error_of_the_last_flush_is_raised():
-    """The error reaches the user, and the weights are put back."""
+    """An error of the last flush is raised, and the weights are put back."""
     attached, callback = Attached(failing=1), PutsBack()
 
     with (
@@ -225,7 +229,7 @@ def test_an_error_of_the_last_flush_is_raised():
 
 @pytest.mark.parametrize("is_requested", [False, True])
 def test_after_sigterm_a_step_asks_for_a_checkpoint_and_the_end(is_requested):
-    """Without a SIGTERM it asks for nothing; an evaluation that is due stays due."""
+    """After a SIGTERM, a step requests a checkpoint and the end; a due evaluation stays due."""
     control = TrainerControl(should_evaluate=True)
 
     with RankTermination() as termination:
@@ -259,14 +263,14 @@ def attributes(*numbers: int) -> list[dict[str, Any]]:
         ({"Unknown": attributes(5)[0]}, [0, 0]),
         ({"Named": attributes(5)[0]}, [5, 0]),
         ({"Named": attributes(5, 6)}, [5, 6]),
-        # As the stock Trainer saves it in the third checkpoint.
+        # The stock Trainer appends to this list at each save; here it has saved three times.
         ({"Named": attributes(1, 2, 3, 4, 5, 6)}, [5, 6]),
         ({"Named": {}}, [0, 0]),
     ],
     ids=["nothing", "another class", "one", "two", "last of several", "no attributes"],
 )
 def test_states_go_to_callbacks_of_their_class_in_order(saved, expected):
-    """Callbacks are not replaced, and attributes outside of their state stay as they are."""
+    """Saved states go to callbacks of their class, in order; other attributes keep their values."""
     callbacks = [Named("first"), TrainerCallback(), Named("second")]
 
     restore_in_place(list(callbacks), saved)

@@ -13,14 +13,14 @@ from support.trainer_runs import Counting, new_trainer, padded, spoilt_llama, ti
 
 NAN = float("nan")
 STOCK_READS = 12
-"""Of the stock Trainer's update with four micro-batches, as counted with transformers 5.23."""
+"""Host reads of a stock Trainer's update with four micro-batches, with transformers 5.23."""
 
 COUNTED_UPDATES = 4
 NUM_UPDATES = COUNTED_UPDATES + 3
 
 
 class CountsReads(TrainerCallback):
-    """Count reads from the third update on, including those between updates."""
+    """Count host reads in and between updates, from the third update on."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -31,12 +31,12 @@ class CountsReads(TrainerCallback):
             self._modes.__enter__()
         if state.global_step == 2 + COUNTED_UPDATES:
             self._modes.__exit__(None, None, None)
-            # On a CPU, `to` moves nothing.
+            # On CPU, `to` copies nothing between devices, so it is no host read.
             self.names = [name for name in self._modes.names if name != "to"]
 
 
 def reads_per_update(kind, folder, *, monitor=False, factors=(), **settings) -> float:
-    """Return the number of reads per update."""
+    """Train, and return the number of host reads per update."""
     counter = CountsReads()
     callbacks = [counter, *([MFLossMonitor()] if monitor else [])]
     arguments: dict[str, Any] = {
@@ -56,7 +56,7 @@ def reads_per_update(kind, folder, *, monitor=False, factors=(), **settings) -> 
 def reads_of_the_model() -> int:
     """Return the number of reads in forward and backward of four micro-batches."""
     model, rows = tiny_llama(), Counting(8, length=8)
-    # The Trainer sets it so.
+    # The Trainer turns the cache off, so this reference must do the same.
     model.config.use_cache = False
     batches = [padded([rows[first], rows[first + 1]]) for first in range(0, 8, 2)]
     with HostReads() as counted:
@@ -75,7 +75,7 @@ def everything() -> dict[str, Any]:
 
 
 def test_the_stock_trainer_reads_a_dozen_times(tmp_path):
-    """Its filter reads each loss twice; the other reads are the model's."""
+    """The stock Trainer reads 12 times per update: 8 in its loss filter, 4 in the model."""
     reads = reads_per_update(Trainer, tmp_path)
 
     assert reads == STOCK_READS
@@ -85,7 +85,7 @@ def test_the_stock_trainer_reads_a_dozen_times(tmp_path):
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_with_everything_on_only_the_model_reads(max_grad_norm, precision, tmp_path):
-    """Loss scale, local norms, average, clipping and records add no read."""
+    """With all features on, MFTrainer reads no more often than the model alone."""
     settings = {"extras": everything(), "max_grad_norm": max_grad_norm, **precision}
     reads = reads_per_update(MFTrainer, tmp_path, monitor=True, **settings)
 
@@ -94,7 +94,7 @@ def test_with_everything_on_only_the_model_reads(max_grad_norm, precision, tmp_p
 
 
 def test_a_skipped_update_reads_nothing_more(tmp_path):
-    """An update that overflows reads as often as any other."""
+    """With skipped updates, MFTrainer reads no more often than the model alone."""
     factors = [1.0] * 12 + [NAN] + [1.0] * 7 + [NAN]
     reads = reads_per_update(
         MFTrainer, tmp_path, monitor=True, factors=factors, extras=everything()
@@ -104,7 +104,7 @@ def test_a_skipped_update_reads_nothing_more(tmp_path):
 
 
 def test_an_optimizer_that_cannot_skip_on_the_device_reads_once_more(tmp_path):
-    """It adds one flag per update to the reads of the optimizer itself."""
+    """An optimizer that cannot skip on the device adds one read per update, of the skip flag."""
     settings = {"optim": "sgd", "learning_rate": 0.1}
     reads = reads_per_update(MFTrainer, tmp_path, extras=everything(), **settings)
 
@@ -112,9 +112,9 @@ def test_an_optimizer_that_cannot_skip_on_the_device_reads_once_more(tmp_path):
 
 
 def test_nothing_waits_for_the_update_before_the_next_one(tmp_path):
-    """At the end of a step, whether it was skipped is still on its way to the host.
+    """At the end of each step, one copy to the host is still pending: no step waits for it.
 
-    On CPU, waiting for it is no read that could be counted.
+    On CPU, such a wait would not be counted as a read, so the pending copies are counted.
     """
 
     class Pending(TrainerCallback):
@@ -134,7 +134,7 @@ def test_nothing_waits_for_the_update_before_the_next_one(tmp_path):
 
 
 def test_a_log_reads_once_for_all_that_is_added(tmp_path):
-    """The step's values add one read to those of loss and norm."""
+    """A log adds at most one read to the stock Trainer's, for all values of the step."""
     logged = {"logging_strategy": "steps", "logging_steps": 1}
     reads = reads_per_update(MFTrainer, tmp_path, extras=everything(), **logged)
     without = reads_per_update(MFTrainer, tmp_path, extras=everything())
@@ -144,7 +144,7 @@ def test_a_log_reads_once_for_all_that_is_added(tmp_path):
 
 
 def test_the_counter_sees_reads(tmp_path):
-    """A callback that reads each update's loss is counted."""
+    """The counter counts the reads of a callback that reads each update's loss."""
 
     class Reads(TrainerCallback):
         def on_step_end(self, *_, step_output, **__):

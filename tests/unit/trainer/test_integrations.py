@@ -1,4 +1,4 @@
-"""The mixin works before TRL's trainers, and with a PEFT adapter."""
+"""MFTrainerMixin works with TRL's trainers and with PEFT adapters."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.trainer import MFTrainerMixin
 
-# Warnings of these libraries are not ours to fix.
+# TRL and PEFT raise warnings about their own code, which cannot be fixed here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SETTINGS = {
@@ -39,7 +39,7 @@ class OurDPO(MFTrainerMixin, DPOTrainer):
 
 
 def llama() -> LlamaForCausalLM:
-    """Return a small model, always the same."""
+    """Return a small model, with the same weights at every call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -99,7 +99,10 @@ def trained(trainer):
 
 
 def assert_equal_runs(stock, ours):
-    """Compare losses and norms to 1e-5 and weights to 1e-6, because clipping rounds elsewhere."""
+    """Fail unless losses, norms and rates agree to 1e-5 and weights to 1e-6.
+
+    They are not bitwise equal, because the two trainers round differently when they clip.
+    """
     for theirs, log in zip(stock.state.log_history, ours.state.log_history, strict=True):
         for key in {"loss", "grad_norm", "learning_rate"} & theirs.keys():
             assert log[key] == pytest.approx(theirs[key], rel=1e-5), key
@@ -109,7 +112,7 @@ def assert_equal_runs(stock, ours):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 def test_supervised_fine_tuning(tmp_path, scale):
-    """TRL's SFTTrainer gives the same results with and without the step."""
+    """TRL's SFTTrainer gives the same results with and without MFTrainerMixin."""
     stock = fine_tuned(SFTTrainer, tmp_path)
     ours = fine_tuned(OurSFT, tmp_path, scale_sense=scale, step=StepConfig(local_norm=True))
 
@@ -118,7 +121,7 @@ def test_supervised_fine_tuning(tmp_path, scale):
 
 
 def test_an_adapter(tmp_path):
-    """Of a PEFT LoRA model, only the adapter's weights are trained, measured and averaged."""
+    """With a LoRA adapter, only the adapter's weights are trained, measured and averaged."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     stock = fine_tuned(SFTTrainer, tmp_path, config)
     ours = fine_tuned(
@@ -136,7 +139,7 @@ def test_an_adapter(tmp_path):
 
 
 def test_preference_tuning(tmp_path):
-    """TRL's DPOTrainer gives the same results with and without the step."""
+    """TRL's DPOTrainer gives the same results with and without MFTrainerMixin."""
     stock = preference_tuned(DPOTrainer, tmp_path)
     ours = preference_tuned(OurDPO, tmp_path, scale_sense=2.0**16)
 

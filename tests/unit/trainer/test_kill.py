@@ -1,4 +1,4 @@
-"""A training that is killed, or ended by SIGTERM, resumes as if it had not been interrupted."""
+"""A training that was killed or ended by SIGTERM resumes like an uninterrupted one."""
 
 import functools
 import os
@@ -17,25 +17,25 @@ from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
 MOST_LINES = 26
-"""As many as are told from a checkpoint to the one after the next."""
+"""Number of lines that a run prints between a checkpoint and the second one after it."""
 
 
 def lasting(end):
-    """Return an end without random generators, which a finished run does not load."""
+    """Return a final state without random states, which a finished run does not load."""
     return {name: value for name, value in end.items() if "generator" not in name}
 
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory):
-    """Return the end of a run that is not interrupted."""
+    """Return the final state of an uninterrupted run."""
     return lasting(end_of(trained(tmp_path_factory.mktemp("alone"), SETTINGS)))
 
 
 def signalled(folder, line, number):
-    """Train in a process that gets a signal after so many lines of output.
+    """Train in another process, and send it a signal after it has printed `line` lines.
 
     Returns:
-        The status that it ended with after the signal, and all that it told.
+        Exit status of the process, and all lines that it printed.
     """
     with start_process(folder, SETTINGS) as process:
         told = [process.stdout.readline() for _ in range(line)]
@@ -45,7 +45,7 @@ def signalled(folder, line, number):
 
 
 def end_from_last_checkpoint(folder):
-    """Return the end of a run that resumes in this process."""
+    """Resume from the last checkpoint, if any, in this process; return the final state."""
     last = get_last_checkpoint(str(folder))
     trainer = new_trainer(folder, SETTINGS, seed=0 if last is None else 1)
     trainer.train(resume_from_checkpoint=last)
@@ -53,7 +53,7 @@ def end_from_last_checkpoint(folder):
 
 
 def survive(folder, num_kills, expected):
-    """Kill a run at random moments and resume it, until it was killed so often."""
+    """Fail unless a run that is killed `num_kills` times at random moments ends as expected."""
     draw = random.Random(0)  # noqa: S311  (moments, no secrets)
     num_runs, left = 0, num_kills
     while left > 0:
@@ -97,7 +97,7 @@ def test_told_to_end_twice(tmp_path):
     with start_process(tmp_path, SETTINGS, waits=True) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        # The step continues only now.
+        # The process waits within its step for this line; now the step continues.
         process.stdin.write("\n")
         process.stdin.flush()
         second = process.stdout.readline()
@@ -114,7 +114,7 @@ class ToldToEnd(TrainerCallback):
 
     Args:
         event: Name of the event.
-        step: Number of updates until then.
+        step: Number of updates before the signal.
     """
 
     def __init__(self, event, step) -> None:
@@ -168,7 +168,7 @@ EVALUATION_IS_DUE = [
 
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory):
-    """Return the ends of uninterrupted runs by their evaluation strategy."""
+    """Return a function from evaluation strategy to an uninterrupted run's final state."""
 
     @functools.cache
     def run(when):
@@ -178,7 +178,7 @@ def evaluated_alone(tmp_path_factory):
 
 
 def tell_to_end(folder, when, event, step):
-    """Train until the SIGTERM takes effect, and return the events."""
+    """Train until the SIGTERM takes effect; return the evaluations and saved checkpoints."""
     happened, handler = Happened(), signal.getsignal(signal.SIGTERM)
     callbacks = [ToldToEnd(event, step), happened]
     with pytest.raises(SystemExit) as caught:
@@ -191,7 +191,7 @@ def tell_to_end(folder, when, event, step):
 @pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS)
 def test_how_it_ends(tmp_path, when, event, step, stopped):
-    """It saves once after its step, and does nothing else that was not due."""
+    """After a SIGTERM, a run finishes its step and saves once, without an extra evaluation."""
     events = tell_to_end(tmp_path, when, event, step)
 
     assert events[-1] == f"saved {stopped}"
@@ -202,7 +202,7 @@ def test_how_it_ends(tmp_path, when, event, step, stopped):
 @pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS + EVALUATION_IS_DUE)
 def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
-    """A resumed run is unaffected by when the SIGTERM came and what was due then."""
+    """A run resumed after a SIGTERM at any moment ends like an uninterrupted run."""
     tell_to_end(tmp_path, when, event, step)
 
     again = new_trainer(tmp_path, SETTINGS, seed=1, **EVALUATIONS[when])
@@ -212,7 +212,7 @@ def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
 
 
 def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
-    """The last checkpoint is kept beside the best one, in spite of the limit of 1."""
+    """The checkpoint after a SIGTERM is kept in addition to the best one, despite a limit of 1."""
     best_is_first = {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -236,7 +236,7 @@ def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
 
 
 def test_told_to_end_when_it_has(left_alone, tmp_path):
-    """After the last step a run ends as usual, and exits with status 0."""
+    """A SIGTERM after the last step lets the run end as usual, with exit status 0."""
     told = ToldToEnd("on_train_end", NUM_STEPS)
 
     with pytest.raises(SystemExit) as caught:

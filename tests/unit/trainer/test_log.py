@@ -1,4 +1,4 @@
-"""What the log of MFTrainer adds to the stock Trainer's log, and how it counts losses."""
+"""MFTrainer adds the step's numbers to the Trainer's log, and leaves non-finite losses out."""
 
 import json
 import math
@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Losses:
-    """Record sum and number of the targets' losses of each micro-batch, before it is spoilt."""
+    """Record each micro-batch's summed loss and number of targets, before the loss is spoilt."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.sums: list[float] = []
@@ -38,7 +38,7 @@ class Losses:
         self.counts.append(labels.ne(-100).sum().item())
 
     def mean(self, *micro_batches: int) -> float:
-        """Return the mean loss of the targets of some micro-batches."""
+        """Return the mean loss over all targets of some micro-batches."""
         return sum(self.sums[m] for m in micro_batches) / sum(self.counts[m] for m in micro_batches)
 
 
@@ -65,7 +65,7 @@ def test_each_log_of_a_loss_has_what_the_step_knows(tmp_path):
 
 
 def test_the_loss_scale_in_the_log_is_that_of_the_next_update(tmp_path):
-    """It falls after an overflow, and grows after a window without one."""
+    """An overflow or a finished window changes the loss scale in the log of the same update."""
     scale = DynamicLossScaleUpdateCell(2.0**8, 2, 2)
     run, _ = spoilt_run(tmp_path, [1] * 4 + [INF], extras={"scale_sense": scale}, max_steps=5)
 
@@ -74,7 +74,7 @@ def test_the_loss_scale_in_the_log_is_that_of_the_next_update(tmp_path):
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_loss_that_is_not_finite_is_left_out_and_counted(bad, tmp_path):
-    """The logged loss is the mean of the finite losses, and so is that of the training."""
+    """Logged loss and training loss are means of finite losses; non-finite ones are counted."""
     run, losses = spoilt_run(tmp_path, [1, bad])
 
     expected = [losses.mean(0, 2, 3)]
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_is_left_out_and_counted(bad, tmp_path):
 
 
 def test_the_mean_of_the_others_counts_their_targets(tmp_path):
-    """Micro-batches with more targets weigh more, as in a log without bad losses."""
+    """In the mean of the finite losses, micro-batches weigh by their number of targets."""
     run, losses = spoilt_run(tmp_path, [1, NAN], data=Counting(64))
 
     assert len(set(losses.counts[:4])) > 1
@@ -94,7 +94,7 @@ def test_the_mean_of_the_others_counts_their_targets(tmp_path):
 
 
 def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
-    """The last update of an epoch weighs as much as others, with fewer micro-batches."""
+    """An epoch's last update, which has fewer micro-batches, weighs as much as other updates."""
 
     class One(nn.Module):
         """A network with loss 1 and gradient 0."""
@@ -117,7 +117,7 @@ def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
 
 
 def test_losses_are_left_out_of_the_mean_of_several_updates(tmp_path):
-    """Bad losses of two updates that are logged together are left out."""
+    """Bad losses are left out of the mean of two updates that are logged together."""
     factors = [1, NAN, 1, 1, 1, 1, NAN, NAN]
     run, losses = spoilt_run(tmp_path, factors, logging_steps=2)
 
@@ -128,7 +128,7 @@ def test_losses_are_left_out_of_the_mean_of_several_updates(tmp_path):
 
 
 def test_losses_are_left_out_without_accumulation(tmp_path):
-    """A bad micro-batch counts as a whole update, however many targets it has."""
+    """Without accumulation, all updates weigh equally in the mean of the finite losses."""
     run, losses = spoilt_run(
         tmp_path,
         [1, NAN, 1, 1],
@@ -143,7 +143,7 @@ def test_losses_are_left_out_without_accumulation(tmp_path):
 
 
 def test_a_log_without_any_finite_loss_has_no_loss(tmp_path):
-    """It has the other numbers; the logs before and after it are not affected."""
+    """If no loss is finite, the log has no ``loss``; other logs are unaffected."""
     run, losses = spoilt_run(tmp_path, [1] * 4 + [NAN] * 4)
 
     assert ["loss" in entry for entry in run.log] == [True, False, True, True, False]
@@ -154,7 +154,7 @@ def test_a_log_without_any_finite_loss_has_no_loss(tmp_path):
 
 
 def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
-    """They are in no log, but in the mean of the training, where they are left out."""
+    """Bad losses after the last log are left out of the mean loss of the training."""
     run, losses = spoilt_run(tmp_path, [1] * 13 + [NAN], logging_steps=3)
 
     means = [losses.mean(*range(first, first + 4)) for first in (0, 4, 8)]
@@ -164,7 +164,7 @@ def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
 
 
 def test_without_the_filter_a_bad_loss_is_logged_as_it_is(tmp_path):
-    """The log is the stock Trainer's; the update is skipped, and the loss is counted."""
+    """Without the filter, a bad loss is logged as in the stock Trainer; its update is skipped."""
     settings = {"logging_nan_inf_filter": False}
     run, _ = spoilt_run(tmp_path / "ours", [1] * 4 + [NAN], **settings)
     stock, _ = spoilt_run(tmp_path / "stock", [1] * 4 + [NAN], kind=Trainer, **settings)
@@ -188,7 +188,7 @@ class LogsLoss(TrainerCallback):
 
 
 def test_a_loss_that_the_user_logs_stays_as_it_is(tmp_path):
-    """After a training, an entry of the user is logged without any change."""
+    """A loss that the user logs after a training is logged unchanged."""
     run, _ = spoilt_run(tmp_path, [])
     run.trainer.log({"loss": 2.0})
 
@@ -196,7 +196,7 @@ def test_a_loss_that_the_user_logs_stays_as_it_is(tmp_path):
 
 
 def test_a_loss_that_the_user_logs_meanwhile_changes_no_other(tmp_path):
-    """The Trainer's own logs are not affected by entries of the user."""
+    """A loss that the user logs during a training does not change the Trainer's own logs."""
     callback = LogsLoss()
     model = spoilt_llama([1, NAN])
     losses = Losses(model)
@@ -226,7 +226,7 @@ class GradientNorms(TrainerCallback):
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e3])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_norms_are_of_gradients_before_clipping(precision, max_grad_norm, tmp_path):
-    """Norms are unscaled, of all parameters and of each group, clipped or not."""
+    """Logged global and local norms are those of unscaled gradients before clipping."""
     norms = GradientNorms()
     step = StepConfig(local_norm=True, local_norm_groups="layer")
     settings = {"extras": {"scale_sense": 2.0**10, "step": step}, "bf16": precision == "bf16"}
@@ -256,7 +256,7 @@ def test_there_are_no_local_norms_unless_they_are_asked_for(tmp_path):
 
 
 def test_tensorboard_gets_what_the_log_has(tmp_path, monkeypatch):
-    """Each number of the log is a scalar at the step of its update."""
+    """TensorBoard gets each number of the log as a scalar at the step of its update."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     step = StepConfig(local_norm=True, local_norm_groups=["lm_head"])
     trainer = new_trainer(
@@ -279,7 +279,7 @@ ANY_LOSS = st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from([NAN, INF, 
 
 @given(updates=st.lists(st.tuples(ANY_LOSS, ANY_LOSS, st.floats(0.01, 0.99)), max_size=90))
 def test_the_sum_is_completed_by_the_share_of_filtered_losses(updates):
-    """The result equals a count one by one in float64, for shares as numbers and as tensors."""
+    """The completed sum agrees with float64, for shares that are numbers or tensors."""
     log = StepLog(CPU)
     kept = total = torch.zeros((), dtype=torch.float64)
     left_out = 0
@@ -307,7 +307,7 @@ def test_the_sum_is_completed_by_the_share_of_filtered_losses(updates):
 
 @pytest.mark.parametrize("pending", [1, 63, 64, 65, 200])
 def test_a_state_includes_pending_losses(pending):
-    """Loading a state drops the losses that were pending before."""
+    """A saved state includes pending losses; loading it drops losses that were pending before."""
     log, other = StepLog(CPU), StepLog(CPU)
     for _ in range(pending):
         log.filtered(torch.tensor(NAN), 0.25)
@@ -320,7 +320,7 @@ def test_a_state_includes_pending_losses(pending):
 
 
 def test_without_the_filter_losses_are_counted_and_kept():
-    """A non-finite loss is returned as it is; none counts as filtered."""
+    """Without the filter, a non-finite loss is counted and returned unchanged."""
     log = StepLog(CPU, filters=False)
 
     assert log.filtered(torch.tensor(INF), 0.5).isinf()

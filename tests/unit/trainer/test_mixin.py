@@ -1,4 +1,4 @@
-"""The arguments of MFTrainer: those of the step, and those of the Trainer."""
+"""MFTrainer takes the arguments of the step and of the Trainer, and checks them."""
 
 import dataclasses
 import inspect
@@ -36,7 +36,7 @@ def arguments() -> TrainingArguments:
     ids=["defaults", "same accumulation", "same clipping", "norms", "spikes"],
 )
 def test_settings_that_agree_are_kept(config):
-    """Only the accumulation is reset, because the Trainer accumulates."""
+    """Settings are kept; only accumulation is reset to 1, because the Trainer accumulates."""
     kept = loop_settings(config, arguments())
 
     assert kept == dataclasses.replace(config, gradient_accumulation_steps=1)
@@ -61,7 +61,7 @@ def test_settings_that_agree_are_kept(config):
     ids=["accumulation", "clipping", "per token"],
 )
 def test_settings_that_contradict_the_arguments_are_refused(config, message, tmp_path):
-    """The error names the setting when the trainer is made."""
+    """A setting that contradicts the Trainer's arguments raises an error that names it."""
     with pytest.raises(ValueError, match=message):
         loop_settings(config, arguments())
     with pytest.raises(ValueError, match=message):
@@ -70,7 +70,7 @@ def test_settings_that_contradict_the_arguments_are_refused(config, message, tmp
 
 @pytest.mark.parametrize("step", [{"local_norm": True}, StepConfig, 1], ids=["dict", "class", "1"])
 def test_what_is_no_config_is_refused(step, tmp_path):
-    """Only a StepConfig instance is accepted."""
+    """A `step` that is not a StepConfig raises a TypeError."""
     with pytest.raises(TypeError, match="`step` must be a StepConfig or None, got"):
         new_trainer(MFTrainer, tmp_path, extras={"step": step})
 
@@ -85,13 +85,13 @@ def test_what_is_no_config_is_refused(step, tmp_path):
     ids=["a decay", "a word", "two scales"],
 )
 def test_bad_average_and_bad_scale_are_refused(name, value, error, tmp_path):
-    """The error names the argument when the trainer is made."""
+    """An invalid `ema` or `scale_sense` raises an error when the trainer is built."""
     with pytest.raises(error, match=f"`{name}` must"):
         new_trainer(MFTrainer, tmp_path, extras={name: value})
 
 
 def test_an_average_of_another_model_is_refused(tmp_path):
-    """It is refused when training begins and the optimizer's parameters are known."""
+    """An average of another model raises an error when training begins."""
     ema = ExponentialMovingAverage(tiny_llama(), 0.9)
     trainer = new_trainer(MFTrainer, tmp_path, extras={"ema": ema})
 
@@ -113,14 +113,14 @@ def test_an_average_of_another_model_is_refused(tmp_path):
     ids=["float32", "bf16", "fp16", "number", "number in fp16", "fixed", "dynamic"],
 )
 def test_the_first_loss_scale(settings, expected, tmp_path):
-    """It is 65536 in fp16 and 1 in any other precision, unless one is given."""
+    """Without `scale_sense`, the first loss scale is 65536 in fp16 and otherwise 1."""
     trainer = new_trainer(MFTrainer, tmp_path, **settings)
 
     assert trainer.attached.loss_scale.item() == expected
 
 
 def test_the_trainers_own_parameters_are_declared():
-    """Names, order, kinds and defaults are those of the installed Trainer, before the step's."""
+    """MFTrainer declares all parameters of the installed Trainer, followed by its own."""
     expected = list(inspect.signature(Trainer.__init__).parameters.values())
     found = list(inspect.signature(MFTrainer.__init__).parameters.values())
     form = [(each.name, each.kind, each.default) for each in found]
@@ -132,7 +132,7 @@ def test_the_trainers_own_parameters_are_declared():
 
 
 def test_every_parameter_reaches_the_trainer(monkeypatch):
-    """Each argument arrives under its own name."""
+    """MFTrainer passes each argument on to the Trainer under the same name."""
     arrived = {}
     signature = inspect.signature(Trainer.__init__)
 
@@ -150,7 +150,7 @@ def test_every_parameter_reaches_the_trainer(monkeypatch):
 
 
 def test_the_average_is_there_when_training_has_begun(tmp_path):
-    """A callable makes it from the prepared model; before that, `ema` is None."""
+    """`trainer.ema` is None until training begins, when the callable `ema` builds the average."""
     given = new_trainer(MFTrainer, tmp_path / "given")
     assert given.ema is None
     made = new_trainer(

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, how they are resumed, and how the ranks end together."""
+"""Several ranks write a checkpoint together, resume from it, and stop after the same step."""
 
 import json
 import os
@@ -45,14 +45,14 @@ OF_EACH = [{f"mfwrap_position_{rank}.json", f"rng_state_{rank}.pth"} for rank in
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder in which the ranks have trained, and the results of each rank."""
+    """Train on all ranks; return the folder of the trainings and the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(run_rank, args=(str(folder), free_port()), nprocs=NUM_RANKS)
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in RANKS]
 
 
 def test_files_of_a_checkpoint(run):
-    """Each rank has a file of its own, the manifest lists all files, and no other files remain."""
+    """Each rank writes two files of its own; the manifest lists all files; no others remain."""
     folder = run[0] / "alone"
 
     assert {path.name for path in folder.iterdir()} == {
@@ -66,7 +66,7 @@ def test_files_of_a_checkpoint(run):
 
 
 def test_ranks_stand_at_different_places(run):
-    """Random states and losses differ between ranks, so that each rank needs its own file."""
+    """Random states and losses differ between ranks, so each rank needs its own files."""
     folder = run[0] / "alone" / "checkpoint-5"
     first, last = (json.loads((folder / f"mfwrap_position_{r}.json").read_text()) for r in RANKS)
 
@@ -75,10 +75,10 @@ def test_ranks_stand_at_different_places(run):
 
 
 def since(step, end):
-    """Return the end of a run, with its log from a step on.
+    """Return the part of a final state that a run resumed after `step` must reproduce.
 
-    The Trainer keeps rank 0's log in a checkpoint, with its local norms. A run that has ended
-    already loads no random generators.
+    A checkpoint holds the log of rank 0, with rank 0's local norms, so only later entries can be
+    compared. A run resumed after its last step does not load random states.
     """
     log = [entry for entry in json.loads(end["/_Rest/log"]) if entry["step"] > step]
     end = {name: value for name, value in end.items() if step < NUM_STEPS or "genera" not in name}
@@ -109,14 +109,14 @@ def test_told_to_end(run, name):
 @pytest.mark.parametrize("name", ENDINGS)
 @pytest.mark.parametrize("rank", RANKS)
 def test_told_to_end_and_resumed(run, rank, name):
-    """A resumed run is not affected by the SIGTERM."""
+    """A run resumed after a SIGTERM ends like a run that was never stopped."""
     expected, told = run[1][rank]["alone"], run[1][rank]["told"][name]
 
     assert_same_state(since(told["step"], expected), since(told["step"], told["end"]))
 
 
 def test_refused_on_all_ranks(run):
-    """All ranks refuse the checkpoint, and none waits for another."""
+    """All ranks raise the error for a checkpoint that does not fit; no rank hangs."""
     for results in run[1]:
         [said] = results["refused"]
         assert "it holds an average of the weights, but `ema` is None" in said
@@ -124,7 +124,10 @@ def test_refused_on_all_ranks(run):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_nodes_with_disks_of_their_own(run, rank):
-    """Each node's files are put in place on its own disk, without temporary files."""
+    """Without ``save_on_each_node``, only the first node has the files that all ranks share.
+
+    Each node also has the files of its own ranks. No temporary files are left.
+    """
     found = run[1][rank]["nodes"]["False"]
     expected = OF_EACH[rank] | (OF_ALL if rank == 0 else set())
 
@@ -133,7 +136,7 @@ def test_nodes_with_disks_of_their_own(run, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_saved_on_each_node(run, rank):
-    """Each node has a complete checkpoint, with the files of its own ranks."""
+    """With ``save_on_each_node``, each node has a complete checkpoint with its ranks' files."""
     found = run[1][rank]["nodes"]["True"]
 
     assert set(found) == {
@@ -143,7 +146,7 @@ def test_saved_on_each_node(run, rank):
 
 
 def test_resumed_by_another_number_of_ranks(run, tmp_path):
-    """One process resumes a checkpoint of two, with a warning about what is not exact."""
+    """One process can resume a checkpoint of two ranks; a warning says what is not exact."""
     with pytest.warns(UserWarning, match="written by 2 ranks and is resumed by 1:"):
         trainer = resume(run[0] / "alone" / "checkpoint-2", tmp_path, SETTINGS)
 
@@ -154,7 +157,7 @@ def test_resumed_by_another_number_of_ranks(run, tmp_path):
 
 
 def test_told_to_end_twice(tmp_path):
-    """A second signal ends a rank at once, whatever the other ranks do."""
+    """A second SIGTERM ends a rank at once, without waiting for other ranks."""
     ranks = multiprocessing.spawn(
         told_twice, args=(str(tmp_path), free_port()), nprocs=NUM_RANKS, join=False
     )
@@ -168,7 +171,7 @@ def test_told_to_end_twice(tmp_path):
 
 
 def test_told_to_end_by_torchrun(tmp_path):
-    """The launcher forwards the signal to its workers, which save and exit."""
+    """A SIGTERM to torchrun reaches its workers, which save and exit."""
     script = TESTS / "support" / "trainer_ranks.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(NUM_RANKS), str(script), str(tmp_path)]

@@ -6,7 +6,7 @@ from support.ranks.trainer import train_with_trainer
 
 
 def test_in_the_trainer(two_ranks, tmp_path):
-    """They are those of each rank's micro-batches, before compression and reduction."""
+    """Local norms are those of each rank's own gradients, before compression and reduction."""
     results = two_ranks.run(train_with_trainer, str(tmp_path))
 
     for result in results:

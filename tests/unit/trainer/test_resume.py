@@ -51,7 +51,7 @@ FAST = [
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return folder and end of each case's uninterrupted run, which keeps all checkpoints."""
+    """Return a function from a case to the folder and final state of its uninterrupted run."""
 
     @functools.cache
     def run(name):
@@ -64,7 +64,7 @@ def unbroken(tmp_path_factory):
 @pytest.mark.fast_sample(5)
 @pytest.mark.parametrize(("name", "step"), FAST)
 def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
-    """The end of the run is the same for a stop after any step."""
+    """A run resumed after any step ends bitwise like the uninterrupted run."""
     folder, expected = unbroken(name)
     saves = {} if CASES[name].evaluates else {"save_strategy": "no"}
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
 @settings(max_examples=40, phases=[Phase.generate])
 @given(data=st.data())
 def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_factory):
-    """The end is the same for random settings and a random step."""
+    """For random settings and a random step, a resumed run ends like the uninterrupted run."""
     run_settings = data.draw(
         st.builds(
             RunSettings,
@@ -93,7 +93,7 @@ def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_fa
             logging_steps=st.integers(1, 5),
             evaluates=st.booleans(),
         )
-        # The callback looks for its own average in the folder of the resumed run.
+        # Evaluate only with `ema`: then EMACallback uses the Trainer's average, not one of its own.
         .filter(lambda drawn: drawn.ema or not drawn.evaluates)
     )
     step = 2 * data.draw(st.integers(1, NUM_STEPS // 2 - 1))
@@ -107,7 +107,7 @@ def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_fa
 
 
 def test_these_runs_skip_and_draw(unbroken):
-    """The compared runs skip updates before, at and after every checkpoint."""
+    """The compared runs skip updates, change the loss scale, average weights and use dropout."""
     folder, end = unbroken("fused")
     log = json.loads(end["/_Rest/log"])
     skipped = np.diff([0, *(entry["skipped_updates"] for entry in log)])
@@ -148,7 +148,7 @@ def test_resumed_from_the_last_one(unbroken, tmp_path):
 
 @pytest.mark.parametrize("value", [None, False, ""])
 def test_not_resumed(unbroken, tmp_path, value):
-    """Without a checkpoint to resume, training starts anew in a folder with checkpoints."""
+    """Without ``resume_from_checkpoint``, training ignores checkpoints in its folder."""
     trained(tmp_path, callbacks=[StopAfter(2)])
 
     trainer = new_trainer(tmp_path)
@@ -158,7 +158,7 @@ def test_not_resumed(unbroken, tmp_path, value):
 
 
 def test_resumed_in_the_trainer_that_has_written_it(unbroken, tmp_path):
-    """A trainer can go back to one of its own checkpoints."""
+    """A trainer that has finished can resume from one of its own earlier checkpoints."""
     trainer = trained(tmp_path)
 
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
@@ -168,7 +168,7 @@ def test_resumed_in_the_trainer_that_has_written_it(unbroken, tmp_path):
 
 @pytest.mark.slow
 def test_resumed_in_a_new_process(unbroken, tmp_path):
-    """Nothing from the first process is needed."""
+    """A new process can resume a run from the checkpoint alone."""
     trained(tmp_path, callbacks=[StopAfter(SKIPPED)])
     with start_process(tmp_path, RunSettings()) as process:
         told, _ = process.communicate()
@@ -180,7 +180,7 @@ def test_resumed_in_a_new_process(unbroken, tmp_path):
 
 
 def test_resumed_under_another_seed(unbroken, tmp_path):
-    """The order of the data is that of the run, whatever seed was set in between."""
+    """A resumed run keeps its data order, whatever seed is set before it resumes."""
     folder, expected = unbroken("fused")
     trainer = new_trainer(tmp_path, seed=1)
     torch.manual_seed(5)
@@ -191,14 +191,14 @@ def test_resumed_under_another_seed(unbroken, tmp_path):
 
 
 def masked(rows):
-    """Return rows as a batch in which random targets are left out."""
+    """Return rows as a batch in which about 30% of the targets, at random, are ignored."""
     batch = padded(rows)
     left_out = torch.rand(batch["labels"].shape) < 0.3
     return batch | {"labels": batch["labels"].masked_fill(left_out, -100)}
 
 
 class Drawing(Dataset):
-    """Rows of a data set with numbers drawn by a generator of each kind.
+    """Rows of a data set, with tokens drawn from the random generators of Python and NumPy.
 
     Args:
         rows: The data set.
@@ -218,7 +218,7 @@ class Drawing(Dataset):
 
 
 UNEVEN = 5
-"""Leaves four batches for the last update of an epoch."""
+"""An accumulation that leaves four micro-batches for the last update of an epoch."""
 
 
 @pytest.mark.fast_sample(4)
@@ -227,7 +227,7 @@ UNEVEN = 5
     [*((4, step) for step in (1, 5, 6, 7, 11)), *((UNEVEN, step) for step in (1, 4, 5, 6, 9))],
 )
 def test_resumed_with_batches_that_are_drawn(drawn_run, tmp_path, step, accumulation):
-    """Masks, rows and later random numbers are those of the uninterrupted run."""
+    """A resumed run draws the same masks, rows and random numbers as the uninterrupted run."""
     folder, expected = drawn_run(accumulation)
     trainer = drawing_trainer(tmp_path, accumulation, seed=1)
     spoil_random_states()
@@ -238,7 +238,7 @@ def test_resumed_with_batches_that_are_drawn(drawn_run, tmp_path, step, accumula
 
 
 def test_resumed_twice_with_batches_that_are_drawn(drawn_run, tmp_path):
-    """A run that was resumed and stopped at once can be resumed again."""
+    """A run that was resumed, and stopped one step later, can be resumed again."""
     folder, expected = drawn_run(4)
     for step in (2, 3):
         trainer = drawing_trainer(tmp_path, 4, seed=step)
@@ -253,7 +253,7 @@ def test_resumed_twice_with_batches_that_are_drawn(drawn_run, tmp_path):
 
 
 def drawing_trainer(folder, accumulation, **settings):
-    """Return a trainer whose batches are drawn at random when they are made."""
+    """Return a trainer that draws rows and masks at random when it makes a batch."""
     trainer = new_trainer(folder, gradient_accumulation_steps=accumulation, **settings)
     trainer.data_collator = masked
     trainer.train_dataset = Drawing(trainer.train_dataset)
@@ -262,7 +262,7 @@ def drawing_trainer(folder, accumulation, **settings):
 
 @pytest.fixture(scope="module")
 def drawn_run(tmp_path_factory):
-    """Return folder and end of an uninterrupted run on such batches."""
+    """Return a function that trains on drawn batches; it returns folder and final state."""
 
     @functools.cache
     def run(accumulation):
@@ -274,11 +274,12 @@ def drawn_run(tmp_path_factory):
     return run
 
 
-# Between the stock Trainer and MFTrainer. Without clipping, both are bit-identical.
+# The tests below resume checkpoints of the stock Trainer in MFTrainer, and the other way round.
+# Without clipping, the two trainers are bit-identical.
 
 
 class Half(MFTrainerMixin, StockHalf):
-    """The same with the step behind it."""
+    """`StockHalf` with MindFormers' step."""
 
 
 KINDS = {"float32": (Trainer, MFTrainer, {}), "fp16": (StockHalf, Half, {"fp16": True})}
@@ -286,7 +287,7 @@ KINDS = {"float32": (Trainer, MFTrainer, {}), "fp16": (StockHalf, Half, {"fp16":
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Return folder, trained parts and losses of an uninterrupted run of a kind of trainer."""
+    """Return a function that trains a kind of trainer and returns folder, state and losses."""
 
     @functools.cache
     def run(kind):
@@ -299,7 +300,7 @@ def plain(tmp_path_factory):
 
 
 def trained_part(trainer):
-    """Return copies of what both a stock Trainer and MFTrainer have."""
+    """Return copies of weights, optimizer state and schedule, which both trainers have."""
     return training_state(trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler)
 
 
@@ -313,7 +314,7 @@ def losses(trainer):
 @pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_a_stock_checkpoint_is_resumed(plain, tmp_path, precision, step):
-    """A run of the stock Trainer continues in MFTrainer as it would have there."""
+    """A stock Trainer's run that MFTrainer resumes ends like the uninterrupted stock run."""
     stock, ours, arguments = KINDS[precision]
     folder, expected, expected_losses = plain(stock)
     extras = {} if precision == "float32" else {"trainer_settings": fp16_scale()}
@@ -326,12 +327,12 @@ def test_a_stock_checkpoint_is_resumed(plain, tmp_path, precision, step):
 
 
 def fp16_scale():
-    """Return the settings of the gradient scaler as a new update cell."""
+    """Return MFTrainer's argument for a loss scale that grows and falls like the stock scaler's."""
     return {"scale_sense": DynamicLossScaleUpdateCell(2.0, 2, 3)}
 
 
 def test_what_a_stock_checkpoint_does_not_say(tmp_path):
-    """Without the step's files, counts start at zero, with a warning."""
+    """Resuming a checkpoint without the step's files starts the counts at 0, with a warning."""
     trained(tmp_path / "stock", PLAIN, kind=Trainer, callbacks=[StopAfter(5)])
 
     with pytest.warns(UserWarning, match="no state of the step in .*checkpoint-5.*counts start"):
@@ -353,7 +354,7 @@ class AtTrainBegin(TrainerCallback):
 
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_the_average_after_a_stock_checkpoint(tmp_path):
-    """It starts from the loaded weights and not from the initial ones, with a warning."""
+    """After a stock checkpoint, the average starts from the loaded weights, with a warning."""
     trained(tmp_path / "stock", PLAIN, kind=Trainer, callbacks=[StopAfter(5)])
     begin = AtTrainBegin()
     trainer = new_trainer(tmp_path / "ours", replace(PLAIN, ema=True), seed=1, callbacks=[begin])
@@ -371,7 +372,7 @@ def test_the_average_after_a_stock_checkpoint(tmp_path):
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 def test_our_checkpoint_is_resumed_by_the_stock_trainer(plain, tmp_path, precision, step):
-    """A run of MFTrainer continues in the stock Trainer as it would have here."""
+    """An MFTrainer run that the stock Trainer resumes ends like the uninterrupted MFTrainer run."""
     stock, ours, arguments = KINDS[precision]
     folder, expected, expected_losses = plain(ours)
 

@@ -45,7 +45,7 @@ class Observer(TrainerCallback):
     def _note(self) -> None:
         trainer = self.trainer
         state = training_state(trainer.model, trainer.optimizer.optimizer)
-        # A schedule that has already advanced shows the rates of the next update.
+        # Leave the rates out: a schedule that has already advanced shows those of the next update.
         self.states.append({name: v for name, v in state.items() if "/param_groups/" not in name})
         ema = getattr(trainer, "ema", None)
         if ema is not None:
@@ -77,7 +77,7 @@ def at(*updates: int, bad: float = NAN) -> list[float]:
 @each_precision
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_path):
-    """A NaN or infinity at any update changes no bit; later updates are applied."""
+    """An update with NaN or inf changes no bit of the state, and later updates are applied."""
     settings = {"optim": optimizer, "extras": {"ema": with_average}, **precision}
     factors = [*at(0)[:4], *at(2, bad=INF)]
     run, observer = observed(tmp_path, factors, **settings)
@@ -107,7 +107,7 @@ def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_
     ids=[*PRECISIONS, "linear", "constant with warm-up", "polynomial"],
 )
 def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
-    """The next update has the same rate, and later rates are those of a run without skips."""
+    """After a skip, the next update uses the same rate; later rates follow as without skips."""
     run, _ = observed(tmp_path / "skips", at(1, 4), **settings)
     stock, _ = observed(tmp_path / "stock", [], kind=Trainer, **settings)
 
@@ -119,7 +119,7 @@ def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
 
 @each_precision
 def test_who_asks_after_an_update_gets_the_truth(precision, tmp_path):
-    """``optimizer_step_was_skipped`` is right after the optimizer and at the end of the step."""
+    """``optimizer_step_was_skipped`` is correct after the optimizer and at the step's end."""
     _, observer = observed(tmp_path, at(0, 2, 3), **precision)
 
     expected = [True, False, True, True, False, False]
@@ -138,7 +138,7 @@ def test_asking_changes_nothing(tmp_path):
 
 
 def test_the_scale_of_fp16_is_dynamic_on_every_device(tmp_path):
-    """It starts at 65536, and an overflow halves it."""
+    """In fp16, the loss scale starts at 65536, and each overflow halves it."""
     run, _ = observed(tmp_path, at(1, 2), fp16=True)
 
     assert values(run, "loss_scale") == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**14, 2.0**14]
@@ -147,7 +147,7 @@ def test_the_scale_of_fp16_is_dynamic_on_every_device(tmp_path):
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 def test_the_stock_trainer_loses_the_model(precision, tmp_path):
-    """One bad micro-batch makes all its weights NaN."""
+    """One bad micro-batch makes all weights NaN in the stock Trainer, but none in MFTrainer."""
     run, observer = observed(tmp_path / "stock", at(2), kind=Trainer, **precision)
     ours, _ = observed(tmp_path / "ours", at(2), **precision)
 
@@ -160,7 +160,7 @@ def test_the_stock_trainer_loses_the_model(precision, tmp_path):
 
 
 def test_a_spike_of_the_norm_is_skipped_where_it_is_asked_for(tmp_path):
-    """Weights and schedule stay, and the loss scale does not fall."""
+    """A spike of the norm leaves weights, schedule and loss scale unchanged."""
     step = StepConfig(
         use_clip_grad=True, use_skip_data_by_global_norm=True, global_norm_spike_threshold=50.0
     )
@@ -176,7 +176,7 @@ def test_a_spike_of_the_norm_is_skipped_where_it_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
 def test_a_schedule_of_a_metric_is_stepped_at_once(optimizer, tmp_path):
-    """``ReduceLROnPlateau`` is stepped by evaluations and not deferred."""
+    """``ReduceLROnPlateau`` is stepped right at an evaluation, not one update later."""
     settings = {
         "optim": optimizer,
         "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -192,7 +192,7 @@ def test_a_schedule_of_a_metric_is_stepped_at_once(optimizer, tmp_path):
 
 
 def test_training_that_only_skips_ends_with_an_error(tmp_path):
-    """It is raised after the allowed number of skips; weights and arguments are unchanged."""
+    """Too many skips in a row raise an error; weights stay finite and arguments are restored."""
     factors = at(1, 2, 3, 4, 5)
     step = StepConfig(max_consecutive_skips=3, local_norm=True, local_norm_groups="layer")
     trainer = new_trainer(
@@ -208,7 +208,7 @@ def test_training_that_only_skips_ends_with_an_error(tmp_path):
 
 
 def test_skips_at_the_end_of_a_training_end_it_with_an_error_too(tmp_path):
-    """The error is raised although no update follows and nothing is logged."""
+    """Too many skips raise an error even if no update follows and nothing is logged."""
     step = StepConfig(max_consecutive_skips=2)
     model = spoilt_llama(at(4, 5))
     settings = {**COSINE, "logging_strategy": "no"}

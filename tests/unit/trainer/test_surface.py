@@ -1,4 +1,4 @@
-"""What MFTrainer relies on in transformers; a release that changes it fails here by name."""
+"""The internals of transformers that MFTrainer uses are unchanged in the installed release."""
 
 import ast
 import inspect
@@ -52,7 +52,7 @@ OVERRIDDEN = {
     "_finalize_training": ("self, trial, num_train_samples, start_time", ["_inner_training_loop"]),
     "_load_from_checkpoint": ("self, resume_from_checkpoint, model=None", ["train"]),
 }
-"""Methods of the Trainer: their parameters, and which of its methods call them."""
+"""Methods of the Trainer that MFTrainer overrides: their parameters, and their callers."""
 
 CALLED = {
     "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
@@ -62,7 +62,7 @@ CALLED = {
     "state": (ExportableState, "self"),
     "save_to_json": (TrainerState, "self, json_path"),
 }
-"""What is called, or taken over, in which class, with its parameters."""
+"""Methods that MFTrainer calls or replaces: their class and their parameters."""
 
 ATTRIBUTES = {
     "accelerator": ["clip_grad_norm_", "device", "scaler", "wait_for_everyone"],
@@ -114,7 +114,7 @@ ORDERS = {
     ),
     "train": ("call_model_init(", "self._load_from_checkpoint(", "find_executable_batch_size("),
 }
-"""What the methods of the Trainer do one after the other, as far as MFTrainer counts on it."""
+"""Expressions in methods of the Trainer whose order MFTrainer depends on."""
 
 
 def parameters(function: Callable[..., object]) -> str:
@@ -125,7 +125,7 @@ def parameters(function: Callable[..., object]) -> str:
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_an_overridden_method_is_what_it_was(name):
-    """It exists, with the same parameters."""
+    """The Trainer has each overridden method, with the same parameters."""
     method = vars(Trainer).get(name)
     assert method is not None, f"{RELEASE} has no Trainer.{name}, which MFTrainerMixin overrides"
 
@@ -141,17 +141,17 @@ def test_an_overridden_method_is_what_it_was(name):
     ("caller", "name"), [(caller, name) for name in OVERRIDDEN for caller in OVERRIDDEN[name][1]]
 )
 def test_an_overridden_method_is_still_called(caller, name):
-    """The Trainer's methods that called it still do."""
+    """The Trainer's methods still call each overridden method."""
     method = vars(Trainer).get(caller)
     assert method is not None, f"{RELEASE} has no Trainer.{caller}, which called Trainer.{name}"
 
-    # `train` passes the training loop on by its name.
+    # Search without a parenthesis: `train` passes `_inner_training_loop` on without calling it.
     called = re.search(rf"self\.{name}\b", inspect.getsource(method))
-    assert called, f"{RELEASE}: Trainer.{caller} calls Trainer.{name} no longer"
+    assert called, f"{RELEASE}: Trainer.{caller} no longer calls Trainer.{name}"
 
 
 def test_no_other_method_is_overridden():
-    """Every overridden method is in the table that each release is checked against."""
+    """`OVERRIDDEN` lists every method of the Trainer that MFTrainerMixin overrides."""
     shared = {name for name in vars(MFTrainerMixin) if name in vars(Trainer)}
     own_of_every_class = {*vars(object), "__module__", "__dict__", "__weakref__", "__annotations__"}
 
@@ -163,12 +163,12 @@ def test_no_name_of_the_mixin_is_taken_by_chance():
     added = {name for name in vars(MFTrainerMixin) if not name.startswith("__")} - set(OVERRIDDEN)
 
     taken = added & set(dir(Trainer))
-    assert not taken, f"{RELEASE}: the Trainer has {sorted(taken)}, too; rename MFTrainerMixin's"
+    assert not taken, f"{RELEASE}: the Trainer has {sorted(taken)}; rename them in the mixin"
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_a_method_that_is_called_is_what_it_was(name):
-    """It exists, with the same parameters."""
+    """Each method that MFTrainer calls exists, with the same parameters."""
     kind, expected = CALLED[name]
     method = vars(kind).get(name)
 
@@ -178,7 +178,7 @@ def test_a_method_that_is_called_is_what_it_was(name):
 
 
 def test_functions_that_are_called_take_what_they_are_given():
-    """They have parameters of these names."""
+    """The functions that MFTrainer calls have the parameters that it passes."""
     names = {"output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"}
 
     missing = names - inspect.signature(rotate_checkpoints).parameters.keys()
@@ -190,27 +190,27 @@ def test_functions_that_are_called_take_what_they_are_given():
 
 
 def test_the_store_of_all_ranks_is_found():
-    """The private function of torch that returns it exists."""
+    """The private function of torch that returns the store of all ranks exists."""
     store = torch.distributed.distributed_c10d._get_default_store
-    assert parameters(store) == "", f"torch {torch.__version__}: the default store is elsewhere"
+    assert parameters(store) == "", f"torch {torch.__version__}: _get_default_store has changed"
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_order_of_the_loop_is_what_it_was(name):
-    """Each expression of the table comes after the one before it."""
+    """In each method of `ORDERS`, the expressions occur in the listed order."""
     source = inspect.getsource(vars(Trainer)[name])
     body = source[source.index(":\n") :]
     position = 0
     for expected in ORDERS[name]:
         found = body.find(expected, position)
-        known = "" if body.find(expected) < 0 else "at its place "
-        assert found >= 0, f"{RELEASE}: Trainer.{name} has {known}no {expected!r} any more"
+        known = "" if body.find(expected) < 0 else " in the expected order"
+        assert found >= 0, f"{RELEASE}: Trainer.{name} no longer has {expected!r}{known}"
         position = found
 
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
 def test_attributes_that_are_used_exist(owner, tmp_path):
-    """A new Trainer, and the objects that it holds, have them."""
+    """A new Trainer and its objects have the attributes that MFTrainer uses."""
     trainer = new_trainer(Trainer, tmp_path)
 
     assert hasattr(trainer, owner), f"{RELEASE}: the Trainer has no {owner}"
@@ -219,12 +219,12 @@ def test_attributes_that_are_used_exist(owner, tmp_path):
 
 
 def test_attributes_of_a_training_exist(tmp_path):
-    """A Trainer has them after a training."""
+    """After a training, a Trainer has the attributes that MFTrainer uses."""
     trainer = train(new_trainer(Trainer, tmp_path, max_steps=1)).trainer
 
     for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "model_init"):
         assert hasattr(trainer, name), f"{RELEASE}: the Trainer has no {name} after training"
-    assert trainer._tr_loss.shape == (), f"{RELEASE}: _tr_loss is no scalar"
+    assert trainer._tr_loss.shape == (), f"{RELEASE}: _tr_loss is not a scalar"
 
 
 def names_used_of_trainers() -> set[str]:
@@ -244,14 +244,14 @@ def names_used_of_trainers() -> set[str]:
 
 
 def test_every_private_name_is_checked():
-    """Each private name of the Trainer that is used is in a table of this file."""
+    """Each private name of the Trainer that MFTrainer uses is checked in this file."""
     checked = {*OVERRIDDEN, *CALLED, "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
 
     assert names_used_of_trainers() <= checked
 
 
 def test_events_that_are_waited_for_exist():
-    """Callbacks have them, and the handler sends them through ``call_event``."""
+    """Callbacks have the events that MFTrainer uses, and ``call_event`` sends them."""
     for event in ("on_train_begin", "on_epoch_begin", "on_optimizer_step", "on_step_end"):
         assert hasattr(TrainerCallback, event), f"{RELEASE}: callbacks have no {event}"
         source = textwrap.dedent(inspect.getsource(vars(CallbackHandler)[event]))
@@ -259,14 +259,14 @@ def test_events_that_are_waited_for_exist():
 
 
 def test_our_own_handler_takes_what_the_trainer_s_does():
-    """Its ``call_event`` has the same parameters."""
+    """``StepCallbackHandler.call_event`` has the parameters of the Trainer's handler."""
     assert parameters(StepCallbackHandler.call_event).startswith(
         parameters(CallbackHandler.call_event).removesuffix("**kwargs")
     )
 
 
 def test_the_trainer_s_own_callback_is_the_first(tmp_path):
-    """The callback for SIGTERM is the second, before the user's."""
+    """The Trainer's own callback comes first, then the one for SIGTERM, then the user's."""
     user = TrainerCallback()
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[user])
     names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
@@ -276,7 +276,7 @@ def test_the_trainer_s_own_callback_is_the_first(tmp_path):
 
 
 def test_control_has_the_switches_that_are_set():
-    """`TrainerControl` has switches of these names."""
+    """`TrainerControl` has the switches that MFTrainer sets; the default optimizer is fused."""
     for name in ("should_save", "should_training_stop", "should_evaluate"):
         assert hasattr(TrainerControl(), name), f"{RELEASE}: TrainerControl has no {name}"
     default = inspect.signature(TrainingArguments).parameters["optim"]

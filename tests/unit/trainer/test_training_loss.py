@@ -33,7 +33,7 @@ def training_loss(trainer):
 @pytest.mark.parametrize("step", [5, 8, NUM_STEPS])
 @pytest.mark.parametrize("logging_steps", [1, 3, 500])
 def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_steps):
-    """Result, metrics and log have the loss of a stock Trainer that was never stopped."""
+    """After a resume, result, metrics and log have an uninterrupted stock Trainer's mean loss."""
     settings = replace(PLAIN, logging_steps=logging_steps)
     stock = trained(tmp_path / "stock", settings, kind=Trainer, save_strategy="no")
     trained(tmp_path / "first", settings)
@@ -47,7 +47,7 @@ def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_step
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path, step):
-    """With ``ignore_data_skip`` it is the mean over the batches that were used."""
+    """With ``ignore_data_skip``, the training loss is the mean over the batches that were used."""
     keywords = {"ignore_data_skip": True, "save_strategy": "no"}
     checkpoints = []
     for name, settings in (("each", PLAIN), ("none", UNLOGGED)):
@@ -64,7 +64,10 @@ def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path,
 
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_after_a_stock_checkpoint_it_is_the_mean_of_the_steps_since(tmp_path):
-    """The losses before are not known, also when that run is resumed once more."""
+    """After a stock checkpoint, the training loss is the mean of the steps since then.
+
+    The checkpoint does not hold the earlier losses. Resuming once more does not change the mean.
+    """
     stock = trained(tmp_path / "stock", PLAIN, kind=Trainer)
     trained(tmp_path / "unlogged", UNLOGGED, kind=Trainer, callbacks=[StopAfter(5)])
     first = resume(tmp_path / "unlogged" / "checkpoint-5", tmp_path / "ours", UNLOGGED)
@@ -85,20 +88,20 @@ def test_what_the_user_logs_as_a_training_s_loss_stays_as_it_is(tmp_path):
 
 
 class Ends(TrainerCallback):
-    """End a training after a step without saving."""
+    """End a training after step 5, without saving."""
 
     def on_step_end(self, _args, state, control, **_):
-        """Ask for the end."""
+        """Request the end of the training."""
         control.should_training_stop = state.global_step == 5
 
 
 def test_a_checkpoint_after_the_end_goes_on_as_if_there_were_none(tmp_path):
-    """Losses that were added up at the end of a training count once."""
+    """A run resumed from a checkpoint written after a training counts each loss once."""
     settings = RunSettings(logging_steps=500)
     keywords = {"save_strategy": "no"}
     whole = trained(tmp_path / "whole", settings, **keywords)
     ended = trained(tmp_path / "ended", settings, callbacks=[Ends()], **keywords)
-    # A SIGTERM during the last step saves after the training like this.
+    # After a SIGTERM during the last step, the checkpoint is written after the training, as here.
     ended._save_checkpoint(ended.model, None)
 
     resumed = resume(tmp_path / "ended" / "checkpoint-5", tmp_path / "more", settings, **keywords)
