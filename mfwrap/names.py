@@ -1,4 +1,4 @@
-"""Public names: loaded on first use, missing from mfwrap with a replacement, or misspelled."""
+"""Resolve public names: import them on first use, and explain absent and misspelled names."""
 
 import difflib
 import importlib
@@ -61,14 +61,15 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "load_param_into_net": "`network.load_state_dict(...)`",
         "save_checkpoint": "`torch.save`, or `mfwrap.callbacks.ModelCheckpoint`",
         "set_auto_parallel_context": "`accelerate launch` in front of the script",
-        "set_context": "`Accelerator(cpu=True)` in front of everything to stay on the CPU; "
+        "set_context": "`Accelerator(cpu=True)` before anything else to stay on the CPU; "
         "accelerate finds other devices by itself",
     }
 )
-"""What to write instead of each name that `mfwrap` does not have.
+"""Replacement for each MindSpore and MindFormers name that `mfwrap` does not have.
 
-No function of torch may have one of these names. To pickle a function that has no module, pickle
-looks up its name in every loaded module and expects an AttributeError, not this ImportError.
+Do not add a name that a function of torch has. To pickle a function without ``__module__``, pickle
+looks up its name in every loaded module. Pickle handles an AttributeError there, but not the
+ImportError that these names raise.
 """
 
 _SIGTERM = (
@@ -107,18 +108,22 @@ ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
         "TrainFaultTolerance": _RESUME,
     }
 )
-"""What to write instead of each name that `mfwrap.callbacks` does not have."""
+"""Replacement for each MindSpore and MindFormers name that `mfwrap.callbacks` does not have."""
 
 
 _MAX_LISTED = 40
 
 
 def hint(name: object, known: Collection[str]) -> str:
-    """Return the end of an error message about an unknown name.
+    """Return a suggestion to append to an error message about an unknown name.
+
+    Args:
+        name: The unknown name.
+        known: The names that are valid in its place.
 
     Returns:
-        ``; did you mean 'x'?`` if a known name is similar, else ``; known: [...]``, or nothing if
-        more than 40 names are known.
+        ``; did you mean 'x'?`` if a known name is similar. Otherwise ``; known: [...]``, or an
+        empty string if more than 40 names are known.
 
     Example:
         >>> hint("causal_lmm", ["causal_lm", "regression"])
@@ -137,15 +142,15 @@ def package_getattr(
     homes: Mapping[str, str] = MappingProxyType({}),
     absent: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package.
+    """Return a ``__getattr__`` for a package, which resolves the package's public names.
 
     Args:
         package: The package's ``__name__``.
         homes: Maps a public name to the module that defines it. The module is imported when the
             name is first used, so importing the package alone stays quick.
-        absent: Maps a name to what to write instead. Using such a name raises an ImportError with
-            that sentence. An AttributeError would not do: ``from package import name`` replaces it
-            with an error that does not say what to write.
+        absent: Maps a name that the package does not have to its replacement. Using the name raises
+            an ImportError that states the replacement. (It is not an AttributeError, because
+            ``from package import name`` would hide that behind an error of its own.)
     """
 
     def getattribute(name: str) -> Any:

@@ -8,21 +8,22 @@ from torch import Tensor
 
 
 class StepOutput(NamedTuple):
-    """Result of one update, MindFormers' 5-tuple.
+    """Result of one update: MindFormers' 5-tuple.
 
     Reading a value on the host synchronizes with the device.
 
     Source: MindFormers, ``MFTrainOneStepCell``.
 
     Attributes:
-        loss: Shape ``()``, float32. Unscaled loss of this update on this rank: the mean over its
-            micro-batches, or its numerators over its denominators.
-        overflow: Shape ``()``, bool. Whether the gradients of this update were not finite on any
-            rank.
+        loss: Shape ``()``, float32. Unscaled loss of this update on this rank: the mean over the
+            micro-batches or, for a loss per token, the sum of numerators divided by the sum of
+            denominators.
+        overflow: Shape ``()``, bool. Whether at least one rank had non-finite gradients in this
+            update.
         loss_scale: Shape ``()``, float32. Loss scale that the next step uses; a copy.
         learning_rate: Shape ``()``, float32. Rate of the first parameter group in this update.
         global_norm: Shape ``()``, float32. L2 norm of all unscaled, reduced gradients before
-            clipping; ``None`` unless ``use_clip_grad``.
+            clipping; ``None`` without ``use_clip_grad``.
     """
 
     loss: Tensor
@@ -33,10 +34,10 @@ class StepOutput(NamedTuple):
 
 
 class LocalNormStepOutput(NamedTuple):
-    """Result of one update with local norms, MindFormers' 7-tuple.
+    """Result of one update with local norms: MindFormers' 7-tuple.
 
-    Source: MindFormers, ``MFTrainOneStepCell(local_norm=True)``, which returns sums of squares
-    under this name; here it is the norm.
+    Source: MindFormers, ``MFTrainOneStepCell(local_norm=True)``. There ``local_norm`` is the sum of
+    squares; here it is the norm.
 
     Attributes:
         loss: As in `StepOutput`.
@@ -59,7 +60,7 @@ class LocalNormStepOutput(NamedTuple):
 
 
 class LossScaleStepOutput(NamedTuple):
-    """Result of MindSpore's plain step with a loss scale, a 3-tuple.
+    """Result of MindSpore's plain step with a loss scale: a 3-tuple.
 
     Source: MindSpore, ``nn.TrainOneStepWithLossScaleCell``.
 
@@ -82,17 +83,18 @@ class StepReport:
     """Result that the cell returned."""
 
     skipped: Tensor
-    """Shape ``()``, bool. Whether weights, optimizer, schedule and average were left as they
-    were."""
+    """Shape ``()``, bool. Whether the update was skipped, so that weights, optimizer, schedule and
+    average did not change."""
 
     applied_updates: Tensor
-    """Shape ``()``, int64. Updates applied so far, this one included."""
+    """Shape ``()``, int64. Number of updates applied so far, including this update."""
 
     skipped_updates: Tensor
-    """Shape ``()``, int64. Updates skipped so far, this one included."""
+    """Shape ``()``, int64. Number of updates skipped so far, including this update."""
 
     consecutive_skips: Tensor
-    """Shape ``()``, int64. Skipped updates in a row up to this one; 0 if it was applied."""
+    """Shape ``()``, int64. Number of skipped updates in a row, including this update; 0 if this
+    update was applied."""
 
     learning_rates: Tensor
     """Shape ``(number of parameter groups,)``, float32. Rates used by this update."""
@@ -106,13 +108,14 @@ def named_output(outputs: Any) -> Any:
 
     A plain tuple has 3, 4, 5 or 7 values in MindFormers' order: loss, overflow, loss scale,
     learning rate, global norm. The first three must be a tensor, a flag and a number. The last two
-    of 7 values are left out: in a cell that was written for MindFormers, local norms are sums of
-    squares. Does not synchronize with the device.
+    of 7 values, the local norms and sizes, are left out, because a cell written for MindFormers
+    returns sums of squares as local norms. Does not synchronize with the device.
 
     Args:
         outputs: Result of a training cell.
 
-    Source: MindFormers, ``MFLossMonitor``, which takes any second value for the flag.
+    Source: MindFormers, ``MFLossMonitor``, which reads the second value as the flag without a
+    check.
 
     Example:
         >>> loss, overflow, scale = torch.tensor(2.0), torch.tensor(True), torch.tensor(8.0)
@@ -135,7 +138,7 @@ def named_output(outputs: Any) -> Any:
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor | None:
-    """Return a number, or a tensor of one element, with shape ``()``; ``None`` for all else."""
+    """Return a number or a one-element tensor as a tensor of shape ``()``, else ``None``."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 else None
     if isinstance(value, (bool, int, float)):

@@ -43,8 +43,8 @@ def grad(
     Source: MindSpore, ``mindspore.grad``.
 
     Args:
-        fn: Function or module of floating-point tensors that returns a tensor, or tensors nested
-            in tuples and lists.
+        fn: Function or module. Its inputs at `grad_position` are floating-point tensors. It returns
+            a tensor, or tensors nested in tuples and lists.
         grad_position: Positions of the inputs to differentiate by, >= 0, without repetition;
             ``None`` for no input.
         weights: Parameters to differentiate by, which must require gradients; ``None`` for no
@@ -63,8 +63,8 @@ def grad(
             at `grad_position` is not a floating-point tensor, or `fn` returns anything but tensors.
         ValueError: If both `grad_position` and `weights` are ``None``, a position is negative or
             repeated, `weights` is empty, or `return_ids` is set and a weight is not a parameter of
-            `fn`. The returned function raises it if there are fewer inputs than positions,
-            `has_aux` is set and `fn` has only one output, or a weight does not require gradients.
+            `fn`. The returned function raises it if there is no input at a position, a weight does
+            not require gradients, or `has_aux` is set and `fn` has only one output.
 
     Example:
         >>> import torch
@@ -102,8 +102,9 @@ def value_and_grad(
 
     Returns:
         A function that takes the arguments of `fn` and returns ``(outputs, gradients)``. `outputs`
-        are all outputs of `fn`, also with `has_aux`, detached unless the gradients can be
-        differentiated again.
+        are all outputs of `fn`, even with `has_aux`. They are detached, with one exception: if the
+        gradients can be differentiated again (see `grad`), so can the outputs that were
+        differentiated.
 
     Raises:
         TypeError: As `grad`.
@@ -128,7 +129,7 @@ def value_and_grad(
 
 @final
 class GradOperation:
-    """Build gradient functions, with MindSpore's older form of `grad`.
+    """Build gradient functions: MindSpore's older interface to `grad`.
 
     | get_all | get_by_list | gradients |
     | --- | --- | --- |
@@ -137,15 +138,17 @@ class GradOperation:
     | False | True | (of each weight, ...) |
     | True | True | ((of each input, ...), (of each weight, ...)) |
 
-    Inputs are the positional arguments that are tensors. Gradients of integers are zeros.
+    Inputs are the positional arguments that are tensors. With `get_all`, the gradients of integer
+    tensors are zeros.
 
     Source: MindSpore, ``ops.GradOperation``.
 
     Args:
         get_all: Differentiate by all inputs.
         get_by_list: Differentiate by weights.
-        sens_param: The gradient function takes the gradients of the outputs as its last positional
-            argument: a number, or tensors of the outputs' shapes. If False, they are ones.
+        sens_param: If True, the gradient function takes the gradients of the outputs as its last
+            positional argument: a number, or tensors of the outputs' shapes. If False, the
+            gradients of the outputs are ones.
 
     Raises:
         TypeError: If an argument is not a bool.
@@ -175,17 +178,18 @@ class GradOperation:
 
         Args:
             fn: As for `grad`.
-            weights: Parameters to differentiate by, only with `get_by_list`. ``None`` means all
-                parameters of a module `fn` that require gradients.
+            weights: Parameters to differentiate by; allowed only with `get_by_list`. If ``None``,
+                `fn` must be a module, and its parameters that require gradients are used.
 
         Returns:
             A function that takes the arguments of `fn` and returns gradients as in the table.
 
         Raises:
             TypeError: As `grad`.
-            ValueError: If `weights` is given without `get_by_list`, or missing for a `fn` that is
-                not a module. The returned function raises it if `sens_param` is set and there is no
-                argument, or its shape differs from the output's.
+            ValueError: If `weights` is given without `get_by_list`. Also if `get_by_list` is set,
+                `weights` is ``None`` and `fn` is not a module. With `sens_param`, the returned
+                function raises it if its last argument is missing, or has other shapes than the
+                outputs.
         """
         listed = self._weights(fn, weights)
 
@@ -193,7 +197,10 @@ class GradOperation:
             sens = None
             if self.sens_param:
                 if not args:
-                    msg = "`sens_param` needs a last positional argument, got none"
+                    msg = (
+                        "`sens_param=True` needs a last positional argument with the gradients of "
+                        "the outputs, got none"
+                    )
                     raise ValueError(msg)
                 *inputs, sens = args
                 args = tuple(inputs)
@@ -214,7 +221,7 @@ class GradOperation:
         if weights is None and isinstance(fn, nn.Module):
             weights = [p for p in fn.parameters() if p.requires_grad]
         if weights is None:
-            msg = "`weights` must be given with `get_by_list=True` and a function, got None"
+            msg = "`weights` must be given if `get_by_list=True` and `fn` is not a module, got None"
             raise ValueError(msg)
         return checked_weights(weights)
 

@@ -14,10 +14,10 @@ from mfwrap.arguments import check_bool, check_callable, described
 
 @dataclass(frozen=True, slots=True)
 class GradientRequest:
-    """Which gradients of a function to compute, and the structure to return them in.
+    """State which gradients of a function to compute, and how to nest them.
 
-    The gradients of the inputs are one tensor or a tuple, and so are those of the weights. If both
-    are asked for, they are returned as a pair.
+    The gradients of the inputs are a tensor or a tuple of tensors; so are the gradients of the
+    weights. If both are requested, the result is the pair ``(of the inputs, of the weights)``.
     """
 
     fn: Callable[..., Any]
@@ -33,7 +33,8 @@ class GradientRequest:
     """Whether only the first output is differentiated."""
 
     names: Sequence[str] | None = None
-    """Names of the weights, returned with the gradients. ``None`` returns gradients only."""
+    """Names of the weights. If set, each gradient is returned in a pair with its id: the position
+    of the input, or the name of the weight. ``None`` returns gradients alone."""
 
     integers_have_zeros: bool = False
     """Whether inputs that are not floating-point tensors have gradients of zeros. If False, such an
@@ -47,7 +48,8 @@ class GradientRequest:
 
         Raises:
             TypeError: If an argument has the wrong type.
-            ValueError: If an argument is out of range, or no gradient is asked for.
+            ValueError: If an argument has an invalid value, or both `grad_position` and `weights`
+                are ``None``.
         """
         check_callable("fn", fn)
         if grad_position is None and weights is None:
@@ -64,7 +66,12 @@ class GradientRequest:
         )
 
     def nested(self, of_inputs: Sequence[Tensor], of_weights: Sequence[Tensor]) -> Any:
-        """Return gradients in the structure of this request."""
+        """Nest gradients in the structure that this request describes.
+
+        Args:
+            of_inputs: Gradient of each requested input.
+            of_weights: Gradient of each weight.
+        """
         parts = []
         if self.positions is not None:
             ids = None if self.names is None else as_list(self.positions)
@@ -75,8 +82,7 @@ class GradientRequest:
 
 
 _inside: ContextVar[bool] = ContextVar("inside a gradient function", default=False)
-"""Whether the current code runs inside the function of an outer `gradients_of`, which will
-differentiate it."""
+"""Whether the current code runs in a function that an outer `gradients_of` will differentiate."""
 
 
 def gradients_of(
@@ -122,7 +128,7 @@ def gradients_of(
 
 
 def checked_weights(weights: Any) -> Tensor | list[Tensor]:
-    """Return a single weight as it is, several as a list.
+    """Check weights: return a single tensor as it is, and any other iterable as a list.
 
     Raises:
         TypeError: If `weights` holds anything but tensors.
@@ -145,7 +151,11 @@ def checked_weights(weights: Any) -> Tensor | list[Tensor]:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return a list of the items, of the single item, or of nothing for ``None``."""
+    """Convert an argument to a list.
+
+    ``None`` gives an empty list, a list or tuple gives its items, and anything else gives a list of
+    that one item.
+    """
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
@@ -187,17 +197,19 @@ def _part(gradients: Sequence[Tensor], ids: Sequence[Any] | None, *, bare: bool)
 def _check_trainable(weights: Sequence[Tensor]) -> None:
     frozen = [index for index, weight in enumerate(weights) if not weight.requires_grad]
     if frozen:
-        msg = f"`weights` must require gradients, got frozen ones at the indices {frozen}"
+        msg = f"`weights` must require gradients, got frozen weights at the indices {frozen}"
         raise ValueError(msg)
 
 
 def _with_leaves(
     request: GradientRequest, args: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Replace the inputs to differentiate by with new tensors that nothing else depends on.
+    """Replace each requested input with a new tensor that only this call uses.
+
+    Integer tensors are not replaced, because they have no gradients.
 
     Returns:
-        All arguments with the replacements, and the replacements alone.
+        All arguments after the replacement, and a list with only the requested inputs.
     """
     replaced, inputs = list(args), []
     for position in as_list(request.positions):
@@ -211,8 +223,8 @@ def _with_leaves(
             msg = f"input {position} of `fn` must be a floating-point tensor, got {kind}"
             raise TypeError(msg)
         if differentiable:
-            # A view stays connected to the tensors that the argument was computed from, so that
-            # gradients can be differentiated again with respect to those.
+            # A view keeps the graph of the argument. So the gradients can be differentiated again
+            # by the tensors that the argument was computed from.
             argument = (
                 argument.view_as(argument)
                 if argument.requires_grad and torch.is_grad_enabled()
@@ -224,7 +236,7 @@ def _with_leaves(
 
 
 def _roots(request: GradientRequest, outputs: Any, sens: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs to differentiate, and the gradient of each."""
+    """Return the outputs to differentiate, and the output gradient (cotangent) of each."""
     if request.has_aux:
         if not isinstance(outputs, (tuple, list)) or len(outputs) < 2:
             number = len(outputs) if isinstance(outputs, (tuple, list)) else 1
@@ -266,8 +278,8 @@ def _cotangents(roots: Sequence[Tensor], sens: Any) -> list[Tensor]:
 def _differentiate(
     roots: list[Tensor], cotangents: list[Tensor], leaves: list[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    # torch raises for a leaf that does not require a gradient (integers), and if no output depends
-    # on any leaf. MindSpore's gradients are zeros in both cases.
+    # torch raises if a leaf does not require a gradient (an integer tensor), or if there is no
+    # output to differentiate. MindSpore's gradients are zeros in both cases.
     wanted = [leaf for leaf in leaves if leaf.requires_grad] if roots else []
     if not wanted:
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -292,14 +304,16 @@ def _is_differentiated_again(
     nested: bool,
     with_weights: bool,
 ) -> bool:
-    """Return whether the gradients may be differentiated again, so that their graph is needed.
+    """Return whether the caller may differentiate the gradients again.
 
-    A training step differentiates with respect to weights and uses the gradients as they are;
-    recording a graph would keep all activations in memory for nothing. The graph is recorded
+    If so, their graph must be recorded. A training step differentiates by weights and does not
+    differentiate again; a recorded graph would keep all activations in memory for nothing. The
+    graph is recorded in three cases:
 
-    - inside another gradient function, and if an argument requires gradients;
-    - without weights, if the function depends on a leaf other than its inputs, such as a network's
-      parameter: the caller may differentiate the result with respect to it.
+    - inside another gradient function;
+    - if an argument requires gradients;
+    - if there are no weights, and the function depends on a leaf other than its inputs, such as a
+      network's parameter: the caller may differentiate the result by that leaf.
     """
     own = {id(tensor) for tensor in inputs if tensor.is_leaf}
     if nested or any(
@@ -318,7 +332,7 @@ def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Only the nodes that accumulate gradients into leaves have a `variable`.
+        # Only the nodes that accumulate gradients into leaves have a `variable`: the leaf.
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in own:
             return True
@@ -327,7 +341,7 @@ def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
 
 
 def _value(request: GradientRequest, outputs: Any, *, detached: bool) -> Any:
-    """Return the outputs, detached unless they were differentiated and their graph is kept."""
+    """Detach the outputs; with ``detached=False``, the differentiated outputs keep their graph."""
     kept = set()
     if not detached:
         kept = {id(leaf) for leaf in pytree.tree_leaves(outputs[0] if request.has_aux else outputs)}

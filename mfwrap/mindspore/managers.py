@@ -17,18 +17,18 @@ _MAX_CONSECUTIVE_OVERFLOWS = 1000
 
 
 class LossScaleManager(abc.ABC):
-    """Base of the managers: a loss scale, and the rule that changes it.
+    """Base class of the managers: hold a loss scale, and the rule that changes it.
 
-    In your own training loop, multiply the loss by `get_loss_scale` and call `update_loss_scale`
-    after each step. For a training cell, pass `get_update_cell` as ``scale_sense``: the cell then
-    applies the same rule on the device.
+    In your own training loop, multiply the loss by ``manager.get_loss_scale()`` and call
+    `update_loss_scale` after each step. For a training cell, pass ``manager.get_update_cell()`` as
+    ``scale_sense``: the cell then applies the same rule on the device.
 
     Source: MindSpore, ``amp.LossScaleManager``.
     """
 
     @abc.abstractmethod
     def get_loss_scale(self) -> float:
-        """Return the loss scale: the factor of the next loss."""
+        """Return the loss scale, the factor by which to multiply the next loss."""
 
     @abc.abstractmethod
     def update_loss_scale(self, overflow: bool | Tensor) -> None:  # noqa: FBT001  (MindSpore's signature)
@@ -87,7 +87,7 @@ class FixedLossScaleManager(LossScaleManager):
         """Do nothing."""
 
     def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
-        """Return a new cell of this loss scale; ``None`` with ``drop_overflow_update=False``."""
+        """Return a new update cell with this loss scale; ``None`` if overflows are not skipped."""
         return FixedLossScaleUpdateCell(self._loss_scale) if self._drop_overflow_update else None
 
     def get_drop_overflow_update(self) -> bool:
@@ -96,7 +96,7 @@ class FixedLossScaleManager(LossScaleManager):
 
 @final
 class DynamicLossScaleManager(LossScaleManager):
-    """Lower the loss scale on overflow, and raise it after a row of steps without overflow.
+    """Lower the loss scale on overflow, and raise it after enough steps without overflow.
 
     - On overflow: ``max(loss_scale / scale_factor, 1)``.
     - After every `scale_window` consecutive steps without overflow: ``loss_scale * scale_factor``,
@@ -178,8 +178,8 @@ class DynamicLossScaleManager(LossScaleManager):
         if self.bad_step > self.bad_step_max:
             msg = (
                 f"{self.bad_step} updates in a row overflowed, more than "
-                f"{self.bad_step_max}, the last one at update {self.cur_iter} with loss "
-                f"scale {self.loss_scale:g} left; find out what is non-finite before you continue"
+                f"{self.bad_step_max}, and after update {self.cur_iter} the loss scale is "
+                f"{self.loss_scale:g}; find out what is non-finite before you continue"
             )
             raise RuntimeError(msg)
 

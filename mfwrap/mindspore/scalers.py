@@ -19,8 +19,8 @@ def all_finite(inputs: Any) -> Tensor:
     """Return whether every element of every tensor is finite.
 
     Only this rank's tensors are read. That is enough for gradients that are already reduced over
-    ranks, since they are the same on every rank. For any others, combine the answers of all ranks
-    before acting on them.
+    ranks, because they are equal on every rank. For other tensors, combine the results of all ranks
+    before you use them.
 
     Source: MindSpore, ``amp.all_finite``.
 
@@ -47,7 +47,7 @@ def all_finite(inputs: Any) -> Tensor:
 
 
 class LossScaler(abc.ABC):
-    """Base of the scalers, which apply a loss scale that lives on the device.
+    """Base class of the scalers: apply a loss scale that is a tensor on the device.
 
     Source: MindSpore, ``amp.LossScaler``.
 
@@ -65,15 +65,15 @@ class LossScaler(abc.ABC):
             msg = f"`scale_value` must be finite in float32, got {scale_value}"
             raise ValueError(msg)
         self.scale_value = torch.full((), number, dtype=torch.float32)
-        """Current loss scale: shape ``()``, float32. Each change replaces the tensor, and so does
-        the first input on an accelerator, to whose device the scale moves."""
+        """Current loss scale: shape ``()``, float32. Each change of the scale replaces this tensor.
+        The first input on an accelerator replaces it, too: the scale moves to that device."""
 
     def scale(self, inputs: _Structure) -> _Structure:
-        """Multiply the loss by the loss scale, before the backward.
+        """Multiply the loss by the loss scale, before the backward pass.
 
         Args:
             inputs: A floating-point tensor, or such tensors nested in tuples, lists and dicts.
-                ``None`` entries stay.
+                ``None`` entries are returned as they are.
 
         Returns:
             New differentiable tensors in the same structure, with the dtypes and devices of
@@ -86,15 +86,15 @@ class LossScaler(abc.ABC):
         return self._multiplied(inputs, lambda scale: scale)
 
     def unscale(self, inputs: _Structure) -> _Structure:
-        """Divide gradients by the loss scale, after the backward.
+        """Divide gradients by the loss scale, after the backward pass.
 
         Args:
             inputs: As for `scale`.
 
         Returns:
             As for `scale`. As in MindSpore, the reciprocal of the scale is rounded to the tensor's
-            dtype: in float16 it is zero for scales above 2**24, and so is every gradient. Keep
-            gradients in float32.
+            dtype. In float16 it becomes zero for scales of 2**25 or more, which makes every
+            gradient zero, so keep gradients in float32.
 
         Raises:
             TypeError: As `scale`.
@@ -110,7 +110,8 @@ class LossScaler(abc.ABC):
                 shape ``()``, bool.
 
         Returns:
-            Whether this kind of scaler ever changes its scale. No synchronization with the device.
+            Whether scalers of this class can change their scale. No synchronization with the
+            device.
         """
 
     def _multiplied(self, inputs: _Structure, factor_of: Callable[[Tensor], Tensor]) -> _Structure:
@@ -121,14 +122,15 @@ class LossScaler(abc.ABC):
         factor = factor_of(self.scale_value)
 
         def multiplied(leaf: Tensor | None) -> Tensor | None:
-            # In the tensor's own dtype, so that float16 and bfloat16 round as in MindSpore.
+            # Multiply in the tensor's own dtype, so that float16 and bfloat16 round as in
+            # MindSpore.
             return leaf if leaf is None else leaf * on_device(factor, leaf.device).to(leaf.dtype)
 
         outputs: _Structure = pytree.tree_map(multiplied, inputs)
         return outputs
 
     def _follow(self, tensor: Tensor) -> None:
-        """Move the scale to the tensor's accelerator, once, instead of copying it at every call."""
+        """Move a scale on the CPU to the tensor's device, so that later calls need no copy."""
         if self.scale_value.device.type == "cpu":
             self.scale_value = on_device(self.scale_value, tensor.device)
 
@@ -162,7 +164,7 @@ class StaticLossScaler(LossScaler):
 
 @final
 class DynamicLossScaler(LossScaler):
-    """Lower the loss scale on overflow, and raise it after a row of steps without overflow.
+    """Lower the loss scale on overflow, and raise it after enough steps without overflow.
 
     - On overflow: ``max(scale / scale_factor, 1)``.
     - After `scale_window` consecutive steps with finite gradients: ``scale * scale_factor``, unless
@@ -190,7 +192,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_factor = check_int("scale_factor", scale_factor)
         self.scale_window = check_int("scale_window", scale_window)
         self.counter = torch.zeros((), dtype=torch.int64)
-        """Consecutive finite steps since the last change or window: shape ``()``, int64."""
+        """Number of consecutive finite steps in the current window: shape ``()``, int64."""
 
     def adjust(self, grads_finite: bool | Tensor) -> bool:  # noqa: FBT001  (MindSpore's signature)
         """Change the loss scale after a step.
