@@ -1,4 +1,4 @@
-"""MindSpore's callbacks: what a run gives them, and an adapter to the Trainer's events."""
+"""MindSpore's callbacks, the facts of a run that they get, and their adapter to the Trainer."""
 
 import math
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from mfwrap.arguments import described
 
 @final
 class CallbackParameters(dict[str, Any]):
-    """Facts of a run for its callbacks, by key and by attribute.
+    """Hold the facts of a run for its callbacks, which read them as items or as attributes.
 
-    Source: MindSpore's ``cb_params``. There a missing attribute raises ``KeyError``, so that
-    ``hasattr`` and ``getattr`` with a default fail; here it raises ``AttributeError``.
+    Source: MindSpore's ``cb_params``. In MindSpore a missing attribute raises ``KeyError``, so
+    ``hasattr`` and ``getattr`` with a default fail. Here it raises ``AttributeError``.
 
     Example:
         >>> parameters = CallbackParameters(cur_step_num=3)
@@ -53,16 +53,16 @@ class RunContext:
     def original_args(self) -> CallbackParameters:
         """Return the facts of the run.
 
-        In a training these are ``network``, ``train_network``, ``optimizer``, ``loss_fn``,
-        ``epoch_num``, ``batch_num``, ``cur_epoch_num`` and ``cur_step_num`` (from 1),
-        ``net_outputs`` (tensors on the training device; reading one synchronizes with it),
-        ``train_dataset``, ``list_callback``, ``mode`` and, after an evaluation, ``metrics`` and
-        ``eval_results``.
+        In a training the facts are ``network``, ``train_network``, ``optimizer``, ``loss_fn``,
+        ``epoch_num``, ``batch_num``, ``cur_epoch_num`` and ``cur_step_num`` (both from 1),
+        ``net_outputs``, ``train_dataset``, ``list_callback`` and ``mode``; after an evaluation also
+        ``metrics`` and ``eval_results``. ``net_outputs`` are tensors on the training device, and
+        reading one on the host synchronizes with the device.
         """
         return self._original_args
 
     def request_stop(self) -> None:
-        """Ask the run to stop after this step, or after this epoch if it is at its end."""
+        """Ask the run to stop after this step, or after this epoch if called at the epoch's end."""
         self._stop_requested = True
 
     def get_stop_requested(self) -> bool:
@@ -73,13 +73,14 @@ class RunContext:
 class Callback:
     """Base class of MindSpore's callbacks; each method does nothing until it is overridden.
 
-    `Model.train` and `Model.fit` call ``on_train_*``; `Model.eval` and `Model.fit` call
-    ``on_eval_*``. By default both kinds call the methods with the older names: ``begin``,
-    ``epoch_begin``, ``step_begin``, ``step_end``, ``epoch_end`` and ``end``. The older names do not
-    distinguish training from evaluation, so `Model.fit` refuses callbacks that override them.
+    `Model.train` and `Model.fit` call the ``on_train_*`` methods; `Model.eval` and `Model.fit` call
+    the ``on_eval_*`` methods. By default these methods call the methods with the older names:
+    ``begin``, ``epoch_begin``, ``step_begin``, ``step_end``, ``epoch_end`` and ``end``. The older
+    names do not distinguish training from evaluation, so `Model.fit` refuses callbacks that
+    override them.
 
-    A callback is entered as a context manager before a run and left after it, also when the run
-    raises.
+    A callback is a context manager: a run enters it at the start and exits it at the end, also if
+    the run raises an error.
 
     Source: MindSpore, ``train.Callback``.
 
@@ -136,7 +137,7 @@ class Callback:
         self.step_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Called after an epoch of a training, and after the evaluation of that epoch if any."""
+        """Called after an epoch of a training, and after its evaluation if there is one."""
         self.epoch_end(run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
@@ -172,8 +173,9 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
     """Adapt a MindSpore callback to the Hugging Face Trainer.
 
     The callback gets the ``on_train_*`` calls. ``net_outputs`` is the step's output in an
-    `MFTrainer`, and ``None`` in a stock Trainer, which does not give callbacks its output. If an
-    evaluation follows an epoch, ``on_train_epoch_end`` is called after it, with its ``metrics``.
+    `MFTrainer`, and ``None`` in a stock Trainer, which does not pass its output to callbacks. If an
+    evaluation follows an epoch, ``on_train_epoch_end`` is called after the evaluation and finds its
+    ``metrics``.
 
     Args:
         callback: The callback to adapt.
@@ -188,16 +190,17 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
     if not isinstance(callback, Callback):
         msg = f"`callback` must be a Callback, got {described(callback)}"
         raise TypeError(msg)
-    # A class per adapted class: a Trainer warns about two callbacks of the same class.
+    # Each callback gets a new subclass, because a Trainer warns about two callbacks of the same
+    # class.
     kind: type[AdaptedCallback] = type(f"Adapted{type(callback).__name__}", (AdaptedCallback,), {})
     return kind(callback)
 
 
 class AdaptedCallback(TrainerCallback):
-    """A MindSpore callback in transformers' events; made by `as_trainer_callback`.
+    """Call a MindSpore callback in transformers' events; created by `as_trainer_callback`.
 
-    `Model` gives each event its own ``run_context``. A Trainer has none; the facts of the run then
-    come from the Trainer's state and arguments.
+    `Model` passes its ``run_context`` with each event. A Trainer has no ``run_context``; the facts
+    of the run then come from the Trainer's state and arguments.
 
     Args:
         callback: The callback to adapt.
@@ -266,7 +269,7 @@ class AdaptedCallback(TrainerCallback):
         self._apply_stop(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """End an epoch, at once or after the evaluation that is due."""
+        """End an epoch, or leave that to `on_evaluate` if an evaluation is due."""
         del args, state
         self._awaits_evaluation = True
         if not control.should_evaluate:
@@ -288,7 +291,7 @@ class AdaptedCallback(TrainerCallback):
             self._parameters.update(metrics=results, eval_results=results)
         self._end_epoch(control)
         if run_context is None:
-            # The next epoch may have no evaluation.
+            # The next epoch may have no evaluation, and must not see these metrics then.
             self._parameters.pop("metrics")
 
     def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Batches of `Model`: epochs of a known length, on the training device."""
+"""Batches of `Model`: split a dataset into epochs, and move batches to the training device."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
@@ -16,21 +16,21 @@ from mfwrap.step.forward import NetworkCall
 
 @final
 class Batches:
-    """Split a dataset into epochs, each batch being the arguments of a call of the network.
+    """Split a dataset into epochs, and convert each batch to the arguments of a network call.
 
     On several ranks, a ``DataLoader`` that accelerate has not prepared is divided among the ranks.
     Any other iterable must yield each rank's own batches.
 
     Args:
         name: Name of the dataset in error messages.
-        dataset: Yields batches. A tuple or list is the columns of a batch, a mapping its named
-            columns, anything else its only column.
-        accelerator: Tells the rank and the number of ranks.
+        dataset: Yields batches. A batch is a tuple or list of columns, a mapping of named columns,
+            or a single column.
+        accelerator: Supplies the rank and the number of ranks.
         device: Device that batches are moved to.
         sink_mode: Copy batches to the device without synchronizing.
         sink_size: Batches per epoch; each epoch continues where the previous one ended. -1 for one
             pass over the dataset per epoch.
-        even: Give each rank the same number of batches, by repeating some.
+        even: Whether samples are repeated so that each rank gets the same number of batches.
 
     Raises:
         TypeError: If `dataset` is not iterable, or has no length while `sink_size` is -1.
@@ -57,7 +57,7 @@ class Batches:
         self._device = device
         self._sink_mode = sink_mode
         self.sinks = sink_size > 0
-        """Whether the length of an epoch is `sink_size` and not that of the dataset."""
+        """Whether an epoch has `sink_size` batches. If False, it is one pass over the dataset."""
         self._pass: Iterator[Any] | None = None
         self._num_passes = 0
         self.num_batches = sink_size if self.sinks else self._length()
@@ -67,7 +67,7 @@ class Batches:
         if not has_length(self.dataset):
             msg = (
                 f"`{self._name}` must have a length, got {type(self.dataset).__name__} without "
-                "one; pass `dataset_sink_mode=True` and `sink_size`, the length of an epoch"
+                "one; pass `dataset_sink_mode=True` and `sink_size`, the batches per epoch"
             )
             raise TypeError(msg)
         length = len(self.dataset)
@@ -80,7 +80,7 @@ class Batches:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch; ``None`` if the dataset does not say."""
+        """Samples per batch; ``None`` if the dataset has no integer ``batch_size``."""
         size = getattr(self.dataset, "batch_size", None)
         return size if isinstance(size, int) else None
 
@@ -106,7 +106,7 @@ class Batches:
         raise self._empty_error()
 
     def _next_pass(self) -> Iterator[Any]:
-        # accelerate's loaders shuffle by the number of the pass.
+        # accelerate's loaders may shuffle by the number of the pass, so every pass needs its own.
         if isinstance(self.dataset, (DataLoaderShard, DataLoaderDispatcher)):
             self.dataset.set_epoch(self._num_passes)
         self._num_passes += 1
@@ -146,7 +146,10 @@ def pair_of(name: str, call: NetworkCall) -> NetworkCall:
     """
     columns = (*call.arguments, *call.keywords.values())
     if len(columns) != 2:
-        msg = f"`{name}` must have two columns, data and label, with `loss_fn`, got {len(columns)}"
+        msg = (
+            f"`{name}` must have two columns, data and label, because `loss_fn` is given, "
+            f"got {len(columns)}"
+        )
         raise ValueError(msg)
     return NetworkCall(columns, {})
 

@@ -1,4 +1,4 @@
-"""Evaluations of `Model`: batches through a network into metrics."""
+"""Evaluate the network of a `Model`: call it with batches, and give its outputs to metrics."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -18,29 +18,31 @@ class EvaluationResult(NamedTuple):
     """Metrics of an evaluation."""
 
     metrics: dict[str, Any]
-    """The metrics that the model was given."""
+    """Value of each metric of the model, by its name."""
 
     results: dict[str, Any]
-    """The same, with ``eval_loss`` if the network's outputs have a loss."""
+    """`metrics`, plus ``eval_loss`` if the evaluator knows which output is the loss."""
 
 
 @final
 class Evaluator:
-    """Evaluate a network by metrics.
+    """Compute metrics of a network on a data set.
 
     Args:
         trained: The trained network and its device.
-        loss_fn: Called with the network's output and the label; ``None`` for none.
+        loss_fn: Called with the network's output and the label; ``None`` if `eval_network` is used,
+            or if the model is never evaluated.
         metrics: Metrics; see `mfwrap.model.metrics.named_metrics`.
         eval_network: Called instead of the network with `loss_fn`.
-        eval_indexes: Which outputs of `eval_network` are loss, output and label; ``None`` gives
-            each metric all outputs.
-        accelerator: Tells the rank and the number of ranks.
+        eval_indexes: Positions of loss, output and label in the outputs of `eval_network`; ``None``
+            gives each metric all outputs.
+        accelerator: Supplies the rank and the number of ranks.
 
     Raises:
         ImportError: If a metric needs torchmetrics, which is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If a metric's name is unknown, or `eval_indexes` does not fit.
+        ValueError: If a metric's name is unknown, or `eval_indexes` is invalid; see
+            `checked_indexes`.
     """
 
     def __init__(
@@ -62,14 +64,14 @@ class Evaluator:
         self._device = trained.device
         self._accelerator = accelerator
         self.network: nn.Module | None = None
-        """What an evaluation calls; ``None`` without a loss function."""
+        """Network that an evaluation calls; ``None`` without `loss_fn` and `eval_network`."""
         if eval_network is not None:
             self.network = eval_network.to(trained.device)
         elif loss_fn is not None:
             self.network = EvaluationNetwork(trained.network, loss_fn, trained.precision.dtype)
 
     def batches(self, valid_dataset: Iterable[Any], *, sink_mode: bool) -> Batches:
-        """Return the batches of a dataset to evaluate.
+        """Check that an evaluation is possible, and return its batches for `run`.
 
         Args:
             valid_dataset: Yields batches.
@@ -96,12 +98,12 @@ class Evaluator:
     def run(
         self, batches: Batches, callbacks: Sequence[Callback], facts: Mapping[str, Any]
     ) -> EvaluationResult:
-        """Evaluate once.
+        """Evaluate the network once on all batches.
 
         Args:
-            batches: The data.
-            callbacks: Get the ``on_eval_*`` calls.
-            facts: Further facts for the callbacks.
+            batches: Batches that the method `batches` returned.
+            callbacks: Callbacks whose ``on_eval_*`` methods are called.
+            facts: Further facts of the run for the callbacks.
         """
         network = self._checked_network()
         parameters = CallbackParameters(
@@ -140,7 +142,7 @@ class Evaluator:
         context: RunContext,
         metrics: EvaluationMetrics,
     ) -> None:
-        """Update the metrics by each batch, until the data ends or a callback stops the run."""
+        """Update the metrics with each batch, until the data end or a callback stops the run."""
         network, parameters = self._checked_network(), context.original_args()
         for batch in batches.epoch():
             takes_pairs = isinstance(network, EvaluationNetwork)
@@ -190,9 +192,12 @@ def checked_indexes(
 ) -> tuple[int, int, int] | None:
     """Return the positions of loss, output and label in an evaluation network's outputs.
 
+    Returns:
+        The positions, or ``None`` if `eval_network` is given without `eval_indexes`.
+
     Raises:
         TypeError: If `eval_network` is not a module, or an index is not an int.
-        ValueError: If there are not three indexes >= 0, or there is no `eval_network`.
+        ValueError: If `eval_indexes` is not three ints >= 0, or is given without `eval_network`.
     """
     if eval_network is not None and not isinstance(eval_network, nn.Module):
         msg = f"`eval_network` must be a torch.nn.Module or None, got {type(eval_network).__name__}"

@@ -29,11 +29,12 @@ def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[s
     """Return metric objects by name.
 
     Args:
-        metrics: A set of MindSpore's names, or a dict from names of your choice to such names or
-            to objects with ``update``, ``compute`` and ``reset``. ``"accuracy"`` (``"acc"``),
-            ``"top_1_accuracy"``, ``"top_5_accuracy"``, ``"mae"``, ``"mse"`` and ``"loss"`` give
-            one number; ``"precision"``, ``"recall"`` and ``"F1"`` one number per class;
-            ``"confusion_matrix"`` one row per class.
+        metrics: A set of MindSpore's names, or a dict. The dict's keys are names of your choice;
+            its values are MindSpore's names, or objects with ``update``, ``compute`` and ``reset``.
+            MindSpore's names are ``"accuracy"`` (or ``"acc"``), ``"top_1_accuracy"``,
+            ``"top_5_accuracy"``, ``"mae"``, ``"mse"`` and ``"loss"``, which give one number;
+            ``"precision"``, ``"recall"`` and ``"F1"``, which give one number per class; and
+            ``"confusion_matrix"``, which gives one row per class.
 
     Raises:
         ImportError: If a metric needs torchmetrics, which is not installed.
@@ -79,13 +80,13 @@ def _metric(metric: object) -> Metric:
 
 @final
 class EvaluationMetrics:
-    """The metrics of one evaluation.
+    """Update metrics with the outputs of one evaluation, and compute their values.
 
     Args:
-        metrics: Metrics by name; they are reset.
-        indexes: Which outputs of the evaluation network are loss, output and label; ``None`` gives
-            each metric all outputs.
-        device: Device to compute metrics on.
+        metrics: Metrics by name. The constructor resets them.
+        indexes: Positions of loss, output and label in the outputs of the evaluation network;
+            ``None`` gives each metric all outputs.
+        device: Device on which the metrics are computed.
     """
 
     def __init__(
@@ -191,10 +192,10 @@ class MeanLoss:
 
 @final
 class _ClassMetric:
-    """A metric of classes, made when the first batch tells the number of classes.
+    """Compute a metric over classes, whose number is read from the first batch.
 
     Args:
-        make: Returns the metric for a number of classes.
+        make: Called with the number of classes; returns the metric of torchmetrics.
     """
 
     def __init__(self, make: Callable[[int], Any]) -> None:
@@ -202,7 +203,12 @@ class _ClassMetric:
         self._metric: Any = None
 
     def update(self, scores: Tensor, label: Tensor) -> None:
-        """Add scores of shape ``(N, C, ...)``, and labels as classes or one-hot in that shape."""
+        """Add a batch.
+
+        Args:
+            scores: Scores of the classes, shape ``(N, C, ...)``.
+            label: Class indices, or one-hot labels in the shape of `scores`.
+        """
         if scores.dim() < 2:
             msg = f"scores must have shape (N, C, ...), got {tuple(scores.shape)}"
             raise ValueError(msg)
@@ -238,7 +244,7 @@ def _torchmetrics(part: str) -> Any:
     try:
         return importlib.import_module(f"torchmetrics.{part}")
     except ImportError as error:
-        msg = "metrics by name need torchmetrics; run pip install 'mfwrap[metrics]'"
+        msg = "every named metric but 'loss' needs torchmetrics; run pip install 'mfwrap[metrics]'"
         raise ImportError(msg) from error
 
 

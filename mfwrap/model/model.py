@@ -1,4 +1,4 @@
-"""MindSpore's `Model`: a training loop over a training cell, with callbacks of both kinds."""
+"""MindSpore's `Model`: a training loop with MindSpore's and transformers' callbacks."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,32 +30,37 @@ class Model:
 
     The network and every batch are moved to accelerate's device. Under ``accelerate launch``, the
     ranks share the data and average their gradients. Create ``Accelerator(cpu=True)`` before the
-    model to stay on the CPU. Training puts the network into train mode; evaluation puts it into
-    eval mode and back.
+    model to stay on the CPU. Training puts the network into train mode. Evaluation puts it into
+    eval mode, and restores the previous mode at its end.
 
-    Source: MindSpore, ``train.Model``. `lr_scheduler` is an addition: optimizers of torch take no
-    schedule as their learning rate.
+    Source: MindSpore, ``train.Model``. `lr_scheduler` is an addition: MindSpore's optimizers take a
+    schedule as their learning rate, torch's do not.
 
     Args:
-        network: With `loss_fn`, called with the first of two columns of a batch. Without, called
-            with all columns (a mapping: by name), and returns the loss. A training cell such as
-            `MFTrainOneStepCell`, which has a network and an optimizer, is used as it is; batches
-            are moved to the device of its parameters.
-        loss_fn: Called with the network's output and the second column.
+        network: Network, or a training cell such as `MFTrainOneStepCell`. With `loss_fn`, the
+            network is called with the first of the two columns of a batch. Without `loss_fn`, it is
+            called with all columns (by keyword if the batch is a mapping) and returns the loss. A
+            training cell is used with its own network and optimizer; batches are moved to the
+            device of its parameters.
+        loss_fn: Called with the network's output and the second column of the batch; returns the
+            loss.
         optimizer: Optimizer of the network's parameters; ``None`` to evaluate and predict only.
-        metrics: A set of MindSpore's names, or a dict of such names or of objects with ``update``,
-            ``compute`` and ``reset``, for example torchmetrics; see
+        metrics: Metrics of an evaluation: a set of MindSpore's names, or a dict from your names to
+            MindSpore's names or to metric objects, for example of torchmetrics; see
             `mfwrap.model.metrics.named_metrics`.
         eval_network: Called with all columns of a batch in an evaluation; by default the network
             with `loss_fn`.
-        eval_indexes: Which outputs of `eval_network` are loss, output and label. ``None`` gives
-            each metric all outputs, and the metric ``"loss"`` the loss in a single output (as a
-            Hugging Face model's).
+        eval_indexes: Positions of loss, output and label in the outputs of `eval_network`. With
+            ``None``, each metric gets all outputs. If there is a single output, the metric
+            ``"loss"`` takes it as the loss if it is a tensor, or else takes its ``loss`` (as in a
+            Hugging Face model).
         amp_level: Mixed precision; see `mfwrap.model.train_network.precision_of`.
-        loss_scale_manager: The loss scale. With ``None`` every update is applied, overflow or not.
-            A `FixedLossScaleManager` that skips no update needs no optimizer with a ``loss_scale``
-            argument: gradients are divided before the optimizer runs.
-        lr_scheduler: Stepped once per applied update.
+        loss_scale_manager: The loss scale. ``None`` uses the default of `amp_level`; if that has no
+            loss scale, every update is applied even if it overflows. A `FixedLossScaleManager` with
+            ``drop_overflow_update=False`` also applies every update, and gradients are divided by
+            the loss scale before the optimizer runs. (MindSpore divides them in optimizers that
+            have an argument ``loss_scale``.)
+        lr_scheduler: Learning-rate schedule, stepped once per applied update.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -113,7 +118,7 @@ class Model:
 
     @property
     def eval_network(self) -> nn.Module | None:
-        """The network that an evaluation calls; ``None`` without a loss function."""
+        """The network that an evaluation calls; ``None`` without `loss_fn` and `eval_network`."""
         return self._evaluator.network
 
     @property
@@ -136,10 +141,10 @@ class Model:
             epoch: Number of the last epoch.
             train_dataset: Yields batches: tuples or lists of columns, or mappings of named columns.
                 On several ranks a ``DataLoader`` is divided among the ranks.
-            callbacks: MindSpore's (`Callback`) and transformers', in any order. transformers'
-                callbacks get ``step_output`` and ``step_report`` in ``on_step_end``. In their
-                ``control``, ``should_training_stop`` and ``should_epoch_stop`` work;
-                ``should_save`` and ``should_evaluate`` are ignored with a warning.
+            callbacks: MindSpore's callbacks (`Callback`) and transformers' callbacks, in any order.
+                transformers' callbacks get ``step_output`` and ``step_report`` in ``on_step_end``.
+                They can set ``should_training_stop`` and ``should_epoch_stop`` in their
+                ``control``; ``should_save`` and ``should_evaluate`` are ignored with a warning.
             dataset_sink_mode: Copy batches to the device without synchronizing. (Callbacks are
                 still called at each step.)
             sink_size: Batches per epoch with `dataset_sink_mode`; each epoch continues where the
@@ -183,8 +188,9 @@ class Model:
             valid_frequency: Number of epochs between evaluations, or a list of the epochs (from 1)
                 that end with an evaluation.
             callbacks: As in `train`. MindSpore's callbacks find the metrics in
-                ``on_train_epoch_end``; transformers' get them in ``on_evaluate``, named
-                ``eval_<name>``. ``eval_loss`` is always among them.
+                ``on_train_epoch_end``, as ``metrics`` of the run's facts. transformers' callbacks
+                get them in ``on_evaluate``, named ``eval_<name>``. ``eval_loss`` is added if the
+                position of the loss is known: without `eval_network`, or with `eval_indexes`.
             dataset_sink_mode: As in `train`.
             valid_dataset_sink_mode: As `dataset_sink_mode` in `eval`.
             sink_size: As in `train`.
@@ -223,7 +229,8 @@ class Model:
 
         Args:
             valid_dataset: Yields batches, as in `train`.
-            callbacks: MindSpore's callbacks get the ``on_eval_*`` calls.
+            callbacks: MindSpore's callbacks, which get the ``on_eval_*`` calls. transformers'
+                callbacks are ignored.
             dataset_sink_mode: Copy batches to the device without synchronizing.
 
         Returns:
@@ -243,7 +250,7 @@ class Model:
             return self._evaluator.run(batches, mindspore_callbacks, self._facts()).metrics
 
     def predict(self, *predict_data: Any) -> Any:
-        """Return the network's output for inputs, in eval mode and without gradients.
+        """Call the network in eval mode and without gradients, and return its output.
 
         Args:
             predict_data: Arguments of the network; moved to its device.
@@ -327,7 +334,7 @@ class _Validation(NamedTuple):
     """Batches to evaluate."""
 
     frequency: int | Sequence[int]
-    """Number of epochs between evaluations, or the numbers of epochs that end with one."""
+    """Number of epochs between evaluations, or the epochs (from 1) that end with an evaluation."""
 
     def is_due(self, epoch: int) -> bool:
         """Return whether an epoch, counted from 1, ends with an evaluation."""

@@ -1,4 +1,4 @@
-"""A training of `Model`: calls of its callbacks of both kinds, its updates, and when it stops."""
+"""Run a training of `Model`: call its callbacks, do its updates, and decide when it stops."""
 
 import contextlib
 import warnings
@@ -36,20 +36,20 @@ ModelCallback = Callback | TrainerCallback
 """A callback of MindSpore or of transformers."""
 
 _IGNORED: Mapping[str, str] = {
-    "should_evaluate": "`valid_frequency` of `fit` says when it evaluates",
-    "should_save": "give it a ModelCheckpoint, or train with MFTrainer",
+    "should_evaluate": "set `valid_frequency` of `fit` instead",
+    "should_save": "use the callback ModelCheckpoint instead, or train with MFTrainer",
 }
 """Switches of transformers' control that `Model` ignores, and what to use instead."""
 
 
 @final
 class ModelRun:
-    """Call the callbacks of a training in transformers' events.
+    """Send the events of a training to its callbacks, as a Trainer of transformers does.
 
     MindSpore's callbacks are adapted by `as_trainer_callback` and get the ``on_train_*`` calls.
 
     Args:
-        callbacks: Callbacks of both kinds, called in this order.
+        callbacks: MindSpore's and transformers' callbacks, called in this order.
         trained: Network with a training cell.
         batches: The training data.
         accelerator: Accelerator, for the rank and the number of ranks.
@@ -90,7 +90,7 @@ class ModelRun:
             initial_step=0,
             last_save_ckpt_step=None,
             latest_ckpt_file=None,
-            # MindSpore's spelling.
+            # The misspelling is MindSpore's; callbacks written for MindSpore read this name.
             loss_scale_mananger=trained.manager,
             device_number=accelerator.num_processes,
             parallel_mode="data_parallel" if accelerator.num_processes > 1 else "stand_alone",
@@ -117,7 +117,8 @@ class ModelRun:
             as_trainer_callback(callback) if isinstance(callback, Callback) else callback
             for callback in callbacks
         ]
-        # Callbacks take the length of the loader for that of an epoch, which is wrong with a sink.
+        # Callbacks take the loader's length as the length of an epoch. With a `sink_size` that is
+        # wrong, so they get no loader.
         self._handler.train_dataloader = None if batches.sinks else batches.dataset
 
     def __enter__(self) -> Self:
@@ -133,7 +134,7 @@ class ModelRun:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            # After an error in an evaluation of averages, the model still holds the averages.
+            # If an evaluation of averaged weights failed, the model still holds the averages.
             # Restore the raw weights.
             for callback in monitors(self._handler.callbacks):
                 callback.put_weights_back()
@@ -183,11 +184,11 @@ class ModelRun:
         """Call ``on_evaluate`` after an evaluation.
 
         Args:
-            metrics: Metrics that the model was given.
-            results: The same, with ``eval_loss``.
+            metrics: Value of each metric of the model, by its name.
+            results: `metrics` and, if known, ``eval_loss``.
         """
         self.parameters.update(metrics=dict(metrics), eval_results=dict(results))
-        # The Trainer's names.
+        # transformers' callbacks expect the Trainer's names, which begin with ``eval_``.
         named = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
         self._control.should_evaluate = False
         self._send("on_evaluate", metrics=named)
@@ -218,9 +219,10 @@ class ModelRun:
 
 
 class _LoopDecides(DefaultFlowCallback):
-    """Replace the callback by which a Trainer decides when to log, save and evaluate.
+    """Let `Model` decide when to log, save and evaluate.
 
-    The handler warns if it has no `DefaultFlowCallback`.
+    In a Trainer, `DefaultFlowCallback` decides that, and the handler warns without such a callback.
+    This subclass prevents the warning and decides nothing.
     """
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -239,13 +241,13 @@ def _arguments(epoch: int) -> TrainingArguments:
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
-        # By default the arguments set up accelerate's state anew, which would forget the ranks.
+        # By default TrainingArguments resets accelerate's state, which would lose the ranks.
         accelerator_config={"use_configured_state": True},
     )
 
 
 def _output_with_loss(outputs: Any) -> Any:
-    """Return the outputs as monitors read them: something with a ``loss``, or the loss itself."""
+    """Return the outputs as monitors read them: an object with ``loss``, or the loss itself."""
     outputs = named_output(outputs)
     if isinstance(outputs, Tensor) or hasattr(outputs, "loss"):
         return outputs
@@ -254,7 +256,7 @@ def _output_with_loss(outputs: Any) -> Any:
 
 @final
 class Updates:
-    """Do updates within a ``with`` block; the end of the block does the pending reads.
+    """Do the updates of a training, in a ``with`` block whose end reads the pending values.
 
     Args:
         trained: Network with a training cell.
@@ -269,7 +271,8 @@ class Updates:
         """Do one update; return the cell's outputs.
 
         Raises:
-            RuntimeError: If too many updates in a row overflowed for a dynamic manager.
+            RuntimeError: If the cell raises it, or more updates in a row overflowed than a dynamic
+                manager allows.
         """
         cell: Any = self._cell
         outputs = cell(*call.arguments, **call.keywords)
@@ -277,10 +280,10 @@ class Updates:
         return outputs
 
     def flush(self) -> None:
-        """Synchronize with the last update: step the schedule, and update the manager.
+        """Read the pending values of the last update; step the schedule, and update the manager.
 
         Raises:
-            RuntimeError: If too many updates in a row were skipped.
+            RuntimeError: If too many updates in a row were skipped or overflowed.
         """
         if isinstance(self._cell, (TrainOneStepWithLossScaleCell, MFTrainOneStepCell)):
             self._cell.flush()
@@ -297,8 +300,8 @@ class Updates:
         traceback: TracebackType | None,
     ) -> None:
         self._dividing.__exit__(kind, error, traceback)
-        # Flush after an error, too: the schedule has yet to do the step of the last update. An
-        # error of the flush is suppressed then, because it would hide the first error.
+        # Flush after an error, too, because the schedule has not yet stepped for the last update.
+        # Suppress an error of this flush, because it would hide the first error.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             self.flush()
 
@@ -307,8 +310,7 @@ class Updates:
 class _ManagerFollower:
     """Update a loss-scale manager on the host from the overflow flags on the device.
 
-    A flag is read when the device already has the next step to compute, so the device does not
-    idle during the read.
+    A flag is read after the next step has been launched, so the device is busy during the read.
 
     Args:
         manager: The manager. With ``None``, or a manager whose `get_drop_overflow_update` returns
@@ -322,7 +324,7 @@ class _ManagerFollower:
         self._reads = DeferredReads(device)
 
     def follow(self, outputs: Any) -> None:
-        """Submit the overflow flag of a cell's outputs, after reading the previous one."""
+        """Read the pending flag, and submit the overflow flag of a cell's outputs."""
         if self._manager is None:
             return
         self._reads.flush()
@@ -367,7 +369,7 @@ def checked_callbacks(callbacks: object) -> list[ModelCallback]:
         callbacks: A callback, a list or tuple of callbacks, or ``None``.
 
     Raises:
-        TypeError: If one is neither MindSpore's nor transformers'.
+        TypeError: If a callback is neither a `Callback` nor a ``transformers.TrainerCallback``.
     """
     if callbacks is None:
         return []

@@ -1,4 +1,4 @@
-"""A network with its loss and its optimizer: the training cell, and the network to evaluate."""
+"""Build the training cell and the evaluation network of a `Model`."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,23 +25,23 @@ AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]
 
 
 class Precision(NamedTuple):
-    """Meaning of an `AmpLevel` on a device."""
+    """Precision that an `AmpLevel` selects on a device."""
 
     dtype: torch.dtype | None
-    """Type of matrix products; ``None`` for that of the weights."""
+    """Type of matrix products; ``None`` for the type of the weights."""
 
     scales_loss: bool
-    """Whether it comes with a dynamic loss scale, unless another loss scale is given."""
+    """Whether a dynamic loss scale is used if no loss-scale manager is given."""
 
 
 def precision_of(amp_level: AmpLevel, device: torch.device) -> Precision:
-    """Return what an `AmpLevel` means on a device.
+    """Return the precision that an `AmpLevel` selects on a device.
 
     ``"O0"`` computes in the type of the weights. ``"O1"``, ``"O2"`` and ``"O3"`` compute in float16
     where torch's autocast considers it safe; autocast replaces MindSpore's lists of operators.
-    ``"O2"`` comes with a dynamic loss scale. ``"auto"`` is bfloat16 on a device that supports it,
-    ``"O2"`` on any other accelerator, and ``"O0"`` on a CPU. At every level the weights keep their
-    type, as in MindSpore, whose ``to_float`` casts inputs of operators and not weights.
+    ``"O2"`` has a dynamic loss scale. ``"auto"`` is ``"O0"`` on a CPU, ``"O2"`` on a CUDA device
+    without bfloat16, and autocast to bfloat16 on any other device. The weights keep their type at
+    every level, as in MindSpore, where ``to_float`` casts only the inputs of operators.
 
     Args:
         amp_level: The level.
@@ -88,13 +88,14 @@ class TrainNetwork(NamedTuple):
     """The training cell; ``None`` without an optimizer."""
 
     manager: LossScaleManager | None = None
-    """Loss-scale manager on the host, which follows the cell's overflows; ``None`` for none."""
+    """Loss-scale manager on the host, updated from the cell's overflows; ``None`` without one."""
 
     loss_fn: Callable[..., Tensor] | None = None
     """Called with the network's output and the label; ``None`` if the network returns its loss."""
 
     divisor: float = 1.0
-    """Number that gradients are divided by before the optimizer runs; 1 if the cell does it."""
+    """Number by which gradients are divided before the optimizer runs. It is 1 if the cell unscales
+    the gradients, or there is no loss scale."""
 
     def checked_cell(self) -> TrainingCell:
         """Return the training cell.
@@ -120,9 +121,9 @@ def build_train_network(
 ) -> TrainNetwork:
     """Build the training cell of a network.
 
-    Without a loss-scale manager it is a `TrainOneStepCell`, which applies every update. With a
-    manager that skips overflowing updates it is a `TrainOneStepWithLossScaleCell`. A level with a
-    dynamic loss scale uses ``DynamicLossScaleManager()`` unless another manager is given.
+    With a manager that skips overflowing updates, the cell is a `TrainOneStepWithLossScaleCell`.
+    Otherwise it is a `TrainOneStepCell`, which applies every update. If no manager is given and the
+    level has a dynamic loss scale, the manager is ``DynamicLossScaleManager()``.
 
     Source: MindSpore, ``amp.build_train_network``.
 
@@ -132,9 +133,9 @@ def build_train_network(
         optimizer: Optimizer of the network's parameters.
         loss_fn: Called with the network's output and the label.
         amp_level: Mixed precision.
-        loss_scale_manager: The loss scale; ``None`` for that of `amp_level`.
-        lr_scheduler: Stepped once per applied update.
-        accelerator: Tells the device, and wraps the network for several ranks.
+        loss_scale_manager: The loss scale; ``None`` for the default of `amp_level`.
+        lr_scheduler: Learning-rate schedule, stepped once per applied update.
+        accelerator: Supplies the device, and wraps the network for several ranks.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -164,14 +165,15 @@ def build_train_network(
     built = TrainNetwork(network.to(device), device, precision, None, loss_fn=loss_fn)
     if optimizer is None:
         if manager is not None or lr_scheduler is not None:
-            msg = "`loss_scale_manager` and `lr_scheduler` must go with `optimizer`, got None"
+            msg = "`loss_scale_manager` and `lr_scheduler` need an `optimizer`, got optimizer=None"
             raise ValueError(msg)
         return built
     if manager is None and precision.scales_loss:
         manager = DynamicLossScaleManager()
     trained = network if precision.dtype is None else AutocastNetwork(network, precision.dtype)
     if loss_fn is not None:
-        # Any callable works. If `loss_fn` is a module, its weights become part of the network.
+        # The cast is for mypy: any callable works. If `loss_fn` is a module, its weights become
+        # part of the network.
         trained = WithLossCell(trained, cast("nn.Module", loss_fn))
     cell, divisor = _cell(
         accelerator.prepare_model(trained), unwrapped_optimizer(optimizer), manager, lr_scheduler
@@ -184,7 +186,8 @@ def _around_cell(cell: TrainingCell) -> TrainNetwork:
     inner = unwrapped_network(cell.network)
     own_loss: Callable[..., Tensor] | None = None
     if isinstance(inner, WithLossCell):
-        # As in MindSpore, where a cell around the loss does not change the names of weights.
+        # Return the network inside the cell, because the cell adds a prefix to the names of the
+        # weights. MindSpore's cell adds none.
         inner, own_loss = inner.backbone_network, cast("nn.Module", inner.loss_fn)
     return TrainNetwork(inner, device, precision_of("O0", device), cell, loss_fn=own_loss)
 
@@ -195,7 +198,7 @@ def _cell(
     manager: LossScaleManager | None,
     lr_scheduler: Schedule | None,
 ) -> tuple[TrainingCell, float]:
-    """Return the cell, and the number that gradients are divided by before the optimizer."""
+    """Return the cell, and the number by which gradients are divided before the optimizer runs."""
     if manager is None:
         return TrainOneStepCell(network, optimizer, lr_scheduler=lr_scheduler), 1.0
     update_cell = manager.get_update_cell()
@@ -220,8 +223,8 @@ def plain_accelerator() -> Accelerator:
     """Return an accelerator without mixed precision.
 
     Raises:
-        ValueError: If an Accelerator with mixed precision was made before, whose settings are
-            shared by all accelerators of the process.
+        ValueError: If the process already has an Accelerator with mixed precision, because all
+            accelerators of a process share that setting.
     """
     accelerator = Accelerator()
     if accelerator.mixed_precision != "no":
@@ -238,7 +241,7 @@ class AutocastNetwork(nn.Module):
 
     Args:
         network: The network.
-        dtype: Type of matrix products; ``None`` for that of the weights, without autocast.
+        dtype: Type of matrix products; ``None`` for the type of the weights, without autocast.
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype | None) -> None:
@@ -281,7 +284,7 @@ class EvaluationNetwork(nn.Module):
     Args:
         network: Called with the data.
         loss_fn: Called with the network's output and the label.
-        dtype: Type of matrix products in the network; ``None`` for that of the weights.
+        dtype: Type of matrix products in the network; ``None`` for the type of the weights.
     """
 
     def __init__(
