@@ -23,7 +23,7 @@ _MONITOR = "TrainingStateMonitor"
 def read_callbacks(
     objects: RecipeObjects, section: Sequence[Mapping[str, Any]]
 ) -> list[MakeCallback]:
-    """Return a function that builds each callback of a section ``callbacks``, in its order.
+    """Return a list of functions, each of which builds one callback of a section ``callbacks``.
 
     Raises:
         RecipeError: If a callback is unknown, or raises an error about its arguments.
@@ -42,13 +42,13 @@ def read_callbacks(
 def read_monitor(
     objects: RecipeObjects, section: Mapping[str, Any] | None, **others: Any
 ) -> list[MakeCallback]:
-    """Return a function that builds the monitor of a section ``monitor_config``, if it is on.
+    """Return a list with a function that builds the monitor; an empty list if the monitor is off.
 
     Args:
         objects: Builder for the recipe. It builds the monitor once, to check the arguments.
         section: Section ``monitor_config``; ``None`` if it is missing.
-        others: Arguments from other sections, which replace those of this section. ``None`` and
-            arguments that the monitor does not have are ignored.
+        others: Arguments from other sections, which replace those of this section. An argument is
+            ignored if it is ``None``, or if the monitor does not have it.
 
     Raises:
         RecipeError: If a key is unknown, or the monitor raises an error about its arguments.
@@ -65,7 +65,7 @@ def read_monitor(
     monitor = _callback_class(objects, path, _MONITOR)
     known = inspect.signature(monitor).parameters
     if not is_on:
-        # Unknown keys are an error nevertheless: somebody may turn the monitor on later.
+        # Check the keys although the monitor is off: a wrong key would fail once it is turned on.
         objects.kept(path, settings, known, CALLBACK_KEYS_WITHOUT_MEANING[_MONITOR])
         return []
     settings |= {key: v for key, v in others.items() if key in known and v is not None}
@@ -90,7 +90,7 @@ def _maker(
     callback = _callback_class(objects, (*path, "type"), name)
     known = set(inspect.signature(callback).parameters)
     if path[0] == "callbacks":
-        known.add("type")  # removed from `settings` by now; here so that a typo gets a suggestion
+        known.add("type")  # already taken from `settings`; added so that errors can suggest it
     meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(str(name), frozenset())
     kept = objects.kept(path, settings, known, meaningless)
     made = objects.build(path, callback, kept)

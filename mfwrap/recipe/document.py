@@ -15,7 +15,10 @@ Path = tuple[str | int, ...]
 
 
 class RecipeError(ValueError):
-    """A fault in a recipe: key, what is expected, what was found, and its place, in one line."""
+    """A recipe is invalid. The message is one line that names the key, the problem and its place.
+
+    The place is file and line, or the override.
+    """
 
 
 def read_text(path: str | pathlib.Path) -> str:
@@ -47,15 +50,15 @@ class RecipeDocument:
 
     @classmethod
     def parse(cls, text: str, name: str) -> "RecipeDocument":
-        """Read YAML.
+        """Parse the YAML text of a recipe.
 
         Args:
             text: The YAML text.
             name: Name of the file, for error messages.
 
         Raises:
-            RecipeError: If the text is not a YAML mapping, repeats a key, or has a tag other than
-                those of plain values.
+            RecipeError: If the text is not a YAML mapping, repeats a key, or has a tag for anything
+                but plain values, such as ``!!binary``.
         """
         places: dict[Path, str] = {}
         data = _read(text, name, places, empty={})
@@ -68,12 +71,12 @@ class RecipeDocument:
         """Return a copy of the document with values replaced.
 
         Args:
-            overrides: Entries of the form ``section.key=value`` with the value in YAML. A number as
-                key is the index of a list item.
+            overrides: Entries of the form ``section.key=value`` with the value in YAML. In a list,
+                the key is the index of an item: ``callbacks.0.type=LossMonitor``.
 
         Raises:
-            RecipeError: If an override has a different form, or a key leads into a value that is
-                not a mapping.
+            RecipeError: If an override has a different form, a key leads into a value that is
+                neither a mapping nor a list, or a list has no item at an index.
         """
         document = self
         for override in overrides:
@@ -109,7 +112,7 @@ class RecipeDocument:
         return RecipeError(f"{_dotted(path)}: {one_line(says)} ({self.place(path)})")
 
     def unknown_key(self, path: Path, known: Collection[str]) -> RecipeError:
-        """Return an error about an unknown key, with the most similar known one."""
+        """Return an error about an unknown key that suggests the most similar known key."""
         kind = "key" if len(path) > 1 else "section"
         return self.error(path, f"unknown {kind}{hint(path[-1], known)}")
 
@@ -155,7 +158,7 @@ def _position(container: Any, key: str, place: str) -> str | int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values: ``3e-4`` is a number, ``no`` and ``2026-01-01`` are strings."""
+    """Load plain values as in YAML 1.2: ``3e-4`` is a number, ``no`` and ``2026-01-01`` strings."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -173,14 +176,16 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 _MAX_VALUES = 10_000
-"""More values than any recipe has. Aliases of aliases could make a short file expand endlessly."""
+"""Limit above the size of any recipe. Without it, aliases of aliases could expand a short file to
+billions of values."""
 
 _MAX_DEPTH = 50
-"""Deeper than any recipe. An alias can lie inside the value that it stands for."""
+"""Limit above the depth of any recipe. Without it, an alias inside the value that it refers to
+would nest without end."""
 
 
 def _read(text: str, name: str, places: dict[Path, str], *, empty: Any) -> Any:
-    """Return the value of a YAML text, or `empty`; write the place of each value to `places`."""
+    """Return the value of a YAML text, or `empty` for an empty text; fill `places`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -196,13 +201,13 @@ def _read(text: str, name: str, places: dict[Path, str], *, empty: Any) -> Any:
 
 
 def _place(name: str, line: int) -> str:
-    """Return ``file:line`` for a line counted from 0; an override has one line only."""
+    """Return ``file:line`` for a line counted from 0; for an override, return its name alone."""
     return name if name.startswith("--set ") else f"{name}:{line + 1}"
 
 
 @final
 class _Reader:
-    """Converts YAML nodes to values and notes their places.
+    """Convert YAML nodes to values, and record the place of each value.
 
     Args:
         name: Name of the file, for error messages.
@@ -250,7 +255,7 @@ class _Reader:
         return mapping
 
     def _flatten(self, node: yaml.MappingNode) -> None:
-        """Replace merge keys (``<<``) by the keys of the merged mappings."""
+        """Replace merge keys (``<<``) with the keys of the merged mappings, in place."""
         try:
             self._constructor.flatten_mapping(node)
         except yaml.constructor.ConstructorError as error:

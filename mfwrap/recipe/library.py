@@ -1,4 +1,4 @@
-"""The recipes that come with the package, and the recipe that a command-line argument names."""
+"""List the recipes that come with the package, and find the recipe that a command line names."""
 
 from importlib.resources import files
 from pathlib import Path

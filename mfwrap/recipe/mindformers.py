@@ -28,8 +28,8 @@ def import_mindformers(text: str, name: str) -> ImportedRecipe:
 
     The sections ``runner_wrapper``, ``optimizer``, ``lr_schedule``, ``callbacks`` and
     ``monitor_config`` are copied; the monitors get the folder of ``tensorboard``. The data are not
-    converted, because only MindSpore reads MindRecord files. The recipe starts with built-in
-    example data in their place.
+    converted, because only MindSpore reads MindRecord files. The recipe uses built-in example data
+    instead.
 
     Args:
         text: Content of the MindFormers file.
@@ -59,7 +59,7 @@ _TRAINING_KEYS: Mapping[str, str] = {
 
 @final
 class _Converter:
-    """Converts a file section by section, and notes what is left out.
+    """Convert a file section by section, and note the keys that are left out or changed.
 
     Args:
         document: The MindFormers file.
@@ -107,15 +107,15 @@ class _Converter:
         trainer = self._section("trainer")
         said = trainer.get("type") or trainer.get("task_name") or "CausalLanguageModelingTrainer"
         if said not in _TASK_OF:
-            says = f"expected a trainer of {sorted(_TASK_OF)}, got {said!r}"
+            says = f"expected one of the trainers {sorted(_TASK_OF)}, got {said!r}"
             raise self._document.error(("trainer",), says)
         return _TASK_OF[said]
 
     def _model(self, task: str) -> tuple[dict[str, Any], int | None]:
         section = self._section("model")
-        # MindFormers accepts both model.model_config, and model_config at the top level.
+        # MindFormers accepts model.model_config as well as model_config at the top level.
         settings = self._section("model_config", section) or self._section("model_config")
-        section.pop("arch", None)  # the class of the network, which follows from the task here
+        section.pop("arch", None)  # the network's class, which a recipe derives from its task
         self._leave_out("model.", section)
         path = self._left.pop("pretrained_model_dir", None)
         sequence_length = settings.pop("seq_length", None)
@@ -181,7 +181,9 @@ class _Converter:
         wrapper = self._section("runner_wrapper")
         if wrapper.get("type") in {"MFPipelineWithLossScaleCell", "pipeline_wrapper"}:
             wrapper["type"] = "MFTrainOneStepCell"
-            self.notes.append("runner_wrapper.type: MFTrainOneStepCell, which has no pipeline")
+            self.notes.append(
+                "runner_wrapper.type: changed to MFTrainOneStepCell, which has no pipeline"
+            )
         if wrapper.pop("micro_batch_num", None) is not None:
             self.notes.append("runner_wrapper.micro_batch_num: left out")
         for key in ("use_skip_data_by_global_norm", "calculate_per_token_loss"):
@@ -191,7 +193,7 @@ class _Converter:
 
 
 def convert_embedding_threshold(sections: Mapping[str, Any]) -> list[str]:
-    """Convert MindFormers' limit of a squared norm to a limit of the norm, and return notes."""
+    """Replace the limit of the squared embedding norm with its square root, and return notes."""
     key = "embedding_local_norm_threshold"
     notes = []
     for callback in _callbacks(sections):
@@ -236,7 +238,7 @@ def move_tensorboard(sections: dict[str, Any], tensorboard: Mapping[str, Any]) -
 
 
 def add_nan_check(sections: dict[str, Any]) -> None:
-    """Turn on the check for nan of the training-state monitor; add the monitor if it is off."""
+    """Turn on the monitor's nan check; add `TrainingStateMonitor` if ``monitor_config`` is off."""
     key = "check_for_nan_in_loss_and_grad"
     if _is_on(sections["monitor_config"]):
         sections["monitor_config"] |= {key: True}
@@ -291,8 +293,9 @@ def _by_epochs(epochs: int, training: Mapping[str, Any]) -> tuple[dict[str, Any]
     if epochs >= length:
         return {}, [f"{note}the training has {length} epochs; evaluates once, at the end"]
     share = epochs / length
-    # The Trainer rounds the number of steps up, so a share that is too large is one step too late.
+    # The Trainer rounds the number of steps up. A share that floating point has rounded up would
+    # therefore evaluate one step too late.
     if Fraction(share) > Fraction(epochs, length):
         share = math.nextafter(share, 0)
-    says = f"{note}{epochs} of {length} epochs become eval_steps, as a share of the training"
+    says = f"{note}becomes eval_steps, a share of the training ({epochs} of {length} epochs)"
     return {"eval_strategy": "steps", "eval_steps": share}, [says]

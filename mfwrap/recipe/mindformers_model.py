@@ -55,12 +55,15 @@ def model_type_of(settings: Mapping[str, Any]) -> str | None:
 def model_config_of(
     settings: Mapping[str, Any], kind: str, known: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the section ``model.config`` of a recipe, and the keys that were left out.
+    """Convert a ``model_config`` to the section ``model.config`` of a recipe.
 
     Args:
         settings: MindFormers' ``model_config``.
         kind: ``model_type`` of the result.
         known: Keys that the configuration of this model type has.
+
+    Returns:
+        The section ``model.config``, and the keys of `settings` that were left out.
     """
     left = {key: value for key, value in settings.items() if key not in {"type", "model_type"}}
     config: dict[str, Any] = {"model_type": kind}
@@ -70,7 +73,7 @@ def model_config_of(
         elif key in _ROPE_KEYS and kind in _PLAIN_ROPE and _is_number(value):
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": left.pop(key)}
     if "intermediate_size" in config:
-        for key in _WIDTH_KEYS:  # MindFormers ignores them as well in this case
+        for key in _WIDTH_KEYS:  # MindFormers also ignores them if `intermediate_size` is set
             left.pop(key, None)
     elif "intermediate_size" in known and _makes_width(settings):
         width = _width(config.get("hidden_size", _DEFAULT_WIDTH), *map(settings.get, _WIDTH_KEYS))

@@ -43,12 +43,12 @@ _PLAIN_TYPES = {
     "a valid string": "a string",
     "an object": "a mapping",
 }
-"""Types as a recipe's author knows them, by pydantic's words for JSON."""
+"""Word for each type in a recipe, by pydantic's phrase for it in an error about JSON."""
 
 
 @final
 class RecipeObjects:
-    """Builds objects from the sections of a document.
+    """Build checked objects from the sections of a document.
 
     Args:
         document: Recipe that the sections are part of.
@@ -71,8 +71,8 @@ class RecipeObjects:
             RecipeError: If a key or a value does not fit the dataclass.
         """
         try:
-            # From JSON: in strict mode pydantic does not convert Python dicts to dataclasses, nor
-            # lists to tuples.
+            # Validate JSON instead of Python values: in strict mode, pydantic converts mappings to
+            # dataclasses and lists to tuples only if they come from JSON.
             adapter = _adapter(section)  # type: ignore[arg-type]  # (mypy: a class is not hashable)
             parsed: T = adapter.validate_json(json.dumps(value))
         except ValidationError as error:
@@ -93,7 +93,7 @@ class RecipeObjects:
             path: Path of the section.
             make: Class or function to call.
             settings: Values by keyword.
-            known: Keywords that a recipe may set; by default all of the signature of `make`.
+            known: Keywords that a recipe may set; by default all parameters of `make`.
 
         Raises:
             RecipeError: If a key is unknown or missing, or `make` raises an error about a value.
@@ -113,7 +113,7 @@ class RecipeObjects:
             raise self.refusal(path, settings, error) from error
 
     def choice(self, path: Path, value: object, known: Collection[str]) -> str:
-        """Return a value, or raise `RecipeError` unless it is one of the known names."""
+        """Return a value if it is one of the known names, else raise `RecipeError`."""
         if not isinstance(value, str) or value not in known:
             raise self.document.error(path, f"expected one of {sorted(known)}, got {value!r}")
         return value
@@ -131,7 +131,7 @@ class RecipeObjects:
             path: Path of the section.
             settings: Values by key.
             known: Keys that have an effect.
-            meaningless: Keys of MindFormers that have none.
+            meaningless: Keys of MindFormers that have no effect.
 
         Raises:
             RecipeError: If a key is neither in `known` nor in `meaningless`.
@@ -147,7 +147,14 @@ class RecipeObjects:
         return kept
 
     def check_type(self, path: Path, owner: Any, name: str, value: Any) -> None:
-        """Raise `RecipeError` unless a value has the type of the field; check dataclasses only."""
+        """Raise `RecipeError` if a value does not have the type of its field in a dataclass.
+
+        Args:
+            path: Path of the value.
+            owner: Class or function that takes the value; checked only if it is a dataclass.
+            name: Name of the field.
+            value: The value.
+        """
         if not is_dataclass(owner):
             return
         adapter = _field_adapter(owner, name)  # type: ignore[arg-type]  # (mypy: not hashable)
@@ -159,15 +166,16 @@ class RecipeObjects:
             raise self._invalid(path, value, error, None) from error
 
     def refusal(self, path: Path, settings: Mapping[str, Any], error: Exception) -> RecipeError:
-        """Convert an error of a constructor into one that names the key and its place.
+        """Convert an error of a constructor to a `RecipeError` that names the key and its place.
 
-        The key is, in this order: the name in backticks that the message begins with; the longest
-        key of `settings` in the message; the key whose value is mentioned first; the section.
+        The key is the first that exists of these: the name in backticks at the start of the
+        message; the longest key of `settings` in the message; the key whose value occurs first in
+        the message. If none exists, the error names the section.
 
         Args:
             path: Path of the section.
             settings: Arguments of the constructor.
-            error: Error that it raised.
+            error: Error that the constructor raised.
         """
         text = one_line(str(error)) or type(error).__name__
         named = _NAMED_FIRST.fullmatch(text)
@@ -185,7 +193,8 @@ class RecipeObjects:
     def _invalid(
         self, path: Path, value: Any, error: ValidationError, section: type[Any] | None
     ) -> RecipeError:
-        # Unknown keys first: a misspelled key is the reason why another key is missing.
+        # Report an unknown key first: if it is a misspelled required key, pydantic also reports the
+        # required key as missing.
         problems = sorted(
             error.errors(include_url=False), key=lambda each: each["type"] not in _UNKNOWN_KEY
         )
@@ -240,7 +249,10 @@ def _keywords(make: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _existing(location: tuple[str | int, ...], value: Any) -> Path:
-    """Return the part of pydantic's location that leads to a value; types in a union follow it."""
+    """Return the start of pydantic's location that is a path in `value`.
+
+    For a union, pydantic appends the name of the type to the location. It is not a recipe's key.
+    """
     path: list[str | int] = []
     for part in location:
         if isinstance(value, dict) and part in value:

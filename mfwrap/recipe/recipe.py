@@ -43,7 +43,7 @@ class Recipe:
     """The recipe as written, with overrides."""
 
     task: Task
-    """What is trained."""
+    """Kind of training, such as ``causal_lm``."""
 
     model: ModelSettings
     """Section ``model``."""
@@ -55,10 +55,10 @@ class Recipe:
     """Arguments of the training."""
 
     schedule: ScheduleChoice | None
-    """MindFormers' schedule; ``None`` for the schedule that `arguments` name."""
+    """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
 
     step: StepChoice
-    """Settings of the step."""
+    """Settings of the training step, and its loss scale."""
 
     make_average: Callable[[Any], ExponentialMovingAverage] | None
     """Builds the average of a model's weights; ``None`` without an average."""
@@ -67,7 +67,7 @@ class Recipe:
     """PEFT's configuration of an adapter; ``None`` to train all weights."""
 
     make_callbacks: tuple[MakeCallback, ...]
-    """Build the callbacks of a run."""
+    """Functions that each build one callback of a run."""
 
     without_meaning: tuple[str, ...]
     """Dotted names of MindFormers keys that have no effect."""
@@ -104,7 +104,7 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     recipe = _read(objects, objects.parse((), Sections, document.data))
     if recipe.without_meaning:
         keys = ", ".join(recipe.without_meaning)
-        says = f"{name}: no effect in mfwrap: {keys}"
+        says = f"{name}: these settings have no effect in mfwrap: {keys}"
         warnings.warn(says, RecipeWarning, stacklevel=callers_stacklevel())
     return recipe
 
@@ -163,9 +163,9 @@ def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) 
     """Return the columns that the task needs, or raise `RecipeError` if the data lack them.
 
     Args:
-        document: Recipe, for the place in the message.
+        document: Recipe; supplies the place for the error.
         task: Task of the recipe.
-        found: Names of the data's columns, with the task's names where ``data.columns`` renames.
+        found: Names of the data's columns, after ``data.columns`` has renamed them.
     """
     columns = needed_columns(task.needs, found)
     if columns is None:
@@ -177,7 +177,7 @@ def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) 
 
 @contextmanager
 def data_errors(objects: RecipeObjects) -> Iterator[None]:
-    """Convert a `DataError` to a `RecipeError` about the key of ``data`` that it names."""
+    """Convert a `DataError` in the block to a `RecipeError` that names the bad key of ``data``."""
     try:
         yield
     except DataError as error:

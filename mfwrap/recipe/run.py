@@ -42,14 +42,15 @@ def run_recipe(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunResult:
-    """Train, evaluate raw and averaged weights, and save both.
+    """Train a recipe, then evaluate and save the raw weights and, if any, the averaged weights.
 
     Args:
         recipe: Recipe to run.
-        resume: Checkpoint folder to resume from, or ``True`` for the newest one in the run folder.
-        overwrite: Whether to delete the checkpoints and models of an earlier run in the folder. Its
-            records are deleted in any case, unless the run is resumed.
-        say: Called in the main process with a line that lists what `overwrite` has deleted.
+        resume: Checkpoint folder to resume from, or ``True`` for the newest checkpoint in the run
+            folder.
+        overwrite: Whether to delete the checkpoints and models of an earlier run in the folder. The
+            records of an earlier run are always deleted, except when the run is resumed.
+        say: With `overwrite`, called in the main process with a line that lists what was deleted.
 
     Raises:
         RecipeError: If the data lack something that the task needs, or if the folder has
@@ -61,7 +62,8 @@ def run_recipe(
         check_former_run(recipe.document, folder)
     trainer, recorder = build_trainer(recipe)
     if not resume:
-        # Only now: a run that fails to start must not have deleted an earlier one.
+        # Delete only after the Trainer was built: a run that cannot start must not delete an
+        # earlier run.
         removed = begin_anew(folder, recipe.arguments, overwrite=overwrite)
         if overwrite and removed:
             say(f"removed from {folder}: {', '.join(removed)}")
@@ -80,7 +82,7 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         RecipeError: If the data do not fit the task.
     """
     arguments, task = recipe.arguments, recipe.task
-    # The model is built before the Trainer, which would set the seed too late for its weights.
+    # Set the seed now: the Trainer sets it, too, but only after the model's weights were drawn.
     set_seed(arguments.seed)
     with arguments.main_process_first():
         keywords = _keywords(recipe)
@@ -118,9 +120,9 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
         rows = _rows(recipe, objects)
         keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
-        # Without an adapter the reference is a copy of the model. (With an adapter, the trainer
-        # takes the model with the adapter turned off.) A model that was just built from random
-        # weights is in training mode; `eval` turns off the dropout of the reference.
+        # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
+        # uses the model itself, with the adapter turned off.) A model built from random weights is
+        # in training mode, so `eval` turns off the dropout of the copy.
         return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
     if recipe.peft is None:
         return keywords
@@ -155,7 +157,7 @@ def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
 
 
 def _finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, float]:
-    """Evaluate and save the raw weights, and the averaged ones if there is an average."""
+    """Evaluate and save the raw weights, then the averaged weights if there is an average."""
     average = _average(trainer)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
     trainer.save_model(str(folder / "model"))
@@ -194,7 +196,7 @@ def check_former_run(document: RecipeDocument, folder: Path) -> None:
     A later resume would take the newest checkpoint, no matter which run wrote it.
 
     Args:
-        document: The recipe, which supplies the line for the error.
+        document: Recipe; supplies the place for the error.
         folder: Folder of the run that is about to start.
 
     Raises:
@@ -213,8 +215,8 @@ def check_former_run(document: RecipeDocument, folder: Path) -> None:
 def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -> list[str]:
     """Delete the records of an earlier run, so that they do not mix with those of this run.
 
-    Call it in every process before any of them writes. The main process of each node deletes. Files
-    that a run does not write are kept.
+    Every process must call this function before any process writes to the folder. The main process
+    of each node deletes the files. Files that do not come from a run are kept.
 
     Args:
         folder: Run folder.
@@ -222,13 +224,14 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
         overwrite: Whether to delete checkpoints and models as well.
 
     Returns:
-        Names of the files and folders that the main process has deleted; empty in the others.
+        Names of the files and folders that the main process has deleted; an empty list in all other
+        processes.
     """
     removed: list[str] = []
     with arguments.main_process_first(local=False):
         if arguments.process_index == 0:
             removed = _remove(folder, overwrite=overwrite)
-    # Needed on nodes with a disk of their own. On a shared disk nothing is left by now.
+    # Other nodes may have disks of their own. On a shared disk the files are already deleted.
     with arguments.main_process_first(), contextlib.suppress(FileNotFoundError):
         if arguments.local_process_index == 0 and arguments.process_index != 0:
             _remove(folder, overwrite=overwrite)
@@ -252,7 +255,7 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, including one that a killed process was replacing."""
+    """Return a folder's checkpoints, with those that a killed process set aside to replace them."""
     replaced = [one for one in staging_folder(folder).glob("replaced/*") if one.is_dir()]
     return [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
 

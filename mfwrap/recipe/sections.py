@@ -65,7 +65,8 @@ class RunnerWrapperSection(Section):
     """MindFormers' name of the step."""
 
     scale_sense: float | dict[str, Any] | None = None
-    """Loss scale: a number, or an update cell with ``type``. The default is that of `MFTrainer`."""
+    """Loss scale: a number, or the ``type`` and arguments of an update cell. The default is the
+    loss scale that `MFTrainer` chooses."""
 
     use_clip_grad: bool | None = None
     """Clip gradients by their global norm. The default is True if ``training.max_grad_norm`` is
@@ -81,8 +82,8 @@ class RunnerWrapperSection(Section):
     """See `StepConfig`."""
 
     calculate_per_token_loss: bool | None = None
-    """True divides the loss by the number of targets of the whole update, which the model must
-    support. False takes the mean over micro-batches. The default is that of the Trainer."""
+    """If True, the loss is divided by the number of targets in the whole update; the model must
+    support that. If False, it is the mean over micro-batches. By default the Trainer decides."""
 
     use_skip_data_by_global_norm: bool = False
     """See `StepConfig`."""
@@ -116,7 +117,7 @@ OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "Adafactor": "adafactor",
     }
 )
-"""The Trainer's name of each of MindFormers' optimizers."""
+"""Value of the Trainer's ``optim`` for each MindFormers optimizer."""
 
 SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -129,24 +130,24 @@ SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType(
         "polynomial": "PolynomialWithWarmUpLR",
     }
 )
-"""Class of each schedule that MindFormers registers under a second name."""
+"""Class name of each schedule that MindFormers registers under a second name, by that name."""
 
-# The tables below list what MindFormers knows and mfwrap leaves out, with a warning.
+# The tables below list MindFormers' settings that mfwrap ignores with a warning.
 
 OPTIMIZER_KEYS_WITHOUT_MEANING = frozenset(
     {"layer_decay", "optimizer_type", "param_group", "swap", "weight_decay_params"}
 )
-"""Keys of ``optimizer``."""
+"""Keys of the section ``optimizer`` that have no effect."""
 
 MONITOR_KEYS_WITHOUT_MEANING = frozenset({"dump_path"})
-"""Keys of ``monitor_config``."""
+"""Keys of the section ``monitor_config`` that have no effect."""
 
 CALLBACKS_WITHOUT_MEANING = frozenset({
     "ColdHotExpertMonitor", "ExpertMigrateCallback", "MaxLogitsMonitor", "MoEDropRateCallback",
     "ObsMonitor", "SDCMonitor", "StressDetectCallBack", "StressTestModelMonitor", "SummaryMonitor",
     "TopkBiasBalanceCallback",
 })  # fmt: skip
-"""Callbacks for Ascend devices, MindInsight or experts."""
+"""Callbacks that have no effect: they are for Ascend devices, MindInsight or experts."""
 
 CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType({
     "MFLossMonitor": frozenset({
@@ -164,4 +165,5 @@ CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType({
     "ProfileMonitor": frozenset({"data_simplification", "mstx", "profile_pipeline"}),
     "TrainingStateMonitor": MONITOR_KEYS_WITHOUT_MEANING,
 })  # fmt: skip
-"""Keys by callback. A key that mfwrap's callback has as an argument is passed on, not left out."""
+"""Keys that have no effect, by callback. If mfwrap's callback has an argument of the same name, the
+key is passed to the callback nevertheless."""

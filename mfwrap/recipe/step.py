@@ -18,7 +18,7 @@ from mfwrap.recipe.sections import RunnerWrapperSection
 @final
 @dataclass(frozen=True)
 class StepChoice:
-    """The step of a recipe."""
+    """Settings of a recipe's training step, and a function that builds its loss scale."""
 
     config: StepConfig
     """Settings of the step."""
@@ -50,9 +50,10 @@ def read_step(
     Args:
         objects: Builder for the recipe.
         wrapper: Section ``runner_wrapper``.
-        monitor_config: Section ``monitor_config``. It may hold the threshold of norm spikes, and it
-            turns local norms on if the monitor shows them, as MindFormers' dump does.
-        max_grad_norm: Limit of the training's global norm; 0 if gradients are not clipped.
+        monitor_config: Section ``monitor_config``. It may set the threshold of norm spikes. If its
+            monitor shows local norms, the step computes them even without ``local_norm``, as in
+            MindFormers.
+        max_grad_norm: Global norm at which the training clips gradients; 0 if it does not clip.
 
     Raises:
         RecipeError: If a setting is out of range, or two settings contradict each other.
@@ -62,8 +63,8 @@ def read_step(
     shows_norms = monitor.get("monitor_on") is True and any(map(monitor.get, formats))
     if wrapper is None:
         return StepChoice(StepConfig(local_norm=shows_norms))
-    # Fields that the section shares with StepConfig; the others have defaults that depend on
-    # other sections.
+    # Copy the fields that the section shares with StepConfig. Those set again below have defaults
+    # that depend on other sections. `calculate_per_token_loss` goes to the Trainer instead.
     names = {each.name for each in fields(StepConfig)} & {each.name for each in fields(wrapper)}
     settings = {name: getattr(wrapper, name) for name in names - {"calculate_per_token_loss"}}
     settings["local_norm"] = wrapper.local_norm or shows_norms
@@ -86,7 +87,7 @@ def read_step(
 def read_average(
     objects: RecipeObjects, section: Mapping[str, Any] | None
 ) -> Callable[[Any], ExponentialMovingAverage] | None:
-    """Return a function that builds the average of a model; ``None`` without a section ``ema``."""
+    """Return a function that builds the average of a model's weights; ``None`` without ``ema``."""
     if section is None:
         return None
     probe = functools.partial(ExponentialMovingAverage, [torch.zeros(())])

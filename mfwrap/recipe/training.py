@@ -24,17 +24,17 @@ from mfwrap.schedules.formula import FormulaLR, WarmUp
 
 
 class TrainingChoice(NamedTuple):
-    """How a recipe trains."""
+    """Training arguments and schedule of a recipe."""
 
     arguments: TrainingArguments
     schedule: "ScheduleChoice | None"
-    """MindFormers' schedule; ``None`` for the schedule that `arguments` name."""
+    """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
 
 
 @final
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule that is built once the optimizer exists."""
+    """Class and settings of a schedule, which can be built once the optimizer exists."""
 
     kind: type[FormulaLR]
     """Class of the schedule."""
@@ -67,7 +67,7 @@ def read_training(
 
     Args:
         objects: Builder for the recipe.
-        kind: Class of the arguments.
+        kind: ``TrainingArguments``, or the task's subclass of it.
         name: Name of the recipe, used for the run folder if ``output_dir`` is not set.
         training: Section ``training``.
         wrapper: Section ``runner_wrapper``.
@@ -125,7 +125,7 @@ _AT_LEAST: Mapping[str, float] = {
     "data_seed": 0,
     "max_length": 2,
 }
-"""Limits that ``TrainingArguments`` does not check, although training fails beyond them."""
+"""Minimum of each field. ``TrainingArguments`` does not check it, but training fails below it."""
 
 _LESS_THAN: Mapping[str, float] = {
     "adam_beta1": 1,
@@ -185,13 +185,13 @@ def _optimizer_arguments(objects: RecipeObjects, section: Mapping[str, Any]) -> 
 def _merge(
     objects: RecipeObjects, settings: dict[str, Any], others: Mapping[str, Any], section: str
 ) -> None:
-    """Add the settings of another section; raise `RecipeError` if one contradicts `settings`."""
+    """Add another section's settings to `settings`; raise `RecipeError` if two values differ."""
     for key, value in others.items():
         if key in settings and settings[key] != value:
             path = ("training", key)
             if path not in objects.document.places:
-                path = ("optimizer", key)  # which has been merged before, under the same key
-            says = f"expected the value of {section}, {value!r}, or no value, got {settings[key]!r}"
+                path = ("optimizer", key)  # an earlier call merged `optimizer` into `settings`
+            says = f"expected {value!r} as in {section}, or no value, got {settings[key]!r}"
             raise objects.document.error(path, says)
         settings[key] = value
 
@@ -199,11 +199,11 @@ def _merge(
 def _max_grad_norm(
     objects: RecipeObjects, training: Mapping[str, Any], wrapper: RunnerWrapperSection
 ) -> float:
-    """Return the limit of the global norm: 0 to report the norm in the Trainer without clipping."""
+    """Return the ``max_grad_norm`` for the Trainer; 0 reports the norm without clipping."""
     path = ("training", "max_grad_norm")
     limit = training.get("max_grad_norm")
     if wrapper.max_grad_norm is not None and limit not in (None, wrapper.max_grad_norm):
-        says = f"expected the value of runner_wrapper, {wrapper.max_grad_norm}, got {limit}"
+        says = f"expected {wrapper.max_grad_norm} as in runner_wrapper, got {limit}"
         raise objects.document.error(path, says)
     clips = limit is not None if wrapper.use_clip_grad is None else wrapper.use_clip_grad
     if clips:
@@ -228,7 +228,7 @@ def read_schedule(
         objects: Builder for the recipe. It builds the schedule once, to check the settings.
         path: Path of the section.
         section: Content of the section.
-        max_steps: Length of the training; <= 0 if that depends on the data.
+        max_steps: Number of steps of the training; <= 0 if it depends on the data.
 
     Raises:
         RecipeError: If the schedule or a setting is unknown, or a value is out of range.
@@ -257,7 +257,7 @@ def _has_length(kind: type[FormulaLR]) -> bool:
 
 
 def _keys_of(kind: type[FormulaLR]) -> set[str]:
-    """Return the keys of a schedule's section: its arguments, and a rate for the optimizer."""
+    """Return the keys that a schedule's section may have: its arguments and the learning rate."""
     parameters = inspect.signature(kind).parameters
     has_warm_up = "warm_up" in parameters
     rate_keys = {"learning_rate", *WarmUp.__annotations__} if has_warm_up else {"base_lr"}
@@ -265,14 +265,17 @@ def _keys_of(kind: type[FormulaLR]) -> set[str]:
 
 
 def scheduled(trainer: type[Any], choice: ScheduleChoice | None) -> type[Any]:
-    """Return a subclass of a Trainer that uses a recipe's schedule, if the recipe has one."""
+    """Return a subclass of a Trainer that uses a recipe's schedule.
+
+    If the recipe has no schedule, the Trainer itself is returned.
+    """
     if choice is None:
         return trainer
 
     def create_scheduler(
         self: Any, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> Any:
-        """Build the recipe's schedule, which the Trainer's own method then prepares."""
+        """Build the recipe's schedule; the Trainer's own method then keeps it and prepares it."""
         if self.lr_scheduler is None:
             self.lr_scheduler = choice.make(
                 self.optimizer if optimizer is None else optimizer, num_training_steps

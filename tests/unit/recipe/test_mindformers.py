@@ -230,7 +230,7 @@ def test_what_is_left_out_is_noted():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("trainer: {type: ImageToTextRetrievalTrainer}\n", "trainer: expected a trainer of"),
+        ("trainer: {type: ImageToTextRetrievalTrainer}\n", "trainer: expected one of the trainers"),
         ("runner_config: 3\n", r"runner_config: expected a mapping, got 3 \(m.yaml:1\)"),
         ("- a\n", "expected a mapping of sections"),
     ],

@@ -56,7 +56,7 @@ def test_one_interval_is_carried_over(intervals, training):
         (
             (-1, 50, 100),
             every(0.5),
-            "eval_epoch_interval: 50 of 100 epochs become eval_steps, as a share of the training",
+            "eval_epoch_interval: becomes eval_steps, a share of the training (50 of 100 epochs)",
         ),
         (
             (-1, 50, 50),

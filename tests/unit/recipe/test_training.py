@@ -59,7 +59,7 @@ def test_two_learning_rates():
     """Two sections that set different rates are an error."""
     section = {"type": "LinearWithWarmUpLR", "learning_rate": 1, "warmup_steps": 1}
 
-    assert "training.learning_rate: expected the value of lr_schedule, 1, or no value" in message(
+    assert "training.learning_rate: expected 1 as in lr_schedule, or no value" in message(
         text=recipe_text(lr_schedule=section)
     )
 
@@ -74,11 +74,11 @@ def test_two_learning_rates_are_named_where_they_stand():
     number = len(text.splitlines()) - text.splitlines()[::-1].index("  learning_rate: 0.5")
 
     assert message(text=text) == (
-        "optimizer.learning_rate: expected the value of lr_schedule, 1, or no value, got 0.5 "
+        "optimizer.learning_rate: expected 1 as in lr_schedule, or no value, got 0.5 "
         f"(r.yaml:{number})"
     )
     assert message("training.learning_rate=0.5", text=text) == (
-        "training.learning_rate: expected the value of lr_schedule, 1, or no value, got 0.5 "
+        "training.learning_rate: expected 1 as in lr_schedule, or no value, got 0.5 "
         "(--set training.learning_rate)"
     )
 
