@@ -1,4 +1,4 @@
-"""Files with one JSON object per line that survive a crash."""
+"""Write and read files with one JSON object per line, which stay readable after a crash."""
 
 import json
 import math
@@ -11,10 +11,9 @@ from typing import Any, final
 class JsonLines:
     """Append records to a file, one JSON object per line.
 
-    When `append` returns, the record has been handed to the operating system, so it is in the file
-    even if the process is killed next. If a crash of the machine cut off the last line of an
-    existing file, that line is removed before the first new one is written. Only one process may
-    write to the file.
+    When `append` returns, the operating system has the record, so the record survives if the
+    process is killed. If a crash of the machine has cut off the last line of an existing file, that
+    line is removed before the first new line is written. Only one process may write to the file.
 
     Args:
         path: The file. It and its folder are created with the first record.
@@ -28,8 +27,8 @@ class JsonLines:
         """Write one record.
 
         Args:
-            record: Anything that JSON can represent. JSON has no NaN and no infinity, so they
-                become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` reads.
+            record: Values that JSON can represent. JSON has no NaN and no infinity; they are
+                written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` reads.
 
         Raises:
             OSError: If the file cannot be written.
@@ -39,13 +38,13 @@ class JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_cut_off_line(self.path)
             self._has_checked_end = True
-        # One unbuffered write: a kill leaves the whole line or nothing of it.
+        # One unbuffered write: if the process is killed, the file has the whole line or nothing.
         with self.path.open("ab", buffering=0) as file:
             file.write(line.encode())
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, without a last line that a crash has cut off.
+    """Return the records of a file, and skip a last line that a crash has cut off.
 
     Args:
         path: File that `JsonLines` wrote.
@@ -65,7 +64,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:
-    """Return the file of a rank: ``<name>.jsonl`` of rank 0, else ``<name>_rank<rank>.jsonl``."""
+    """Return a rank's file: ``<name>.jsonl`` for rank 0, else ``<name>_rank<rank>.jsonl``."""
     return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")
 
 

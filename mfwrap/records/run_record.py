@@ -15,7 +15,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TRAINER_STATE = "trainer_state.json"
 
 _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss"}
-"""Names of transformers and MindFormers, and the name of the same number in `StepOutput`."""
+"""Name in `StepOutput` of each number that transformers or MindFormers name differently."""
 
 _NO_CURVES = {"step", "epoch", "size"}
 
@@ -25,10 +25,10 @@ class Curve:
     """A number over the steps of a run."""
 
     steps: list[int] = field(default_factory=list)
-    """Ascending and distinct."""
+    """Steps in ascending order, each at most once."""
 
     values: list[float] = field(default_factory=list)
-    """One value per step; may be NaN or infinite."""
+    """One value per step, which may be NaN or infinite."""
 
 
 @dataclass(slots=True)
@@ -39,16 +39,16 @@ class RunRecord:
     """Name of the folder."""
 
     curves: dict[str, Curve]
-    """By name: ``loss``, ``global_norm``, ``learning_rate``, ``loss_scale``, ``eval_loss``, ..."""
+    """Curves of rank 0 by name: ``loss``, ``global_norm``, ``learning_rate``, ``eval_loss``, ..."""
 
     local_norms: dict[int, dict[str, Curve]]
-    """By rank, then by name of the parameter group."""
+    """Curves of local norms by rank, then by name of the parameter group."""
 
     anomalies: list[dict[str, Any]]
-    """In the order of their steps."""
+    """Records of anomalies, ordered by step."""
 
     max_grad_norm: float | None = None
-    """Limit at which gradients were clipped; ``None`` if they were not, or if it is unknown."""
+    """Global norm above which gradients were clipped; ``None`` if the run has not recorded it."""
 
     def last_step(self) -> int:
         """Return the last step of any curve; 0 if there is no curve."""
@@ -56,12 +56,12 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read what a run has recorded: JSON Lines files, anomalies, and the Trainer's log.
+    """Read the numbers and anomalies that a run has recorded in its folder.
 
-    Reads every ``*.jsonl`` file of the folder (``*_rank<r>.jsonl`` belong to other ranks,
-    ``anomalies*.jsonl`` are the anomalies), and ``trainer_state.json`` of the folder or of its
-    newest checkpoint. If a step was recorded twice, as happens after a resume, the last record
-    counts.
+    Reads every ``*.jsonl`` file of the folder, and the Trainer's log in ``trainer_state.json`` of
+    the folder or of its newest checkpoint. ``*_rank<r>.jsonl`` are the files of other ranks, and
+    ``anomalies*.jsonl`` hold the anomalies. If a step was recorded twice, as happens after a
+    resume, the last record counts.
 
     Args:
         folder: Run folder.
@@ -84,8 +84,8 @@ def read_run(folder: Path) -> RunRecord:
             points.add_all(records, rank)
     state = _trainer_state(folder)
     if state is not None:
-        # The Trainer logs means over several steps, and sorts names by letter. So its log only
-        # supplies what no other file has.
+        # Prefer the other files: the Trainer logs means over several steps, and its file loses the
+        # order of the layers because it sorts their names.
         points.fill_from(_log_of(state))
     if not points.curves and not points.local_norms:
         msg = (
@@ -106,7 +106,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 class _Points:
-    """Values by name and step; a later value of a step replaces an earlier one."""
+    """Collect values by name and step; a later value of a step replaces an earlier one."""
 
     def __init__(self) -> None:
         self.curves: dict[str, dict[int, float]] = {}
@@ -122,7 +122,7 @@ class _Points:
                 self.max_grad_norm = limit
 
     def fill_from(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add the values of names and steps that are still missing."""
+        """Add values, except for a name and step that already have a value."""
         other = _Points()
         other.add_all(records)
         for name, values in other.curves.items():
@@ -146,7 +146,7 @@ class _Points:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record by name, those of ``local_norm`` as ``local_norm/<group>``."""
+    """Yield name and value of each number in a record; local norms as ``local_norm/<group>``."""
     norms = record.get("local_norm")
     if isinstance(norms, Mapping):
         record = {**record, **{f"{_NORM}{group}": norm for group, norm in norms.items()}}
@@ -156,9 +156,10 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number as float, ``None`` for anything else.
+    """Return a number as a float; ``None`` for anything else.
 
-    `JsonLines` writes non-finite numbers, which JSON does not have, as strings.
+    The strings ``"nan"``, ``"inf"`` and ``"-inf"`` are numbers, too, because `JsonLines` writes
+    non-finite numbers as strings.
     """
     if isinstance(value, (bool, int, float)) or value in ("nan", "inf", "-inf"):
         return float(value)
@@ -171,7 +172,7 @@ def _sorted(values: Mapping[int, float]) -> Curve:
 
 
 def _trainer_state(folder: Path) -> Path | None:
-    """Return the Trainer's state of the folder, or that of its checkpoint of the highest step."""
+    """Return the path of the Trainer's state, in the folder or else in its newest checkpoint."""
     if (folder / _TRAINER_STATE).is_file():
         return folder / _TRAINER_STATE
     steps = {

@@ -1,4 +1,4 @@
-"""What the run page and the picture share: how curves are reduced, and colors and formats."""
+"""Reduction of curves, colors and number formats, shared by the run page and the picture."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from itertools import accumulate, pairwise
 
 from mfwrap.records.run_record import Curve, RunRecord
 
-# Distinguishable on white and on near-black, also with color blindness.
+# These colors are distinguishable on white and on near-black, also with color blindness.
 COLORS = ("#3b7dd8", "#d9822b", "#2a9d74", "#b45bb5", "#c94f4f", "#7d8b99")
 
 NOT_FINITE_COLOR = "#c0392b"
-"""Marks NaN, infinity and overflow."""
+"""Color that marks NaN, infinity and overflow."""
 
 NUMBER = ".5g"
 """Format of every number that is written out."""
@@ -20,11 +20,11 @@ _MAX_COLUMNS = 800
 
 
 def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
-    """Return a curve of fewer points that keeps the lowest and highest value of each stretch.
+    """Shorten a curve to about `max_points` points, with the extremes of each stretch of steps.
 
     Args:
-        curve: Curve of any length.
-        max_points: Limit of the number of points. Non-finite values are kept in addition.
+        curve: Curve of any length. It is returned unchanged if it has at most `max_points` points.
+        max_points: Approximate number of finite points. All non-finite points are kept, too.
     """
     if len(curve.steps) <= max_points:
         return curve
@@ -42,15 +42,15 @@ def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """Return the mean over the nearest 3% of the points, without non-finite values."""
+    """Return a curve of moving means over the nearest 3% of the points, without non-finite ones."""
     finite = [value if math.isfinite(value) else 0.0 for value in curve.values]
     sums = [0.0, *accumulate(finite)]
     counts = [0, *accumulate(int(math.isfinite(value)) for value in curve.values)]
     reach = max(1, round(0.015 * len(finite)))
     values = []
     for index in range(len(finite)):
-        # The window is equally wide on both sides. Near an end it shrinks on both, because a
-        # one-sided window would pull the ends towards the middle.
+        # Keep the window symmetric: near an end it shrinks on both sides. A one-sided window would
+        # pull the end of the curve towards its middle.
         near = min(reach, index, len(finite) - 1 - index)
         start, end = index - near, index + near + 1
         count = counts[end] - counts[start]
@@ -59,7 +59,7 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def with_gaps(values: Sequence[float]) -> list[float | None]:
-    """Return values with ``None`` for each non-finite one."""
+    """Replace each non-finite value with ``None``, which plotly shows as a gap."""
     return [value if math.isfinite(value) else None for value in values]
 
 
@@ -70,8 +70,8 @@ def binned(groups: Mapping[str, Curve]) -> tuple[list[int], list[list[float | No
         groups: Curves by group name, at least one.
 
     Returns:
-        The first step of each column, and for each group a row with the largest finite norm of
-        each column; ``None`` where there is none.
+        The first step of each column; and a row for each group, with its largest finite norm in
+        each column, or ``None`` if the column has no finite norm.
     """
     steps = sorted({step for curve in groups.values() for step in curve.steps})
     width = math.ceil(len(steps) / _MAX_COLUMNS)
@@ -88,7 +88,7 @@ def binned(groups: Mapping[str, Curve]) -> tuple[list[int], list[list[float | No
 
 
 def overflow_steps(run: RunRecord) -> list[int]:
-    """Return the steps that overflowed, or at which the recorded count of overflows had risen."""
+    """Return the steps that overflowed: by a flag per step or, without flags, by a rising count."""
     if curve := run.curves.get("overflow"):
         return [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
     curve = run.curves.get("overflows", Curve())

@@ -1,4 +1,4 @@
-"""Parts of plotly figures that several panels of a run page use."""
+"""Helpers for the plotly figures of a run page's panels."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class Panel(NamedTuple):
 
     figure: go.Figure
     has_steps: bool = True
-    """Whether the horizontal axis is that of steps."""
+    """Whether the horizontal axis shows steps."""
 
 
 def color_of(number: int) -> str:
@@ -33,12 +33,12 @@ def color_of(number: int) -> str:
 
 
 def label(run: RunRecord, what: str, runs: Sequence[RunRecord]) -> str:
-    """Return the name of a trace as HTML: with the run's name, if there are several runs."""
+    """Return the name of a trace as HTML; it includes the run's name if there are several runs."""
     return html.escape(f"{run.name}: {what}" if len(runs) > 1 else what)
 
 
 def line(curve: Curve, name: str, color: str, **settings: Any) -> go.Scatter:
-    """Return a curve as a line with gaps at non-finite values; `thinned` shortens long curves."""
+    """Return a curve as a line with gaps at non-finite values; long curves are thinned."""
     shown = thinned(curve)
     return go.Scatter(
         x=shown.steps,
@@ -75,7 +75,7 @@ def add_menu(figure: go.Figure, choices: Mapping[str, Sequence[bool]]) -> None:
 
     Args:
         figure: Figure with its traces; those of the first choice must be the visible ones.
-        choices: By the text of the menu's entry, whether each trace is visible.
+        choices: For each entry of the menu, by its text: whether each trace is visible.
     """
     if len(choices) < 2:
         return

@@ -16,10 +16,10 @@ _MAX_SLIDER_STEPS = 60
 
 
 def norms_by_step(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return the panel of layer by step, which shows one run and rank at a time.
+    """Return a panel that maps layer by step; a menu chooses the run and rank.
 
     Returns:
-        One panel, or none if no run recorded local norms.
+        A list of one panel; an empty list if no run recorded local norms.
     """
     figure = go.Figure()
     names: list[str] = []
@@ -43,14 +43,14 @@ def norms_by_step(runs: Sequence[RunRecord]) -> list[Panel]:
 
 
 def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return a panel for each run on several ranks: layer by rank, with a slider over steps."""
+    """Return a panel that maps layer by rank for each run on several ranks, with a step slider."""
     panels = []
     for number, run in enumerate(runs):
         if len(run.local_norms) < 2:
             continue
         names = list(next(iter(run.local_norms.values())))
         steps = sorted({s for g in run.local_norms.values() for c in g.values() for s in c.steps})
-        # Counted from the end, so that the last step is among them.
+        # Pick steps from the end backwards, so that the last step is among them.
         steps = steps[:: -math.ceil(len(steps) / _MAX_SLIDER_STEPS)][::-1]
         ranks = [f"rank {rank}" for rank in run.local_norms]
         figure = go.Figure()
@@ -67,7 +67,7 @@ def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
 
 
 def _heatmap(z: list[list[float | None]], x: Sequence[Any], y: Sequence[str], what: str) -> Any:
-    """Return a map of norms with a logarithmic color scale."""
+    """Return a heat map of norms with a logarithmic color scale."""
     logs = [[math.log10(v) if v else None for v in row] for row in z]
     known = [v for v in chain.from_iterable(logs) if v is not None]
     low, high = math.floor(min(known, default=0)), math.ceil(max(known, default=1))
@@ -90,7 +90,7 @@ def _heatmap(z: list[list[float | None]], x: Sequence[Any], y: Sequence[str], wh
 
 
 def _set_rows(figure: go.Figure, rows: int, *, around: int) -> None:
-    """Give each row its height; the first group is at the top."""
+    """Set the height of the figure by its number of rows, and put the first group at the top."""
     figure.update_yaxes(autorange="reversed", tickfont_size=10)
     figure.update_layout(height=max(280, min(1400, around + 18 * rows)))
 

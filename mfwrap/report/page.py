@@ -1,4 +1,4 @@
-"""The run page: one HTML file that shows one run or several, without a network."""
+"""Write the run page: one HTML file that shows one run or several, and works offline."""
 
 import html
 import json
@@ -53,8 +53,8 @@ _ANOMALY_COLUMNS = (
 def write_run_page(folders: Sequence[Path], page: Path) -> None:
     """Write a page with the curves, norms and anomalies of one run, or of several runs compared.
 
-    The page contains everything it needs; 5 MB of it are plotly. It uses the system's light or dark
-    colors until the button is used. When one panel is zoomed, all panels over steps follow.
+    The page works offline, because it contains plotly (5 MB). It uses the system's light or dark
+    colors until the reader clicks the button. Zooming one panel zooms all panels over steps.
 
     Args:
         folders: Run folders, at least one.
@@ -85,7 +85,7 @@ def write_run_page(folders: Sequence[Path], page: Path) -> None:
 
 
 def _with_distinct_names(runs: list[RunRecord]) -> list[RunRecord]:
-    """Append a number to names that several runs have."""
+    """Append a number to each name that several runs share."""
     names = [run.name for run in runs]
     for number, run in enumerate(runs, start=1):
         if names.count(run.name) > 1:
@@ -156,7 +156,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 
 def _figures(run: RunRecord) -> list[str]:
     losses = _finite(run, "loss")
-    # Either a count since the start of the run or a flag per step is recorded.
+    # Some runs record the number of skipped updates so far, others a flag for each step.
     counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
     skipped = counts[-1:] or ([sum(flags)] if flags else [])
     return [
@@ -178,7 +178,7 @@ def _shown(value: float | None) -> str:
 
 
 def _anomalies(runs: Sequence[RunRecord]) -> str:
-    """Return a table of anomalies, whose steps are links to their place in the curves."""
+    """Return a table of anomalies, in which each step is a link that shows it in the curves."""
     heads = "".join(f"<th>{title}</th>" for _, title in _ANOMALY_COLUMNS)
     rows = [
         f'<tr><td>{html.escape(run.name)}</td><td class="number">'

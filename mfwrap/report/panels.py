@@ -1,4 +1,4 @@
-"""The panels of a run page: which there are, and their curves."""
+"""Build the panels of a run page from the curves of its runs."""
 
 import html
 import math
@@ -13,7 +13,7 @@ from mfwrap.report.drawing import Panel, add_menu, color_of, label, line, points
 from mfwrap.report.norm_maps import norms_by_rank, norms_by_step
 
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu")
-"""Parts of the names of curves that belong to the panel of throughput."""
+"""Words in curve names: a curve with one of them belongs to the panel of throughput."""
 
 _OWN_PANEL = {
     *("loss", "eval_loss", "ema_eval_loss", "learning_rate", "loss_scale", "global_norm"),
@@ -22,7 +22,7 @@ _OWN_PANEL = {
 
 
 def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return the panels of the numbers that the runs have recorded; others are left out.
+    """Return the panels of a run page; a panel without recorded numbers is left out.
 
     Args:
         runs: At least one run. Each run has the same color in all panels.
@@ -167,7 +167,7 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
 def _choice(
     runs: Sequence[RunRecord], name: str, title: str, belongs: Callable[[str], bool]
 ) -> Panel:
-    """Return a panel of all curves for which `belongs` holds; a menu chooses the one shown."""
+    """Return a panel with a menu that chooses one of the curves whose names `belongs` accepts."""
     found = {key for run in runs for key in run.curves if belongs(key)}
     kinds = sorted(found, key=lambda key: (key.startswith("eval_"), key))
     figure = go.Figure()

@@ -18,7 +18,8 @@ from mfwrap.report.curves import COLORS, NOT_FINITE_COLOR, NUMBER, binned, overf
 
 _RAW, _AVERAGED = COLORS[:2]
 _EVALUATIONS = (("eval_loss", "raw", _RAW, 8), ("ema_eval_loss", "averaged", _AVERAGED, 4))
-"""Curve, weights, color and size of the marker. The larger one first: the two often coincide."""
+"""Curve, weights, color and marker size. The larger marker is drawn first, so that both are visible
+where they coincide."""
 
 _STYLE: Any = {
     "font.size": 9,
@@ -47,7 +48,7 @@ def draw_run(
 
     Raises:
         FileNotFoundError: If `folder` is not a run folder.
-        ValueError: If a file in it cannot be read, or no step has a loss.
+        ValueError: If a file in `folder` cannot be read, or no step has a loss.
     """
     run = read_run(folder)
     loss = run.curves.get("loss")
