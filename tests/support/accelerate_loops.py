@@ -163,8 +163,8 @@ def train(
         loop: Settings of the loop.
         attached: Whether to attach mfwrap's step to the accelerator.
         config: Settings of the attached step.
-        given_ema: Whether to pass the step an average of the unprepared network instead of a
-            function that creates one.
+        given_ema: If True, pass the step an average that was created from the network before
+            ``prepare``. If False, pass a function with which the step creates the average.
         asks: Whether to read ``optimizer_step_was_skipped`` after each update. If False, the trace
             records all updates as not skipped.
     """
@@ -219,7 +219,10 @@ def _loader(loop: Loop) -> DataLoader:
 
 
 class _Recorder:
-    """Collect the trace; without the attached step, average the weights with torch."""
+    """Collect the trace of a training.
+
+    If no step is attached, the recorder averages the weights itself, with torch's function.
+    """
 
     def __init__(self, network: nn.Module, optimizer: Any, step: AttachedStep | None) -> None:
         self.losses: list[float] = []
@@ -244,8 +247,8 @@ class _Recorder:
 
     def _state(self) -> dict[str, Any]:
         state = training_state(self._network, self._optimizer.optimizer)
-        # Leave out the parameter groups: the deferred schedule may set the learning rate as late as
-        # just before the next update.
+        # Leave out the parameter groups: a deferred schedule may set the learning rate only just
+        # before the next update, so the groups of the two loops may differ here.
         return {name: v for name, v in state.items() if "/param_groups/" not in name}
 
     def _next_averages(self, *, skipped: bool) -> list[Tensor]:
@@ -271,7 +274,10 @@ class _Recorder:
 
 
 class BytesRead(TorchDispatchMode):
-    """Count the bytes of given tensors that operators read, each memory once per operator call."""
+    """Count the bytes that operators read from the given tensors.
+
+    If an operator gets the same tensor twice in one call, its bytes count once.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The program of each of two ranks that train attached loops with DistributedDataParallel."""
+"""Program that two ranks run to train attached loops with DistributedDataParallel."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def run_rank(rank: int, folder: str) -> None:
         "trained": {name: _train(settings, rank) for name, settings in SETTINGS.items()},
         "saved": _save_and_load(rank, Path(folder) / "saved"),
     }
-    # Pretend that each rank runs on a node of its own.
+    # Pretend that each rank runs on its own node, to test `save_on_each_node`.
     _set_local_rank(0, ranks_on_node=1)
     results["each node"] = _save_and_load(rank, Path(folder) / f"node{rank}", each_node=True)
     torch.save(results, Path(folder) / f"rank{rank}.pt")
@@ -46,7 +46,7 @@ def _set_local_rank(local_rank: int, *, ranks_on_node: int) -> None:
 
 
 def _factors(rank: int) -> tuple[float, ...]:
-    """Return the losses' factors, which contain NaN on the last rank only."""
+    """Return the loss factors: `FACTORS`, which contain NaNs, on the last rank; 1 elsewhere."""
     return FACTORS if rank == NUM_RANKS - 1 else (1.0,) * len(FACTORS)
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 NAN = float("nan")
 FACTORS = (1.0, NAN, 1.0, 1.0, NAN, NAN, 1.0, 1.0, NAN, 1.0)
-"""Factors of the losses of successive updates; NaN makes an update be skipped."""
+"""Factors of the losses of successive updates; an update with a NaN is skipped."""
 
 LOSS_SCALES = {
     "none": lambda: None,
@@ -134,7 +134,7 @@ class AttachedRun:
         self.optimizer = prepared[settings.num_networks]
 
     def train(self, first: int, last: int, factors: tuple[float, ...] = FACTORS) -> list[Tensor]:
-        """Run the updates from `first` up to, not including, `last`.
+        """Run the updates `first` to ``last - 1``.
 
         On several ranks, each rank trains on its share of every micro-batch.
 
@@ -168,7 +168,7 @@ class AttachedRun:
         return trained | _copied("schedule", self.schedule.state_dict())
 
     def state(self) -> dict[str, Any]:
-        """Return copies of `trained` and of the step's state, flushed, as one mapping."""
+        """Flush the step, and return copies of its state and of `trained` as one mapping."""
         own = _copied("/step", self.step.step.state_dict())
         return self.trained() | own
 

@@ -1,4 +1,4 @@
-"""Trainings with averaged weights in both Trainers, and a callback that checks them."""
+"""Set up runs of both Trainers with averaged weights, and compute the expected averages."""
 
 from dataclasses import replace
 
@@ -30,9 +30,9 @@ STEPS = {
     "save_steps": 2,
     "load_best_model_at_end": True,
     "metric_for_best_model": "loss",
-    # So that it is not the last one.
+    # Prefer the highest loss, so that the best checkpoint is not the last one.
     "greater_is_better": True,
-    # So that averages differ from the first update on.
+    # Without warm-up the first update changes the weights, so averages differ from then on.
     "warmup_steps": 0,
 }
 EPOCHS = STEPS | {"eval_strategy": "epoch", "save_strategy": "epoch"}
@@ -41,9 +41,10 @@ SKIPPING = replace(PLAIN, spoilt_rows=(25, 40))
 
 
 class Follower(TrainerCallback):
-    """Keep the weights at each event, and average them with torch's own function.
+    """Record the weights at each event, and average them with torch's own function.
 
-    It precedes the tested callback, so it sees the weights that are evaluated and saved.
+    At each event it is called before the tested callback, so it sees the weights that were
+    evaluated or saved.
     """
 
     def __init__(self) -> None:
@@ -66,11 +67,11 @@ class Follower(TrainerCallback):
         self.averages[state.global_step] = {k: v.clone() for k, v in self._average.items()}
 
     def on_evaluate(self, _args, state, _control, model=None, **_) -> None:
-        """Keep the evaluated weights."""
+        """Record the evaluated weights."""
         self.evaluated[state.global_step] = weights_of(model)
 
     def on_save(self, _args, state, _control, model=None, **_) -> None:
-        """Keep the saved weights."""
+        """Record the saved weights."""
         self.saved[state.global_step] = weights_of(model)
 
 
@@ -92,7 +93,7 @@ KINDS = {
 
 
 def evaluated_by_hand(folder, weights):
-    """Return the loss of these weights in a stock Trainer without an average."""
+    """Return the evaluation loss of `weights`, computed by a stock Trainer without an average."""
     trainer = new_trainer(folder, PLAIN, kind=Trainer)
     trainer.model.load_state_dict(weights, strict=False)
     return trainer.evaluate()["eval_loss"]

@@ -13,7 +13,7 @@ COPIED = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
 
 class Network(nn.Module):
-    """A tied weight, a frozen one, buffers of two kinds and one that is not saved."""
+    """A network with a tied weight, a frozen layer, saved buffers and an unsaved buffer."""
 
     def __init__(self) -> None:
         super().__init__()

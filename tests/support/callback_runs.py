@@ -1,4 +1,4 @@
-"""Trainings whose evaluations return given values."""
+"""Train a model whose evaluations return scripted values."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ __all__ = ["fit_with_values"]
 
 
 def fit_with_values(values, callbacks, *, name="eval_loss", optimizer=None, network=None):
-    """Fit a small network; the evaluation of each epoch returns the next of `values`."""
+    """Fit a small network; the evaluation after each epoch returns the next item of `values`."""
     network = classifier() if network is None else network
     optimizer = sgd(network) if optimizer is None else optimizer
     model = Model(

@@ -1,4 +1,4 @@
-"""Train accelerate loops that clip their gradients in every way that a loop may."""
+"""Train accelerate loops that clip their gradients in many different ways."""
 
 import functools
 import math
@@ -109,7 +109,7 @@ class ClippedTraining:
     def update(
         self, clip: "Clip", micro_batches: list[tuple[Tensor, Tensor]], *, each_micro_batch: bool
     ) -> list[Any]:
-        """Run one update; return the return values of `clip`.
+        """Run one update, and return the results of all calls of `clip`.
 
         Args:
             clip: Function that clips the gradients.
@@ -127,7 +127,7 @@ class ClippedTraining:
         return returned
 
     def run_by_hand(self, clip: "Clip") -> Outcome:
-        """Run updates of two backwards without ``accumulate``, and clip after each backward."""
+        """Accumulate two backwards per update without ``accumulate``; clip after each backward."""
         returned, skipped = [], []
         for index, batch in enumerate(labelled_batches(2 * NUM_UPDATES)):
             self.backward(batch)
@@ -140,7 +140,7 @@ class ClippedTraining:
         return Outcome(returned, weights, skipped, [])
 
     def run(self, clip: "Clip", *, each_micro_batch: bool = False) -> Outcome:
-        """Run `NUM_UPDATES` updates; `clip` and `each_micro_batch` as in `update`."""
+        """Run `NUM_UPDATES` updates; see `update` for the arguments."""
         returned, skipped, reports = [], [], []
         size = self.accelerator.gradient_accumulation_steps
         batches = labelled_batches(NUM_UPDATES * size)
@@ -179,13 +179,13 @@ def unscale(training: ClippedTraining) -> None:
 
 
 def doubled(training: ClippedTraining) -> None:
-    """Double all gradients in place, as a loop may change gradients by hand."""
+    """Double all gradients in place: an example of a loop that changes gradients by hand."""
     for gradient in training.gradients:
         gradient.mul_(2)
 
 
 def calls(*several: Clip) -> Clip:
-    """Return one function that calls several in order."""
+    """Return a function that calls the given functions in order."""
     return lambda training: [call(training) for call in several]
 
 
@@ -251,7 +251,7 @@ WAYS: dict[str, Clip] = {
 def clipped_alone(
     clip: Clip, optimizer: str, setting: Setting | None = None, **settings: bool
 ) -> Outcome:
-    """Return the outcome of plain accelerate."""
+    """Return the outcome of clipping with plain accelerate; it is cached, so do not modify it."""
     setting = setting or Setting()
     if setting.precision != "fp16":
         setting = setting._replace(scale=1.0)
@@ -261,9 +261,9 @@ def clipped_alone(
 def assert_agree(expected: Outcome, actual: Outcome) -> None:
     """Assert that skips are equal, and that norms and weights agree up to rounding.
 
-    mfwrap multiplies and sums in another order than accelerate. Norms may therefore differ by a few
-    units of float32's relative rounding error of 6e-8. So may the updates, which are below 0.1, and
-    the weights, which are below 1 and are rounded again when an update is added.
+    mfwrap multiplies and sums in another order than accelerate, so results differ by a few float32
+    rounding errors of 6e-8, relative to their size. Norms are compared with a relative tolerance.
+    Weights are below 1 and updates below 0.1, so weights are compared with an absolute tolerance.
     """
     assert actual.skipped == expected.skipped
     norms = [torch.utils._pytree.tree_leaves(o.returned) for o in (actual, expected)]

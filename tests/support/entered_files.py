@@ -1,4 +1,4 @@
-"""Count the files of mfwrap that one training step enters."""
+"""Find the files of mfwrap whose functions one training step calls."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -32,8 +32,11 @@ __all__ = ["LOOPS"]
 
 @cache
 def source_file(name: str) -> str | None:
-    """Return a file's path in the repository; None for other files and for a package's __init__."""
-    # An editable install holds links to the files of the repository.
+    """Return a file's path relative to the repository.
+
+    Return None for an ``__init__.py``, and for a file that belongs to no package of the project.
+    """
+    # Resolve links: an editable install may contain links to the files of the repository.
     path = Path(name).resolve()
     if path.name == "__init__.py" or not path.is_relative_to(ROOT):
         return None
@@ -43,7 +46,10 @@ def source_file(name: str) -> str | None:
 
 @contextmanager
 def entered(files: set[str]) -> Iterator[None]:
-    """Collect the files in which any function is entered, packages' __init__ left out."""
+    """Add to `files` each file whose functions are called within the ``with`` block.
+
+    See `source_file` for the files that are left out.
+    """
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and (path := source_file(frame.f_code.co_filename)) is not None:
@@ -108,14 +114,14 @@ def _attached() -> set[str]:
 
 
 class _TraceThirdStep:
-    """Trace from the begin of the third step to the begin of the fourth."""
+    """Collect the files whose functions the third step calls."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self._tracing: Any = None
 
     def at_step(self, number: int) -> None:
-        """Take note of the begin of a step, counted from 0."""
+        """Start tracing at the start of step 2, counted from 0; stop at the start of step 3."""
         if number == 2:
             self._tracing = entered(self.files)
             self._tracing.__enter__()

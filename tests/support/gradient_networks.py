@@ -39,7 +39,7 @@ Y = torch.tensor(19.0)
 
 
 def network() -> GradientNetwork:
-    """Return the notebook's network."""
+    """Return the network of MindSpore's notebook on gradients."""
     return GradientNetwork([[2, 3, 4]])
 
 

@@ -1,4 +1,4 @@
-"""The stock Trainer in fp16 on a CPU."""
+"""Train with the stock Trainer in fp16 on a CPU."""
 
 import torch
 from transformers import Trainer
@@ -9,7 +9,10 @@ FP16_SCALE = 2.0**12
 
 
 class StockHalf(Trainer):
-    """Trainer with autocast and a gradient scaler on the CPU, where fp16 would have neither."""
+    """A stock Trainer that runs fp16 on a CPU with autocast and a gradient scaler.
+
+    accelerate creates autocast and the scaler on CUDA only.
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Give the accelerator autocast and a scaler."""

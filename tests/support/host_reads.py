@@ -44,7 +44,7 @@ _OPERATORS = frozenset(
         aten.unique_dim,
         aten.unique_consecutive,
         aten.bincount,
-        # From `torch.tensor(value)`, whose copy to a device synchronizes.
+        # Dispatched by `torch.tensor(value)`, which synchronizes if it copies to a device.
         aten.lift_fresh,
     }
 )
@@ -100,7 +100,10 @@ class HostReads:
         return [read.name for read in self.reads]
 
     def _see(self, name: str | None, call: Callable[[], Any]) -> Any:
-        """Run a call; count it if it has a name and does not run inside a counted call."""
+        """Run a call, and collect it as a host read with this name.
+
+        A call whose name is None, or that runs within another host read, is not collected.
+        """
         if name is None or self._within_read:
             return call()
         self.reads.append(HostRead(name, _stack()))
@@ -161,8 +164,8 @@ def _waits_for_host(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bo
     # In to(device, dtype, non_blocking, copy), `non_blocking` is the first bool.
     flags = [argument for argument in arguments if isinstance(argument, bool)]
     non_blocking = keywords.get("non_blocking", flags[0] if flags else False)
-    # torch's optimizers move scalars to the device of their parameters. On a CPU this looks like a
-    # copy to the host, but on a device it is none.
+    # Leave out torch's optimizers, which move scalars to the device of their parameters. On a CPU
+    # this looks like a copy to the host, but on a GPU it is a copy to the device.
     return not non_blocking and "optim" not in _calling_package()
 
 
@@ -194,7 +197,7 @@ def _frames() -> list[FrameType]:
 
 
 def _calling_package() -> tuple[str, ...]:
-    """Return the folders inside torch of the innermost frame's file; () outside of torch."""
+    """Return the folders below torch of the file that made the call; () outside of torch."""
     path = Path(_frames()[0].f_code.co_filename)
     return path.relative_to(_TORCH).parts[:-1] if path.is_relative_to(_TORCH) else ()
 

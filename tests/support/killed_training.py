@@ -1,6 +1,7 @@
-"""A training in a process of its own, which tells what it does and can be killed at any word.
+"""Train in a separate process, which prints its events so that a test can kill it at any of them.
 
-As a script: train in a folder, from the last checkpoint there if there is one.
+Run as a script, this module trains in a folder. It resumes from the folder's last checkpoint, if
+there is one.
 """
 
 import json
@@ -30,7 +31,7 @@ def start_process(
     Args:
         folder: Folder for checkpoints, and for ``end.pt`` at the end.
         settings: Settings of the run.
-        waits: Whether the process reads a line from stdin within each micro-batch.
+        waits: Whether the process waits for a line on stdin at each ``on_substep_end``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     task = {"settings": asdict(settings), "waits": waits}
@@ -45,14 +46,14 @@ def start_process(
 
 
 def _tell(what: str, step: int) -> None:
-    print(f"{what} {step}", flush=True)  # noqa: T201  (whoever started this reads it)
+    print(f"{what} {step}", flush=True)  # noqa: T201  (the parent process reads it)
 
 
 class Telling(TrainerCallback):
     """Print each event of a step.
 
     Args:
-        waits: Whether to read a line after each micro-batch.
+        waits: Whether to wait for a line on stdin at each ``on_substep_end``.
     """
 
     def __init__(self, *, waits: bool) -> None:
@@ -78,10 +79,10 @@ class Telling(TrainerCallback):
 
 
 class TellingTrainer(MFTrainer):
-    """Print each file of a checkpoint before it is written."""
+    """An `MFTrainer` that prints a line before it writes each file of a checkpoint."""
 
     def save_model(self, *args: Any, **keywords: Any) -> None:
-        """Save the model."""
+        """Print a line, and save the model."""
         _tell("model", self.state.global_step)
         super().save_model(*args, **keywords)
 

@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of `Model`."""
+"""Program that two ranks run to train and evaluate with `Model`."""
 
 import os
 from pathlib import Path
@@ -39,8 +39,9 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
     }
-    # The network must not outlive the process group. Whoever frees it last would hold Python's lock
-    # while waiting for a thread that may be waiting for that lock.
+    # Train in a function, so that the network is freed before the process group is destroyed. If
+    # the network kept the group alive, freeing the network later could deadlock: it would hold the
+    # GIL while it waits for a thread of the group that may need the GIL.
     torch.save(_train(rank, folder), Path(folder) / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -16,13 +16,13 @@ HOOKS = tuple(
 
 
 def classifier() -> nn.Module:
-    """Return a small network, always the same."""
+    """Return a small network with fixed initial weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def sgd(network: nn.Module, **settings: object) -> torch.optim.Optimizer:
-    """Return an optimizer with state."""
+    """Return SGD with momentum, so that the optimizer has state."""
     return torch.optim.SGD(
         network.parameters(), **{"lr": 0.1, "momentum": 0.9, "fused": True} | settings
     )
@@ -43,7 +43,12 @@ def losses_by_hand(
 
 
 class Notes(Callback):
-    """Record each call, and facts of the run at that time."""
+    """Record each call of a hook, with some of MindSpore's run parameters.
+
+    Args:
+        keys: Names of the parameters to record.
+        stop_at: Number of the step at whose end to request a stop; by default no stop.
+    """
 
     def __init__(self, *keys: str, stop_at: int | None = None) -> None:
         self.calls: list[str] = []

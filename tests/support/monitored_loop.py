@@ -1,4 +1,4 @@
-"""A hand-written training loop around the loss monitor, with made-up outputs and a set clock."""
+"""Drive the loss monitor with made-up step outputs and a clock that the test sets."""
 
 import re
 
@@ -13,7 +13,7 @@ __all__ = ["Clock", "Loop", "output", "records", "shown"]
 
 
 class Clock:
-    """Show the time in `now`, which a test sets by hand."""
+    """A clock that returns `now`, which a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,10 +60,10 @@ def output(loss=1.0, *, overflow=False, scale=131072.0, rate=0.1, norm=3.0) -> S
 
 
 def records(caplog) -> list[str]:
-    """Return the first line of each record logged so far."""
+    """Return the monitor's log messages so far that begin with ``{ Epoch``."""
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("{ Epoch")]
 
 
 def shown(caplog, pattern) -> list[str]:
-    """Return the first group that `pattern` finds in each record."""
+    """Search each of the `records` for `pattern`, and return the first group of each match."""
     return [re.search(pattern, line).group(1) for line in records(caplog)]

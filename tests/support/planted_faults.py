@@ -1,4 +1,4 @@
-"""Faults at random places of a training, and the expected record of each."""
+"""Draw random faults for a training, and check the record of each fault."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["FAULTS_OF_A_RUN", "KINDS", "LASTING", "check_record", "random_faults
 
 KINDS = ("activation", "gradient", "weight gradient", "data")
 LASTING = ("blow-up", "drift")
-"""Faults that change a weight for good."""
+"""Faults that change a weight permanently."""
 
 FAULTS_OF_A_RUN = 5
 _RECORDED_AS = {
@@ -21,9 +21,10 @@ _RECORDED_AS = {
 
 
 def random_faults(seed: int, num_ranks: int = 1) -> list[tuple[int, Fault]]:
-    """Return the faults of one run of 30 steps with their ranks, ordered by step."""
+    """Return the faults of one run of 30 steps as pairs of rank and fault, ordered by step."""
     dice = random.Random(seed)  # noqa: S311  (test data, not cryptography)
-    # Not in neighboring steps, of which only the first is replayed. A spike needs a history.
+    # Choose even steps, because only the first of two neighboring bad steps is replayed. The last
+    # fault may be a spike, so it comes late: a spike is found only after a history of norms.
     steps = [*sorted(dice.sample(range(2, 21, 2), FAULTS_OF_A_RUN - 1)), 28 + dice.randrange(2)]
     kinds = [dice.choice(KINDS) for _ in steps]
     lasting = LASTING if num_ranks > 1 else LASTING[:1]
@@ -67,7 +68,7 @@ def check_record(
         return
     assert record["skipped"] is (fault.kind != "blow-up")
     if fault.kind == "weight gradient":
-        # The fault was in a hook that is gone, so a replay does not reproduce it.
+        # The fault was in a hook that has been removed, so a replay does not reproduce it.
         assert [(one["name"], one["rank"]) for one in record["gradients"]] == [(weight, rank)]
         assert "where" not in record
     if fault.kind == "blow-up":

@@ -1,4 +1,4 @@
-"""Recipes of small language models with data of a test."""
+"""Build recipes of small language models on data that a test provides."""
 
 import json
 
@@ -10,7 +10,7 @@ LANGUAGE = {"config": SMALL_LLAMA, "tokenizer": "bytes"}
 
 
 def recipe_of(task, data, *overrides, model=None, **training):
-    """Return a small recipe of a task with a section ``data``."""
+    """Return a small recipe for `task`, with `data` as its section ``data``."""
     text = recipe_text(task=task, model=None, data=None, training=training)
     sections = {"model": model or LANGUAGE, "data": data}
     lines = [f"{name}: {json.dumps(section)}\n" for name, section in sections.items()]
@@ -18,5 +18,5 @@ def recipe_of(task, data, *overrides, model=None, **training):
 
 
 def trainer_of(*arguments, **keywords):
-    """Return the Trainer of such a recipe."""
+    """Return the Trainer of a recipe; takes the arguments of `recipe_of`."""
     return build_trainer(recipe_of(*arguments, **keywords))[0]

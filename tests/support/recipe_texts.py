@@ -30,11 +30,11 @@ RECIPE = {
         "seed": 3,
     },
 }
-"""A run of a tenth of a second."""
+"""A recipe whose run takes a tenth of a second."""
 
 
 def recipe_text(**sections) -> str:
-    """Return the recipe with sections merged in; ``None`` takes one out."""
+    """Return `RECIPE` as YAML, with `sections` merged in; a section of ``None`` is removed."""
     recipe = copy.deepcopy(RECIPE)
     for name, section in sections.items():
         if section is None:
@@ -47,12 +47,12 @@ def recipe_text(**sections) -> str:
 
 
 def parsed(**sections) -> Recipe:
-    """Return the checked recipe with these sections."""
+    """Return the parsed and checked recipe; takes the arguments of `recipe_text`."""
     return parse_recipe(recipe_text(**sections), "r.yaml")
 
 
 def message(*overrides: str, text: str | None = None) -> str:
-    """Return the error message of a recipe."""
+    """Parse an invalid recipe, and return the error message, which must be one line."""
     with pytest.raises(RecipeError) as error:
         parse_recipe(recipe_text() if text is None else text, "r.yaml", overrides)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Programs of the ranks in the tests of `ReplicaCheck`."""
+"""Program that each rank runs to test `ReplicaCheck` and `CheckpointMonitor`."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def run_rank(rank: int, folder: str) -> None:
 def _check(
     rank: int, folder: Path, *, where: str = "", stop: bool = False, on_rank: int = -1
 ) -> list[int]:
-    """Return the completed steps; in step 4 of 6 one bit is flipped on one rank."""
+    """Run six steps, flip one bit on rank `on_rank` in step 4, and return the completed steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     state, control = TrainerState(), TrainerControl()
@@ -64,7 +64,10 @@ def _check(
 
 
 def _saves(rank: int) -> list[int]:
-    """Return the steps of checkpoints by time, with a different clock on each rank."""
+    """Return the steps at which a `CheckpointMonitor` with a time interval saves.
+
+    The clocks of the ranks run at different speeds.
+    """
     now = [0.0]
     monitor = CheckpointMonitor(save_checkpoint_seconds=10, clock=lambda: now[0])
     state, control = TrainerState(max_steps=20), TrainerControl()

@@ -1,4 +1,4 @@
-"""Trainings that are stopped and resumed, and everything that such a training leaves behind."""
+"""Train, stop and resume with a Trainer, and collect the whole state at the end of a run."""
 
 import json
 import random
@@ -59,7 +59,7 @@ class RunSettings:
     save_steps: int = 1
     logging_steps: int = 1
     evaluates: bool = False
-    """Evaluate every other step, with callbacks that have a state."""
+    """Whether to evaluate every other step, with callbacks that have a state."""
 
 
 PLAIN = RunSettings(spoilt_rows=(), max_grad_norm=0.0, dynamic_scale=False, ema=False)
@@ -70,14 +70,14 @@ class StopAfter(TrainerCallback):
     """Save and stop after a step, like a job with a time limit.
 
     Args:
-        step: Number of updates.
+        step: Number of updates before the stop.
     """
 
     def __init__(self, step: int) -> None:
         self._step = step
 
     def on_step_end(self, _args, state, control, **_: Any) -> None:
-        """Ask for a checkpoint and for the end."""
+        """Request a checkpoint and the end of the training."""
         if state.global_step == self._step:
             control.should_save = control.should_training_stop = True
 
@@ -102,7 +102,7 @@ def new_trainer(
         seed: Seed of the initial weights.
         callbacks: Callbacks of the user.
         trainer_settings: Further keywords of the trainer.
-        model: Model to train; by default a new one with `settings`.
+        model: Model to train; by default a new tiny GPT-2 with the dropout of `settings`.
         arguments: Keywords of ``TrainingArguments``, which override `settings`.
     """
     settings = RunSettings() if settings is None else settings
@@ -178,7 +178,8 @@ def resume(
 ) -> Any:
     """Return a trainer that has resumed a checkpoint and trained to the end.
 
-    It starts with other weights and random states, so that all must come from the checkpoint.
+    It starts with other weights and random states than the saved run, so the result is right only
+    if all of them are restored from the checkpoint.
     """
     trainer = new_trainer(folder, settings, seed=1, **keywords)
     spoil_random_states()
@@ -187,10 +188,10 @@ def resume(
 
 
 def spoil_random_states() -> None:
-    """Give every generator a state that no run has had."""
+    """Put every random generator into a state that no run has had."""
     torch.rand(12345)
     random.seed(99)
-    np.random.seed(99)  # noqa: NPY002  (the one that collators use)
+    np.random.seed(99)  # noqa: NPY002  (collators use the global generator)
 
 
 _TIMES = ("runtime", "per_second")
@@ -206,7 +207,7 @@ def logged(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 class _Rest:
-    """State of a trainer other than weights, optimizer and schedule."""
+    """Collect the state of a trainer, except its weights, optimizer and schedule."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -215,7 +216,7 @@ class _Rest:
         state = self._trainer.state
         numpy_state = np.random.get_state()  # noqa: NPY002  (a checkpoint holds its state)
         rest = {
-            # As text: a NaN equals a NaN, and every bit of a number counts.
+            # Compare the log as text: a NaN then equals a NaN, and numbers must agree exactly.
             "log": json.dumps(logged(self._trainer), sort_keys=True),
             "progress": [state.global_step, state.epoch, state.total_flos],
             "training losses": [
@@ -240,7 +241,7 @@ def _saves(callback: TrainerCallback) -> bool:
 
 
 def end_of(trainer: Any) -> dict[str, Any]:
-    """Return copies of everything that a run leaves behind, as one flat mapping."""
+    """Return copies of the whole state at the end of a run, as one flat mapping."""
     return training_state(
         trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler, _Rest(trainer)
     )

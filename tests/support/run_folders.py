@@ -1,4 +1,4 @@
-"""Run folders with known numbers."""
+"""Write run folders with known numbers."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def norms(step: int, rank: int) -> dict[str, float]:
 
 
 def write_run(folder: Path, num_steps: int = 40, num_ranks: int = 1) -> Path:
-    """Write the folder of a run of the cell; step 20 overflows and has a non-finite loss."""
+    """Write a run folder as a run with the cell does; step 20 overflows with a non-finite loss."""
     records: list[dict[str, Any]] = [{"step": 0, "eval_loss": 5.0}]
     for step in range(1, num_steps + 1):
         bad = step == 20
@@ -72,7 +72,7 @@ def write_run(folder: Path, num_steps: int = 40, num_ranks: int = 1) -> Path:
 
 
 def write_trainer_run(folder: Path) -> Path:
-    """Write the folder of a stock Trainer's run, whose checkpoints hold its log."""
+    """Write a run folder as a stock Trainer does, with its log in the checkpoints."""
     for last in (4, 8, 10):
         log: list[dict[str, Any]] = [
             {

@@ -1,4 +1,7 @@
-"""Train accelerate loops with every kind of schedule, stepped wherever a loop may step it."""
+"""Train accelerate loops with many schedules.
+
+A loop steps its schedule before or after the optimizer, or at the end of each epoch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -161,14 +164,14 @@ class ScheduledTraining:
         self.bad_element = BadElement(network.layers[0].weight, NAN)
         inner = OPTIMIZERS[optimizer](network.parameters())
         accumulation = self.accelerator.gradient_accumulation_steps
-        # The last accumulation window of an epoch has one micro-batch less than the others.
+        # With accumulation, the last update of an epoch has one micro-batch less than the others.
         batches = labelled_batches(UPDATES_PER_EPOCH * accumulation - (accumulation > 1))
         dataset = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
         schedule = self.how.make(inner)
         self.network, self.optimizer, self.loader = self.accelerator.prepare(
             network, inner, DataLoader(dataset, batch_size=8)
         )
-        # `prepare` does not recognize a GreedyLR as a schedule.
+        # Prepare the schedule separately: `prepare` does not recognize a GreedyLR as a schedule.
         self.schedule = self.accelerator.prepare_scheduler(schedule)
         self.rates, self.betas = [], []
 
@@ -210,7 +213,10 @@ def run(*arguments: Any, bad_updates: tuple[int, ...] = (), **settings: Any) -> 
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule's state without functions, and with inner schedules as their states."""
+    """Return a schedule's state in a form that can be compared.
+
+    Functions and the optimizer are left out, and inner schedules are replaced by their states.
+    """
     return {
         name: [plain_state(each) for each in value] if name == "_schedulers" else value
         for name, value in state.items()
@@ -220,7 +226,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def truthful(name: str, bad_updates: tuple[int, ...], accumulation: int) -> Run:
-    """Return the run of plain accelerate in fp16, the precision in which it detects skips."""
+    """Return the run of plain accelerate in fp16, the only precision in which it detects skips."""
     return run(
         name,
         "SGD",

@@ -30,13 +30,13 @@ SETTINGS = {
 
 
 def optimizer(*rates):
-    """Return an optimizer of one parameter per rate."""
+    """Return an optimizer with one group per rate, each with one parameter."""
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
     return SGD(groups, lr=rates[0])
 
 
 def rates(kind, steps, *, lr=1.0, **settings):
-    """Return the rate of each step, as the optimizer gets it."""
+    """Return the learning rates that the optimizer uses at the given steps, counted from 0."""
     stepped = optimizer(lr)
     schedule = kind(stepped, **settings)
     found = []
@@ -48,7 +48,7 @@ def rates(kind, steps, *, lr=1.0, **settings):
 
 
 def assert_follows(schedule, other, steps):
-    """Compare two schedules over so many updates."""
+    """Assert that two schedules set the same rates for `steps` updates."""
     for _ in range(steps):
         assert schedule.get_last_lr() == pytest.approx(other.get_last_lr(), rel=1e-12, abs=1e-12)
         for one in (schedule, other):

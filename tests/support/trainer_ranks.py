@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of trainings on several ranks."""
+"""Programs that two ranks run to train, resume and stop with MFTrainer."""
 
 import os
 import random
@@ -32,23 +32,23 @@ __all__ = [
 
 NUM_RANKS = 2
 NUM_STEPS = 9
-"""Three an epoch."""
+"""Number of updates of a run: three epochs of three updates."""
 
 RESUMED = (2, 3, 4)
-"""Steps after which a run is resumed: one ends an epoch; the log comes after each fourth."""
+"""Steps after which a run is resumed. Step 3 ends an epoch, and every fourth step is logged."""
 
 SETTINGS = RunSettings(logging_steps=4)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """When a training gets a SIGTERM.
+    """The time at which a training receives a SIGTERM, and the steps at which it may stop.
 
     Args:
         event: Event at which the signal comes.
         steps: For each rank, the number of updates before the signal; ``None`` for no signal.
-        stopped: After which step all ranks stop: the first one in which a rank knows, or the next,
-            which another has begun by then.
+        stopped: Steps after which all ranks may stop: the step in which a rank first receives the
+            signal, or the next step if another rank has begun it by then.
     """
 
     event: str
@@ -68,11 +68,11 @@ ENDINGS = {
 
 
 class Signalled(TrainerCallback):
-    """Send this process a SIGTERM once, at an event, and draw numbers that differ between ranks.
+    """Send this process one SIGTERM, and make the random states of the ranks differ.
 
     Args:
         rank: Number of this rank.
-        ending: Time of the signal.
+        ending: Time of the signal; ``None`` for no signal.
     """
 
     def __init__(self, rank: int, ending: Ending | None) -> None:
@@ -88,10 +88,10 @@ class Signalled(TrainerCallback):
         return control
 
     def on_step_begin(self, _args, _state, _control, **_: Any) -> None:
-        """Draw random numbers, a different count on each rank."""
+        """Draw one set of random numbers on rank 0 and two sets on rank 1."""
         for _ in range(1 + self._rank):
             torch.rand(())
-            random.random()  # noqa: S311  (a number, no secret)
+            random.random()  # noqa: S311  (a random number, not a secret)
 
 
 def free_port() -> int:
@@ -181,7 +181,7 @@ def _tell(folder: Path, rank: int, ending: Ending) -> dict[str, Any]:
 
 
 def _refuse(root: Path, rank: int) -> list[str]:
-    """Return the error for a checkpoint with an average, in a trainer without one."""
+    """Resume a checkpoint with an average in a trainer without one; return the error message."""
     keywords: Any = {"trainer_settings": {"ema": None}}
     try:
         _resumed(root / "alone" / "checkpoint-2", root / "refused", rank, **keywords)
@@ -191,7 +191,11 @@ def _refuse(root: Path, rank: int) -> list[str]:
 
 
 def _on_two_nodes(root: Path, rank: int) -> dict[str, Sequence[str]]:
-    """Return the files on the disk of a node with one process, with and without saving there."""
+    """Train as if this rank were alone on its node, with and without ``save_on_each_node``.
+
+    Returns:
+        The files on the node's disk, by the value of ``save_on_each_node``.
+    """
     _place(local_rank=0, on_node=1)
     found = {}
     for each_node in (False, True):

@@ -1,4 +1,4 @@
-"""Short trainings by the stock Trainer and by MFTrainer, and how to compare two of them."""
+"""Run short trainings with the stock Trainer and with MFTrainer, and compare two of them."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ VOCABULARY = 32
 
 
 class Counting(Dataset):
-    """Rows of numbers, each row counting with a stride of its own.
+    """A data set of rows of numbers that count up, with strides of 1, 2 and 3 in turn.
 
     Args:
         num_rows: Number of rows.
@@ -61,7 +61,7 @@ class Counting(Dataset):
 
 
 class EndlessCounting(IterableDataset):
-    """The same rows again and again, without a length."""
+    """An iterable data set without a length, which repeats seven rows endlessly."""
 
     def __iter__(self):
         while True:
@@ -79,7 +79,7 @@ def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """Return a Llama of two layers and hidden size 16 with dropout, always the same."""
+    """Return a Llama of two layers and hidden size 16, with dropout and fixed initial weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -97,7 +97,7 @@ def spoilt_llama(factors: Sequence[float]) -> LlamaForCausalLM:
     """Return the tiny Llama whose losses in training are multiplied by factors.
 
     Args:
-        factors: Factors of successive micro-batches; later ones have factor 1.
+        factors: Factors of the first micro-batches; all later micro-batches have a factor of 1.
     """
     model = tiny_llama()
     left = iter(factors)
@@ -115,13 +115,13 @@ class Run(NamedTuple):
 
     trainer: Trainer
     result: Any
-    """What ``train`` returned."""
+    """Return value of ``train``."""
 
     log: list[dict[str, Any]]
-    """The log's history."""
+    """Entries of the Trainer's log."""
 
     weights: dict[str, Tensor]
-    """Copies, by name."""
+    """Copies of the weights, by name."""
 
 
 def new_trainer(
@@ -183,7 +183,7 @@ def train(trainer: Trainer, resume: Path | None = None) -> Run:
 
 
 def values(run: Run, name: str) -> list[Any]:
-    """Return a value of the log, from each entry that has it."""
+    """Return the values of `name` in the log, one for each entry that has it."""
     return [entry[name] for entry in run.log if name in entry]
 
 
@@ -196,7 +196,8 @@ def assert_same_log(stock: Run, ours: Run, *, relative: float = 1e-6) -> None:
     Args:
         stock: Run of the stock Trainer.
         ours: Run of the other trainer.
-        relative: Largest relative difference of a number; learning rates have none.
+        relative: Largest allowed relative difference of a number. Learning rates, steps and epochs
+            must be equal.
     """
     assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
     for expected, actual in zip(stock.log, ours.log, strict=True):

@@ -1,4 +1,4 @@
-"""The programs of ranks whose network is sharded by accelerate or the Trainer."""
+"""Programs that each rank runs with a network that accelerate or the Trainer has sharded."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ def reset_accelerate_after() -> Iterator[None]:
 
 
 def enable_sharding(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Make an accelerator shard networks, as it does on a GPU; on a CPU it ignores its plugin."""
+    """Make an accelerator shard networks on a CPU, where accelerate ignores its FSDP plugin."""
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
@@ -91,7 +91,7 @@ class Loop:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def train(self, first_step: int = 0) -> list[dict[str, Tensor]]:
-        """Train `NUM_STEPS` steps; return the loss and the norms of each."""
+        """Train `NUM_STEPS` steps; return the loss and the norms of each step."""
         accelerator, reports = self.accelerator, []
         for step in range(first_step, first_step + NUM_STEPS):
             for index in range(self.accumulation):
@@ -130,11 +130,12 @@ def train_attached(rank: int, accumulation: int) -> dict[str, Any]:
 
 @reset_accelerate_after()
 def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, Any]:
-    """Save a loop in the middle of training, finish it, and finish a new loop from the checkpoint.
+    """Save a checkpoint in the middle of a training, and finish it with and without resuming.
 
     Returns:
-        The final states ``"unbroken"`` and ``"resumed"``, the checkpoint's files and the number of
-        applied updates.
+        ``"unbroken"`` and ``"resumed"``: final states of the loop that went on after saving, and of
+        a new loop that loaded the checkpoint. ``"files"``: files of the checkpoint. ``"applied"``:
+        number of updates that the resumed loop has applied in total.
     """
     del rank
     loop = Loop(2, state_dict_type)
@@ -154,7 +155,7 @@ def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, A
 
 
 class ShardingTrainer(Trainer):
-    """A Trainer that shards its network on a CPU, as a Trainer does on GPUs."""
+    """A stock Trainer that shards its network on a CPU, as the Trainer does on GPUs."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator and enable sharding if there are several ranks."""
@@ -247,7 +248,10 @@ def train_with_trainer(
 
 @reset_accelerate_after()
 def evaluate_averages(rank: int, folder: str, num_ranks: int = 2) -> dict[str, Any]:
-    """Train, evaluate and export the averages, and load those of the best checkpoint at the end."""
+    """Train with `EMACallback`; return the evaluation losses, averages and final weights.
+
+    ``"exported"`` and ``"best"`` are the averages in the last and in the best checkpoint.
+    """
     del rank
     trainer = new_trainer(
         folder,

@@ -1,4 +1,4 @@
-"""The programs of ranks that attach to an accelerate loop after their network was sharded."""
+"""Programs that each rank runs to train a sharded network, with the cell or an attached loop."""
 
 from typing import Any
 
@@ -36,13 +36,13 @@ def train_by_cell(rank: int, accumulation: int) -> dict[str, Any]:
 
 
 def train_attached(rank: int, accumulation: int, way: str) -> dict[str, Any]:
-    """Train with an attached loop; if `way` is ``"in place"``, it unscales before it clips."""
+    """Train with an attached loop; with `way` ``"in place"``, the loop unscales before it clips."""
     case = Case(accumulation=accumulation)
     network = sharded(new_model(per_token=False), case)
     accelerator = Accelerator(cpu=True)
     attached = attach(accelerator, StepConfig(local_norm=True), scale_sense=2.0**16)
-    # Marked as prepared, because accelerate would otherwise wrap the network in
-    # DistributedDataParallel, which does not support sharded parameters.
+    # Mark the network as prepared: otherwise accelerate wraps it in DistributedDataParallel, which
+    # does not support sharded parameters.
     network._is_accelerate_prepared = True
     network, optimizer = accelerator.prepare(network, optimizer_of("fused AdamW", network))
     norms, local_norms = [], []

@@ -1,4 +1,7 @@
-"""The programs of ranks that save checkpoints and resume from those of other ranks."""
+"""Programs that each rank runs to save a sharded checkpoint or to resume from one.
+
+The number of ranks that save and the number of ranks that resume may differ.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +79,7 @@ def _state(training: _Training) -> dict[str, Any]:
 
 
 def save(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
-    """Train, save and train further; return the states when saved and at the end."""
+    """Train, save a checkpoint and train further; return the saved state and the final state."""
     training = _training(layout, optimizer)
     _train(training, rank, range(NUM_BEFORE))
     save_sharded(folder, training.cell, training.scheduler)
@@ -86,7 +89,11 @@ def save(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[
 
 
 def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
-    """Load into a training with other weights, and train further; return the states of both."""
+    """Load a checkpoint into other weights and train further.
+
+    Returns:
+        The state after loading and the final state.
+    """
     training = _training(layout, optimizer)
     with torch.no_grad():
         for parameter in training.cell.network.parameters():
@@ -98,7 +105,11 @@ def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[
 
 
 def load_into_another(rank: int, folder: str) -> dict[str, Any]:
-    """Load into trainings that do not fit; return the errors and whether the state is unchanged."""
+    """Load a checkpoint in ways that must fail, and save into a folder that is not empty.
+
+    Returns:
+        The error messages, and whether the state of the first training is unchanged.
+    """
     messages = {}
     training = _training("layers", "fused AdamW", dynamic=False)
     before = _state(training)
@@ -128,7 +139,7 @@ def load_into_another(rank: int, folder: str) -> dict[str, Any]:
 
 
 def save_by_torch_alone(rank: int, folder: str) -> bool:
-    """Save and load a cell with torch's own checkpoint functions; return whether it round-trips."""
+    """Save and load a cell with torch's own functions; return whether its state is restored."""
     training = _training("layers", "fused AdamW")
     _train(training, rank, range(NUM_BEFORE))
     saved = _state(training)

@@ -1,4 +1,4 @@
-"""The programs of ranks with sharded parameters in which something goes wrong or is counted."""
+"""Programs that each rank runs with sharded parameters: bad losses, errors, counts, and norms."""
 
 import contextlib
 from collections import Counter
@@ -48,7 +48,7 @@ NAN = float("nan")
 
 
 def new_cell(network: nn.Module, optimizer: str, **settings: Any) -> MFTrainOneStepCell:
-    """Return a cell that clips."""
+    """Return a cell that clips, with the optimizer of this name."""
     return MFTrainOneStepCell(
         network,
         optimizer_of(optimizer, network),
@@ -81,7 +81,7 @@ def meet_a_bad_loss(
     Args:
         rank: Rank of this process.
         optimizer: Name of the optimizer.
-        factor: Factor of the bad losses.
+        factor: Factor by which the bad losses are multiplied.
         everywhere: Whether the loss is bad on every rank; if False, on the last rank only.
     """
     if rank < distributed.get_world_size() - 1 and not everywhere:
@@ -148,7 +148,11 @@ class _Messages(TorchDispatchMode):
 
 
 def count_messages(rank: int, case: Case) -> dict[str, Any]:
-    """Return the messages that a step adds to, and removes from, a plain forward and backward."""
+    """Compare the messages of a step with those of a plain forward and backward.
+
+    Returns:
+        ``"more"``: messages that only the step sends. ``"less"``: messages that the step omits.
+    """
     network = sharded(new_model(per_token=case.per_token), case)
     cell = new_cell(
         network,
@@ -189,7 +193,7 @@ def count_host_reads(rank: int, optimizer: str) -> list[str]:
 
 
 def fail_in_a_micro_batch(rank: int) -> dict[str, Any]:
-    """Train with and without failed attempts of a step; return whether both end equal.
+    """Train with and without failed attempts of steps; return whether the final states are equal.
 
     In a failed attempt, the forward of the second micro-batch raises.
     """
@@ -233,7 +237,8 @@ def evaluate_with_averages(rank: int) -> dict[str, bool]:
     again = network(*batch)
     expected = new_model(per_token=False)
     for parameter in expected.parameters():
-        # With a decay of 0.5, averages follow half of the change of the trained weights.
+        # All weights have moved by 0.5. With a decay of 0.5, the averages of the trained weights
+        # have moved half as far. Frozen weights have no average.
         parameter.add_(0.25 if parameter.requires_grad else 0.5)
     return {
         "raw weights moved": not torch.equal(first, raw),
@@ -256,7 +261,7 @@ def _resharded(network: nn.Module) -> nn.Module:
 
 
 def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
-    """Return the norms of tensors that are sharded, replicated, both, or neither."""
+    """Return the squared norms of tensors that are sharded, replicated, both, or neither."""
     world = distributed.get_world_size()
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(5, 3, generator=generator) for _ in range(6)]
@@ -268,7 +273,7 @@ def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
         distribute_tensor(values[2], line, [Replicate()]),
         distribute_tensor(values[3], grid, [Replicate(), Shard(1)]),
         distribute_tensor(values[4], grid, [Shard(0), Shard(1)]),
-        # Sharded over the second dimension of the grid only; each of its groups has a whole copy.
+        # Sharded over the second mesh dimension only: each group along it has a full copy.
         distribute_tensor(values[5], grid["shard"], [Shard(0)]),
     ]
     cpu = torch.device("cpu")
@@ -288,7 +293,10 @@ def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
 
 
 def train_with_a_divisor(rank: int) -> dict[str, Any]:
-    """Train per token with gradients that FSDP sums over ranks, and with those it averages."""
+    """Train twice with a per-token loss, and return the results of both trainings.
+
+    FSDP sums the gradients over ranks in the first training, and averages them in the second.
+    """
     ends = []
     for divides_by_one in (True, False):
         case = Case(per_token=True)

@@ -72,7 +72,7 @@ class MeanModel(nn.Module):
 
 
 def new_model(*, per_token: bool) -> nn.Module:
-    """Return a network with the initial weights of every rank and of the reference."""
+    """Return a network with fixed initial weights, which all ranks and the reference share."""
     torch.manual_seed(0)
     model = TokenModel()
     return model if per_token else MeanModel(model)

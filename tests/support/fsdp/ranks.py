@@ -40,7 +40,7 @@ class Ranks:
     ],
 )
 def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
-    """Return one, two, and in slow tests four ranks."""
+    """Run the test on one rank, on two ranks, and in slow tests also on four ranks."""
     if request.param == 2:
         yield Ranks(2, request.getfixturevalue("two_ranks"))
         return

@@ -1,4 +1,4 @@
-"""The program of ranks with sharded parameters that provokes the errors of a step."""
+"""Program that each rank runs to provoke the errors of a step with sharded parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["be_refused"]
 
 
 def be_refused(rank: int) -> dict[str, str]:
-    """Return the error message of each refused use."""
+    """Use the step in ways that it does not support, and return the error message of each."""
     [batch] = micro_batches_of(Case(), 0, rank)
     world = distributed.get_world_size()
 

@@ -1,4 +1,4 @@
-"""The program of ranks that train with sharded parameters."""
+"""Program that each rank runs to train with sharded parameters."""
 
 import itertools
 from typing import Any
@@ -53,7 +53,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
-    """Train a case as one of the ranks; return its outputs, weights and averages, gathered."""
+    """Train a case as one of the ranks; return its outputs and the full weights and averages."""
     network = sharded(new_model(per_token=case.per_token), case)
     optimizer = optimizer_of(case.optimizer, network)
     ema = ExponentialMovingAverage(network, decay=0.75)

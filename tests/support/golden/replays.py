@@ -135,7 +135,7 @@ class Run(NamedTuple):
 
 @functools.cache
 def run_of(family: str, name: str, fused: bool) -> Run:  # noqa: FBT001  (a parameter of tests)
-    """Replay a case, only once per session, because several tests check the same run."""
+    """Replay a case and return its run, which is cached because several tests check it."""
     run = Run(Replay(cases(family)[name], fused=fused), [], [], [])
     for index in range(run.replay.case["steps"]):
         run.outputs.append(run.replay.step(index))

@@ -1,6 +1,6 @@
 """Load the runs recorded from MindSpore and MindFormers, and rebuild their objects in torch.
 
-``tests/golden/README.md`` describes the format and lists the differences on purpose.
+``tests/golden/README.md`` describes the format and lists the intended differences.
 """
 
 import functools
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 @functools.cache
 def cases(family: str) -> dict[str, dict[str, Any]]:
-    """Return a dict from id to case for a family."""
+    """Return the recorded cases of a family, by id."""
     recorded = json.loads((FOLDER / f"{family}.json").read_text(encoding="utf-8"))
     return {case["id"]: case for case in recorded["cases"]}
 
@@ -214,13 +214,13 @@ def _decays(optimizer: str, name: str) -> bool:
 def _rate(
     case: Mapping[str, Any], group: Mapping[str, Any]
 ) -> tuple[float, Callable[[int], float]]:
-    """Return a group's base rate and the function from applied updates to its factor."""
+    """Return a group's base rate, and the function from applied updates to the rate's factor."""
     rate = group.get("lr", case["optimizer"]["lr"])
     if rate["kind"] == "fixed":
         return rate["value"], lambda _: 1.0
     recorded = case["lr_by_global_step"]
     rates = torch.tensor(rate["values"]).tolist() if "lr" in group else recorded
-    # LambdaLR also asks for the rate after the last update, which is not recorded.
+    # LambdaLR also asks for the rate after the last update. It is not recorded, so repeat the last.
     return 1.0, lambda position: rates[min(position, len(rates) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""The program of ranks that call each of mfwrap's collectives."""
+"""Programs that each rank runs to call mfwrap's collectives."""
 
 from typing import Any
 
@@ -36,5 +36,5 @@ def call_collectives(rank: int) -> dict[str, Any]:
 
 
 def agreed_mean(rank: int, squares: list[float]) -> Tensor:
-    """Return the mean that ranks with these sums of squares agree on."""
+    """Return the mean of `squares` as ranks compute it, each rank from one of the numbers."""
     return RankAgreement(distributed.group.WORLD).mean(torch.tensor(squares[rank]))

@@ -1,4 +1,4 @@
-"""A script that runs one of two ranks, of which rank 1 fails in the middle of a step.
+"""A script that runs as one of two ranks; rank 1 fails in the middle of a step.
 
 Command-line arguments: how rank 1 fails, whether the weights are replicated or sharded, the rank of
 this process, and the folder for its results.
@@ -42,7 +42,10 @@ class FailingClassifier(TokenClassifier):
     def forward(
         self, inputs: Tensor, labels: Tensor, loss_factor: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return loss and number of targets, or raise; or kill the process in the backward."""
+        """Return the summed loss and the number of targets, or fail.
+
+        The failure ``"killed"`` kills the process in the backward; the others raise an error here.
+        """
         if self.failure.startswith("raises"):
             msg = "this rank's batch is damaged"
             raise ValueError(msg)
@@ -70,7 +73,7 @@ def new_training(network: torch.nn.Module) -> tuple[MFTrainOneStepCell, list[Any
 
 
 def _local_state(parts: list[Any]) -> dict[str, Any]:
-    """Return this rank's part of the state; to gather more would need ranks that have died."""
+    """Return the state with this rank's shards only: a rank that has died cannot gather shards."""
     state = training_state(*parts)
     return {k: v.to_local().clone() if hasattr(v, "to_local") else v for k, v in state.items()}
 
@@ -85,7 +88,10 @@ def _shared(inner: FailingClassifier, way: str, group: distributed.ProcessGroup)
 
 
 def main(failure: str, way: str, rank: int, folder: Path) -> None:
-    """Train, save, fail or see the other rank fail, and save the states before and after."""
+    """Train and save a checkpoint, and run a step in which rank 1 fails.
+
+    A rank that survives saves its state before and after the failed step.
+    """
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

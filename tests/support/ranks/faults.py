@@ -1,4 +1,4 @@
-"""The programs of ranks that train with bad losses or missing targets on some ranks."""
+"""Programs that each rank runs to train with bad losses or missing targets on some ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Case:
     """Communication hook of DistributedDataParallel."""
 
     spike_threshold: float | None = None
-    """Global norm from which an update is skipped; ``None`` means that none is skipped for it."""
+    """Smallest global norm for which an update is skipped; ``None`` turns this off."""
 
     overflows: bool = True
     """Whether the step overflows."""
@@ -99,7 +99,7 @@ def _meet(rank: int, case: Case, optimizer: str) -> dict[str, Any]:
 
     def state() -> dict[str, Any]:
         present = training_state(network, inner, ema, schedule)
-        # This counter also counts skipped updates, so it may change in them.
+        # Leave out this counter: it counts skipped updates too, so a skip changes it.
         del present["/ExponentialMovingAverage/counters/num_calls"]
         return present
 
@@ -133,7 +133,7 @@ class _Product(nn.Module):
 
 
 def train_fixture(rank: int) -> dict[str, Any]:
-    """Run the two recorded steps of MindSpore on two ranks."""
+    """Run the two steps that were recorded from MindSpore, as one of two ranks."""
     network = DistributedDataParallel(_Product())
     cell = MFTrainOneStepCell(
         network,

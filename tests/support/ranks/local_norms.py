@@ -1,4 +1,4 @@
-"""The programs of ranks whose local norms are measured in communication hooks."""
+"""Programs that each rank runs to measure local norms in communication hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +81,8 @@ def _train(rank: int, network: nn.Module, **settings: Any) -> dict[str, Any]:
 def train_with_options(rank: int, name: str) -> dict[str, Any]:
     """Train with named options of DistributedDataParallel, and accumulate if torch allows it."""
     network = DistributedDataParallel(_classifier(), **OPTIONS[name])
-    # With a static graph, DistributedDataParallel must reduce the gradients of the first backward.
+    # With a static graph, DistributedDataParallel must reduce the gradients of the first backward,
+    # so a first update with two micro-batches is not possible.
     accumulation = 1 if name == "static graph" else 2
     return _train(rank, network, gradient_accumulation_steps=accumulation)
 
@@ -117,7 +118,10 @@ def train_with_hook(rank: int, name: str) -> dict[str, Any]:
 
 
 class _PartlyUsed(nn.Module):
-    """A network whose first layer all ranks use, its second only the last rank, its third none."""
+    """A network with three layers, which different ranks use.
+
+    All ranks use the first layer, only the last rank uses the second, and no rank uses the third.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +161,7 @@ class Parts(nn.Module):
 
 
 def train_partly_distributed(rank: int) -> dict[str, Any]:
-    """Train `Parts`, with a NaN in the part of one rank that is not reduced over ranks."""
+    """Train `Parts`, with a NaN on rank 1 in the part that is not reduced over ranks."""
     cell = _cell(Parts(), max_grad_norm=1.0)
     network = cell.network
     outputs, weights = [], [_weights(network)]
@@ -180,7 +184,13 @@ def _attached(**settings: Any) -> tuple[Any, Any]:
 
 
 def train_with_handler(rank: int, name: str) -> dict[str, Any]:
-    """Train an attached loop with a communication hook of accelerate's handler or of the step."""
+    """Train an attached loop with the communication hook that `name` selects.
+
+    Args:
+        rank: Rank of this process.
+        name: ``"fp16"`` sets a hook with accelerate's handler. ``"given"`` and ``"given, plain"``
+            pass a hook to `attach`. ``"none"`` and ``"plain"`` set no hook.
+    """
     handlers = {
         "none": [],
         "plain": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
@@ -246,7 +256,7 @@ class _Gan(nn.Module):
 
 
 def train_gan(rank: int) -> dict[str, Any]:
-    """Update discriminator and generator in turn; the generator's loss uses both of them."""
+    """Update discriminator and generator in turn; the generator's loss depends on both."""
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator, step = _attached(accelerator={"kwargs_handlers": [handler]})
     network = _Gan()
@@ -258,8 +268,8 @@ def train_gan(rank: int) -> dict[str, Any]:
     local_norms = []
     for turn in range(4):
         optimizer = optimizers[turn % 2]
-        # Each optimizer zeroes only its own gradients. Those that the generator's loss leaves in
-        # the discriminator are zeroed in the next turn.
+        # Each optimizer zeroes the gradients of its own half only. The generator's loss also leaves
+        # gradients in the discriminator, which the next turn zeroes.
         optimizer.zero_grad()
         accelerator.backward(network(inputs * (1 + turn), both=turn % 2 == 1))
         optimizer.step()

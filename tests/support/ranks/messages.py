@@ -21,14 +21,15 @@ NUM_STEPS = 3
 
 
 def messages_of(rank: int, way: str) -> list[list[int]]:
-    """Return the sizes in elements of each step's messages, sorted, one list per step.
+    """Return the sizes of each step's messages: one sorted list per step, in elements.
 
     The profiler records a message where the process group sends it, so it also records the messages
     of torch's own reducer.
     """
     step = WAYS[way](rank)
     for number in range(2):
-        # In these first steps, DistributedDataParallel rebuilds its buckets and sends their sizes.
+        # Leave out the first two steps: in them DistributedDataParallel rebuilds its buckets and
+        # sends their sizes.
         step(number)
     sent = []
     for number in range(NUM_STEPS):

@@ -1,4 +1,4 @@
-"""The programs of ranks that train with monitors."""
+"""Programs that each rank runs to train with monitors."""
 
 import logging
 from pathlib import Path
@@ -33,7 +33,7 @@ class _Records(logging.Handler):
 
 
 class _AllReduceSizes:
-    """Collect the numbers of elements of each ``all_reduce`` in a ``with`` block."""
+    """Collect the number of elements of each ``all_reduce`` within a ``with`` block."""
 
     def __enter__(self) -> list[int]:
         self.sizes: list[int] = []
@@ -67,7 +67,7 @@ def losses_shown(
     logs: list[int],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Pass losses to a loss monitor; return its log lines and the messages between ranks.
+    """Pass losses to a loss monitor; return its log lines and the sizes of its ``all_reduce``.
 
     Args:
         rank: Rank of this process.

@@ -93,7 +93,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, folder: str) -> No
         try:
             program = getattr(importlib.import_module(module), name)
             answer = {"result": program(rank, *arguments)}
-        except Exception:  # noqa: BLE001  (the test that has asked raises it again)
+        except Exception:  # noqa: BLE001  (`run` raises it again in the test)
             answer = {"error": f"rank {rank}: {traceback.format_exc()}"}
         content = io.BytesIO()
         torch.save(answer, content)

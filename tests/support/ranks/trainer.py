@@ -1,4 +1,4 @@
-"""The program of ranks that train with MFTrainer and a communication hook."""
+"""Program that each rank runs to train with MFTrainer and a communication hook."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["train_with_trainer"]
 
 
 class _Recording(MFTrainer):
-    """Record the data of each micro-batch, and the weights with which it was trained."""
+    """Record each micro-batch, and the weights that its forward used."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
         weights = [weight.detach().clone() for weight in model.parameters()]

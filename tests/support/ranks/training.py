@@ -1,4 +1,4 @@
-"""The program of each of two ranks that train with DistributedDataParallel."""
+"""Program that two ranks run to train with DistributedDataParallel."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NAN = float("nan")
 
 
 def token_network() -> nn.Module:
-    """Return a network with the initial weights of every rank and of the reference."""
+    """Return a network with fixed initial weights, which all ranks and the reference share."""
     torch.manual_seed(0)
     return TokenClassifier()
 
@@ -62,14 +62,14 @@ def _weights(network: nn.Module) -> list[Tensor]:
 
 
 class Wrapped(nn.Module):
-    """A network around a DistributedDataParallel part."""
+    """A module that contains a DistributedDataParallel module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the part's outputs."""
+        """Return the outputs of the inner module."""
         result: tuple[Tensor, Tensor] = self.inner(*inputs)
         return result
 

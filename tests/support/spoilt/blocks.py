@@ -1,4 +1,4 @@
-"""A small network with planted faults in any of its blocks, trained under a monitor."""
+"""Train a small network under a monitor, with planted faults in any of its blocks."""
 
 import copy
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
     """A planted fault."""
 
     step: int
-    """Counted from 1."""
+    """Step of the fault, counted from 1."""
 
     kind: str
     """``"activation"``, ``"gradient"`` (of an output), ``"weight gradient"``, ``"data"``,
@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 
 class _SpoilGradient(torch.autograd.Function):
-    """Return a tensor unchanged; multiply its gradient."""
+    """Return a tensor unchanged in the forward; multiply its gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _SpoilGradient(torch.autograd.Function):
 
 
 class _Block(nn.Module):
-    """A linear layer with dropout and the faults that the batch's codes ask for."""
+    """A residual linear layer with dropout, and with the faults that a batch's codes select."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -215,6 +215,6 @@ def _blow_up_or_hook(network: Blocks, faults: Sequence[Fault]) -> list[Any]:
 
 
 def records_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the anomalies that a rank has written; empty without a file."""
+    """Return the anomalies that a rank has recorded; an empty list if it has written no file."""
     path = rank_file(folder, "anomalies", rank)
     return read_json_lines(path) if path.exists() else []

@@ -17,7 +17,7 @@ NAN = float("nan")
 
 
 class Rows(Dataset):
-    """43 rows of 4 to 11 counting numbers: 22 batches of two rows, the last of one.
+    """A data set of 43 rows of 4 to 11 numbers: 21 batches of two rows, and one of one row.
 
     Args:
         spoilt: Indices of the rows whose loss is NaN.
@@ -51,7 +51,7 @@ def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class SpoiltGPT2(GPT2LMHeadModel):
-    """A language model that multiplies its loss by factors of the batch."""
+    """A GPT-2 that multiplies its loss by all factors in the batch."""
 
     def forward(
         self, input_ids=None, attention_mask=None, labels=None, factor=None, **keywords: Any

@@ -1,4 +1,4 @@
-"""Programs of the ranks in the tests of the culprit finder."""
+"""Programs that each rank runs to test how a monitor finds the origin of a fault."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ RANK_FAULTS: dict[str, dict[int, list[Fault]]] = {
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Run every training as one rank; each run has its folder of files."""
+    """Run every training as one of the ranks; each run writes to a separate folder."""
     for name, faults in RANK_FAULTS.items():
         monitor = TrainingStateMonitor(
             folder=Path(folder) / name, replay=True, local_loss_format="jsonl"
@@ -34,7 +34,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def run_planted(rank: int, folder: str, seeds: Sequence[int]) -> None:
-    """Train twice for each seed as one rank: with its planted faults and without."""
+    """Train twice for each seed as one of the ranks: with planted faults, and without faults."""
     for seed in seeds:
         own = [fault for at, fault in random_faults(seed, NUM_RANKS) if at == rank]
         for name, faults in (("faults", own), ("clean", [])):

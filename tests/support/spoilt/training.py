@@ -1,4 +1,4 @@
-"""A training with bad gradients on demand, in every precision and with every optimizer."""
+"""Train with bad gradients on demand, in several precisions and with several optimizers."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from support.training_state import training_state
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "BadElement", "Precision", "SpoiltTraining"]
 
-# The default eps of AdamW, 1e-8, is zero in float16.
+# AdamW gets an eps of 1e-4, because its default of 1e-8 is zero in float16.
 OPTIMIZERS = {
     "fused AdamW": lambda parameters: AdamW(parameters, lr=1e-2, eps=1e-4, fused=True),
     "foreach AdamW": lambda parameters: AdamW(parameters, lr=1e-2, eps=1e-4, foreach=True),
@@ -31,13 +31,13 @@ OPTIMIZERS = {
 
 
 class Precision(NamedTuple):
-    """Which parts of a training are in half precision."""
+    """The dtype of the weights and the dtype of autocast, if it is used."""
 
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
 
     def context(self, device_type: str) -> contextlib.AbstractContextManager:
-        """Return the autocast context of the forward, if any."""
+        """Return the context of the forward: autocast, or a null context without autocast."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self.autocast)
@@ -69,7 +69,7 @@ class BadElement:
 
 
 class SpoiltTraining:
-    """A cell with schedule and average, and bad gradients on demand."""
+    """Train a cell with a schedule and an average, and spoil gradients on demand."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SpoiltTraining:
         return self.cell.last_report
 
     def state(self) -> dict:
-        """Return the state that a skipped update must not change, except the averages."""
+        """Return weights, optimizer state and schedule state, which a skip must not change."""
         self.cell.flush()
         return training_state(self.network, self.optimizer, self.schedule)
 
