@@ -1,4 +1,4 @@
-"""Files and folders are whole or absent, wherever the process is killed."""
+"""A file or folder is complete or absent, no matter when the process is killed."""
 
 import contextlib
 import errno
@@ -62,10 +62,10 @@ WHOLE = {
 
 
 def interrupt(patch, number):
-    """Make one change of the disk, counted from 0, and all later ones raise.
+    """Make functions that change the disk raise, from call `number` (counted from 0) on.
 
     Returns:
-        List that is empty until a change has raised.
+        List to which each call that raises appends the name of its function.
     """
     interrupted, left = [], [number]
 
@@ -85,7 +85,7 @@ def interrupt(patch, number):
 
 
 def test_moved_into_place(tmp_path):
-    """The Trainer never takes the staging folder for a checkpoint, and it is gone at the end."""
+    """The Trainer does not find a checkpoint in the staging folder, which the move removes."""
     written = checkpoint(staging_folder(tmp_path) / NAME)
     assert get_last_checkpoint(str(tmp_path)) is None
 
@@ -96,7 +96,7 @@ def test_moved_into_place(tmp_path):
 
 
 def test_an_older_folder_is_replaced(tmp_path):
-    """No file of the older folder stays, also after an earlier attempt was killed."""
+    """A move replaces the older folder with all its files, even if an earlier move was killed."""
     final = checkpoint(tmp_path / NAME, "old")
     (final / "stale.txt").write_text("old")
     checkpoint(staging_folder(tmp_path) / "replaced" / NAME, "older")
@@ -110,7 +110,7 @@ def test_an_older_folder_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("number", range(20))
 def test_a_move_that_is_killed(tmp_path, monkeypatch, number):
-    """The older or the new folder is whole under the name, at the latest after `complete_move`."""
+    """After a killed move and `complete_move`, the older or the new checkpoint is complete."""
     final = checkpoint(tmp_path / NAME, "old")
     written = checkpoint(staging_folder(tmp_path) / NAME)
     with monkeypatch.context() as patch:
@@ -127,7 +127,10 @@ def test_a_move_that_is_killed(tmp_path, monkeypatch, number):
 
 
 def test_how_often_a_move_can_be_killed(tmp_path, monkeypatch):
-    """The test above covers every change; between the two renames the name is gone."""
+    """The kills in the test above cover every change that a move makes on the disk.
+
+    They include the moment between the two renames, when no folder has the final name.
+    """
     states = []
     for number in range(20):
         folder = tmp_path / str(number)
@@ -147,7 +150,7 @@ def test_how_often_a_move_can_be_killed(tmp_path, monkeypatch):
 
 
 def test_nothing_to_complete(tmp_path):
-    """A half-written checkpoint and half-deleted ones stay in the staging folder."""
+    """`complete_move` leaves half-written and half-deleted checkpoints in the staging folder."""
     complete_move(tmp_path)
     checkpoint(staging_folder(tmp_path) / NAME)
     checkpoint(staging_folder(tmp_path) / "removed" / "checkpoint-1")
@@ -158,7 +161,7 @@ def test_nothing_to_complete(tmp_path):
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_again(tmp_path):
-    """A new folder that is in place is not replaced by the older one."""
+    """`complete_move` does not replace a new checkpoint with the older one."""
     checkpoint(tmp_path / NAME)
     checkpoint(staging_folder(tmp_path) / "replaced" / NAME, "old")
 
@@ -168,7 +171,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced_again(tmp_path):
 
 
 def test_adopted_files(tmp_path):
-    """On a node with a disk of its own, the folder becomes the checkpoint."""
+    """On a node with a separate disk, the staged folder becomes the checkpoint."""
     written = checkpoint(staging_folder(tmp_path) / NAME)
 
     adopt_files(written, tmp_path / NAME)
@@ -178,7 +181,7 @@ def test_adopted_files(tmp_path):
 
 
 def test_adopted_files_beside_others(tmp_path):
-    """Files of the same name are replaced, and others stay."""
+    """Adopted files replace files of the same name; the checkpoint's other files stay."""
     final = checkpoint(tmp_path / NAME, "old")
     (final / "part" / "other.txt").write_text("old")
     written = checkpoint(staging_folder(tmp_path) / NAME)
@@ -191,7 +194,7 @@ def test_adopted_files_beside_others(tmp_path):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_nothing_to_adopt(tmp_path, is_there):
-    """On a shared disk the checkpoint has been moved already; the next one is not touched."""
+    """If the staged folder has already been moved, nothing is adopted and other folders stay."""
     if is_there:
         checkpoint(tmp_path / NAME)
     checkpoint(staging_folder(tmp_path) / "checkpoint-3")
@@ -204,7 +207,7 @@ def test_nothing_to_adopt(tmp_path, is_there):
 
 @given(data=st.data())
 def test_removed(tmp_path_factory, data):
-    """Checkpoints are gone or whole, wherever the deletion is killed; others are not touched."""
+    """A killed deletion leaves each checkpoint complete or gone; other checkpoints stay."""
     run = tmp_path_factory.mktemp("run")
     folders = [checkpoint(run / f"checkpoint-{step}") for step in range(4)]
     given_up = data.draw(st.lists(st.sampled_from(folders), unique=True))
@@ -239,7 +242,7 @@ def test_removed_while_another_is_written(tmp_path):
 
 @pytest.fixture
 def noted(monkeypatch):
-    """Return a list that gets each sync and rename, in order."""
+    """Return a list to which each sync and rename is appended."""
     happened = []
     sync = os.fsync
 
@@ -261,7 +264,7 @@ def noted(monkeypatch):
 
 
 def test_a_folder_is_synced_before_and_after_its_rename(tmp_path, noted):
-    """A folder's files and names are synced before it gets its name, and the name after."""
+    """A folder and all its files are synced before the rename, and the parent folder after it."""
     written = checkpoint(staging_folder(tmp_path) / NAME)
     all_of_it = {written, *written.rglob("*")}
 
@@ -272,7 +275,7 @@ def test_a_folder_is_synced_before_and_after_its_rename(tmp_path, noted):
 
 
 def test_a_file_is_synced_before_and_after_its_rename(tmp_path, noted):
-    """A file is synced before it gets its name, and the name after."""
+    """A file is synced before the rename, and its folder after it."""
     path = tmp_path / "state.json"
 
     with whole_file(path) as partial:
@@ -284,7 +287,7 @@ def test_a_file_is_synced_before_and_after_its_rename(tmp_path, noted):
 
 
 def test_a_file_in_a_new_folder(tmp_path):
-    """Missing folders are created."""
+    """`whole_file` creates missing folders."""
     with whole_file(tmp_path / "run" / "state.json") as partial:
         partial.write_text("new")
 
@@ -294,7 +297,7 @@ def test_a_file_in_a_new_folder(tmp_path):
 @pytest.mark.parametrize("write", [whole_file, whole_folder])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_an_exception_while_writing(tmp_path, write, is_there):
-    """The temporary file or folder is deleted, and an older one stays."""
+    """If writing raises, the temporary file or folder is deleted, and an older one stays."""
     path = tmp_path / NAME
     if is_there:
         checkpoint(path, "old") if write is whole_folder else path.write_text("old")
@@ -317,7 +320,7 @@ def test_an_exception_while_writing(tmp_path, write, is_there):
 
 @pytest.mark.parametrize("number", range(5))
 def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
-    """The older or the new file is whole, and the next call leaves nothing else behind."""
+    """After a killed write, the older or the new file is complete, and the next write succeeds."""
     path = tmp_path / "state.json"
     path.write_text("old")
     with monkeypatch.context() as patch:
@@ -328,7 +331,7 @@ def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
         except Interrupted:
             assert interrupted
 
-    # Create the folder, sync, rename, sync: the fifth change does not come.
+    # A write makes four changes: create the folder, sync, rename, sync. The fifth never happens.
     assert bool(interrupted) == (number < 4)
     assert path.read_text() == ("old" if number < 3 else "new")
     with whole_file(path) as partial:
@@ -338,7 +341,7 @@ def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
 
 @pytest.mark.parametrize("number", range(30))
 def test_a_folder_whose_writing_is_killed(tmp_path, monkeypatch, number):
-    """The older or the new folder is whole, at the latest when the next one is begun."""
+    """After a killed write, the older or the new folder is complete once the next write begins."""
     final = checkpoint(tmp_path / NAME, "old")
     with monkeypatch.context() as patch:
         interrupted = interrupt(patch, number)
@@ -358,7 +361,7 @@ def test_a_folder_whose_writing_is_killed(tmp_path, monkeypatch, number):
 
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, is_folder):
-    """An invalid sync of a folder is ignored, and one of a file is not."""
+    """If a sync is not supported, the error is ignored for a folder and raised for a file."""
     sync = os.fsync
 
     def refuse(opened) -> None:

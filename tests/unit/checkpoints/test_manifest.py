@@ -1,4 +1,4 @@
-"""Damaged checkpoints and those of another network are recognized."""
+"""Damaged checkpoints, and checkpoints of another network, are refused."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_whole(tmp_path, listed):
 
 @given(data=st.data())
 def test_any_truncation(tmp_path_factory, data):
-    """A checkpoint with any file truncated anywhere is refused, and the file is named."""
+    """A checkpoint with a truncated file is refused with an error that names the file."""
     folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     path = data.draw(st.sampled_from(paths))
@@ -73,7 +73,7 @@ def test_any_truncation(tmp_path_factory, data):
 
 @given(data=st.data())
 def test_any_truncation_of_a_stock_checkpoint(tmp_path_factory, data):
-    """Without a manifest, each file is checked for truncation itself."""
+    """Without a manifest, a truncated file is recognized by its content."""
     folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3", listed=False)
     name = data.draw(st.sampled_from(["trainer_state.json", "model.safetensors", "optimizer.pt"]))
     content = (folder / name).read_bytes()
@@ -107,7 +107,7 @@ def test_safetensors_that_are_too_long(tmp_path):
 
 @pytest.mark.parametrize("content", ["[]", '{"files": {}}', "3", '{"format_version": 2}'])
 def test_a_manifest_of_another_form(tmp_path, content):
-    """A manifest whose JSON has another form is refused, and the manifest is named."""
+    """A manifest with unexpected JSON is refused with an error that names the manifest."""
     folder = checkpoint(tmp_path / "checkpoint-1")
     (folder / MANIFEST).write_text(content)
 
@@ -117,7 +117,7 @@ def test_a_manifest_of_another_form(tmp_path, content):
 
 @pytest.mark.parametrize("kind", ["none", "file"])
 def test_no_folder(tmp_path, kind):
-    """A missing folder and a file are refused."""
+    """A missing folder is refused, and so is a file with the name of the checkpoint."""
     if kind == "file":
         (tmp_path / "checkpoint-1").write_text("a file")
 
@@ -134,7 +134,7 @@ def test_an_empty_folder(tmp_path):
 
 
 def test_the_newest_intact_checkpoint(tmp_path):
-    """The intact checkpoint of the highest step is found, damaged ones and others are skipped."""
+    """The newest intact checkpoint is found; damaged checkpoints and other folders are skipped."""
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12", "checkpoint-x"):
         checkpoint(tmp_path / name)
     for name in ("checkpoint-11", "checkpoint-12"):
@@ -152,7 +152,7 @@ def test_the_newest_intact_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_under_another_name(tmp_path):
-    """If the name has no step, the newest intact checkpoint beside it is offered."""
+    """If the name of a damaged checkpoint has no step, the error offers the newest intact one."""
     checkpoint(tmp_path / "checkpoint-4")
     folder = checkpoint(tmp_path / "kept")
     check_checkpoint(folder)
@@ -163,7 +163,7 @@ def test_a_checkpoint_under_another_name(tmp_path):
 
 
 class Tied(nn.Module):
-    """Two layers that share a weight, a buffer that is saved and one that is not."""
+    """A network with a tied weight, a saved buffer, and buffers that are not saved."""
 
     def __init__(self, width=3) -> None:
         super().__init__()
@@ -178,13 +178,13 @@ class Tied(nn.Module):
 
 
 def weights_of(network, *left_out):
-    """Return the weights that a Trainer saves of a network: tied weights once."""
+    """Return the weights that a Trainer saves, each tied weight once, without `left_out`."""
     left_out = {"left_out", "empty", "second.weight", *left_out}
     return {name: value for name, value in network.state_dict().items() if name not in left_out}
 
 
 def test_weights_of_this_network(tmp_path):
-    """Tied weights need only one name, and weights that are ignored on save need none."""
+    """A checkpoint fits if it has each tied weight once and lacks weights that are not saved."""
     folder = checkpoint(tmp_path / "checkpoint-1", weights=weights_of(Tied()))
 
     assert foreign_weights(folder, Tied()) is None
@@ -205,7 +205,7 @@ def test_weights_of_this_network(tmp_path):
     ids=["buffer", "tied weight", "unknown", "shape"],
 )
 def test_weights_of_another_network(tmp_path, weights, reason):
-    """The first weight that does not fit is named."""
+    """The error names the first weight that does not fit the network."""
     folder = checkpoint(tmp_path / "checkpoint-1", weights=weights)
 
     assert foreign_weights(folder, Tied()) == f"model.safetensors {reason}"

@@ -13,7 +13,7 @@ from mfwrap.checkpoints.random_states import random_states, restore_random_state
 
 
 def drawn():
-    """Return uniform and normal numbers of every generator."""
+    """Return uniform and normal numbers from every generator."""
     legacy = np.random  # the global generator, which collators use
     return [
         random.random(),  # noqa: S311  (numbers, no secrets)
@@ -28,25 +28,28 @@ def drawn():
 
 
 def advance(num_draws):
-    """Draw from all generators; normal numbers come in pairs, so one may be left in store."""
+    """Draw normal numbers from all generators.
+
+    Generators compute normal numbers in pairs, so their states may contain a number for later.
+    """
     for _ in range(num_draws):
         random.gauss(0, 1)
-        np.random.randn()  # noqa: NPY002  (its state is what is saved)
+        np.random.randn()  # noqa: NPY002  (the test saves the state of this generator)
         torch.randn(())
 
 
 @given(seed=st.integers(0, 2**32 - 1), num_draws=st.integers(0, 700), others=st.integers(0, 700))
 def test_round_trip(seed, num_draws, others):
-    """After restoring, the same numbers are drawn as after saving."""
+    """Restored generators draw the same numbers as after saving."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  (its state is what is saved)
+    np.random.seed(seed)  # noqa: NPY002  (the test saves the state of this generator)
     torch.manual_seed(seed)
     advance(num_draws)
     saved = json.dumps(random_states())
     expected = [drawn() for _ in range(3)]
     torch.manual_seed(seed + 1)
     random.seed(seed + 1)
-    np.random.seed(others)  # noqa: NPY002  (its state is what is saved)
+    np.random.seed(others)  # noqa: NPY002  (the test saves the state of this generator)
     advance(others)
 
     restore_random_states(json.loads(saved))
@@ -65,7 +68,7 @@ def test_reading_changes_nothing():
 
 
 def test_states_of_devices_that_are_not_there():
-    """States of CUDA devices are ignored on a machine without one."""
+    """States of CUDA devices are ignored on a machine without CUDA devices."""
     states = random_states()
     states.setdefault("cuda", ["AAAA"] if not torch.cuda.is_available() else states["cuda"])
     expected = drawn()

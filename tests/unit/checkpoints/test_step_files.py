@@ -1,4 +1,4 @@
-"""A step's state is read back as it was written, and damaged files are refused by name."""
+"""A step's state is read back as it was written, and the error for a damaged file names it."""
 
 import json
 
@@ -34,7 +34,7 @@ SHAPES = st.lists(st.integers(0, 3), max_size=3)
 
 @st.composite
 def tensors(draw):
-    """Return a tensor of any dtype and shape, contiguous or not."""
+    """Draw a tensor of any dtype and shape, contiguous or not."""
     shape = draw(SHAPES)
     values = (
         torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from(DTYPES)))
@@ -46,7 +46,7 @@ NAMED_TENSORS = st.dictionaries(NAMES, tensors(), max_size=4)
 
 
 def state_of(averages=None, counters=None, **update_cell):
-    """Return the state of a step with one optimizer, and with an average if one is given."""
+    """Return the state of a step with one optimizer, and with an average if `averages` is given."""
     state = {
         "loss_scale": {"value": torch.tensor(8.0), "update_cell": update_cell},
         "updates": {"0": {"applied_updates": torch.tensor(3)} if counters is None else counters},
@@ -73,7 +73,7 @@ def assert_equal(expected, actual):
     update_cell=st.dictionaries(st.text("ab", min_size=1), tensors()),
 )
 def test_what_is_written_is_read(tmp_path, averages, update_cell):
-    """Any names and tensors come back, also names with dots, slashes and any script."""
+    """Tensors with any names are read back, also names with dots, slashes or non-Latin letters."""
     state = state_of(averages, **update_cell)
 
     write_step_files(tmp_path, state, {})
@@ -94,7 +94,7 @@ def test_buffers_and_averages_of_one_name_stay_apart(tmp_path, named):
 
 
 def test_many_optimizers_stay_apart(tmp_path):
-    """The counters of each optimizer come back under its number."""
+    """The counters of each optimizer are read back under the optimizer's number."""
     state = state_of()
     state["updates"] = {str(i): {"applied_updates": torch.tensor(i)} for i in range(12)}
 
@@ -115,7 +115,7 @@ def test_parameters_and_what_requires_grad_are_written_as_values(tmp_path):
 
 
 def test_the_record_says_its_format_and_what_was_given(tmp_path):
-    """The record is JSON with the format version, the parts and the given entries."""
+    """The record is JSON with the format version, the state's part names and the given entries."""
     write_step_files(tmp_path, state_of({}), {"loss_scale": 8.0})
 
     text = (tmp_path / RECORD).read_text(encoding="utf-8")
@@ -162,7 +162,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("content", RECORDS.values(), ids=RECORDS)
 def test_a_foreign_record_is_refused_by_name(tmp_path, content):
-    """The error is a ValueError that names the file."""
+    """An invalid record raises a ValueError that names the file."""
     write_step_files(tmp_path, state_of(), {})
     (tmp_path / RECORD).write_bytes(content.encode("utf-8", "surrogateescape"))
 
@@ -175,7 +175,7 @@ FILES = {"empty": b"", "archive": b"PK\x03\x04", "pickle": b"\x80\x04}.", "zeros
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
 def test_foreign_tensors_are_refused_by_name(tmp_path, content):
-    """The error is a ValueError that names the file."""
+    """A tensor file that is not safetensors raises a ValueError that names the file."""
     write_step_files(tmp_path, state_of(), {})
     (tmp_path / TENSORS).write_bytes(content)
 
@@ -184,7 +184,7 @@ def test_foreign_tensors_are_refused_by_name(tmp_path, content):
 
 
 def test_tensors_of_another_library_come_as_they_are(tmp_path):
-    """Unknown names are returned, so that the code that restores a state can refuse them."""
+    """Tensors with unknown names are returned, so that the caller can refuse them."""
     write_step_files(tmp_path, state_of(), {})
     save_file({"weight": torch.ones(2)}, tmp_path / TENSORS)
 

@@ -1,4 +1,4 @@
-"""The adaptive cell against MindFormers' state machine, its windows and a recorded trace."""
+"""The adaptive cell agrees with MindFormers' rules, lists of windows and a recorded trace."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell
 from support.host_reads import HostReads
 
-# (largest, smallest): MindFormers' list, recorded from it, where it is short enough to print.
+# Lists of windows that were recorded from MindFormers, by the largest and the smallest window.
 WINDOWS = {
     (1000, 20): [20, 30, 40, 50, 100, 200, 500, 1000],
     (2000, 100): [100, 200, 500, 1000, 2000],
@@ -43,7 +43,7 @@ RECORDED_SCALES = [
 
 
 class Reference:
-    """A model of MindFormers' rules on plain numbers."""
+    """A reference implementation of MindFormers' rules with plain numbers."""
 
     def __init__(self, scale, factor, window, windows):
         self.scale, self.factor, self.window, self.windows = scale, factor, window, windows
@@ -97,7 +97,7 @@ def test_windows_are_mindformers(limits, windows):
 
 
 def test_a_smallest_window_of_one_gives_windows_twice():
-    """Windows are rounded down to whole steps, as in MindFormers."""
+    """With a smallest window of 1, rounding lists short windows twice, as in MindFormers."""
     windows = list(AdaptiveLossScaleUpdateCell(1024.0, 2, 1, 300, 1).window_list)
 
     assert windows == [w for w in range(1, 50) for _ in range(2)] + [50, 100, 300]
@@ -115,7 +115,7 @@ def test_scale_and_window_follow_the_reference(limits, factor, scale, overflows)
     """Scale and window equal MindFormers' exactly after every step."""
     cell = AdaptiveLossScaleUpdateCell(scale, factor, *_first_window(limits), *limits)
     reference = Reference(scale, factor, cell.scale_window.item(), list(cell.window_list))
-    # MindFormers' scale may become infinite; ours may not, and has a test of its own.
+    # Stop before MindFormers' scale may become infinite. Ours stays finite; see the test below.
     expected = [reference.step(overflow) for overflow in overflows]
     finite = next((i for i, (s, _) in enumerate(expected) if s > 2.0**127), len(expected))
 
@@ -128,15 +128,15 @@ def _first_window(limits):
 
 
 def test_three_growths_lengthen_the_window():
-    """The window moves to the next of the list at the third growth, and stays at the last."""
+    """Every third growth selects the next window of the list, until the last window."""
     windows = [window for _, window in trace(cell_of(), [False] * 40)]
 
-    # Three windows of 2, three of 3, then 4 for good.
+    # Three windows of 2 steps, three of 3 steps, then only windows of 4 steps.
     assert windows == [2] * 5 + [3] * 9 + [4] * 26
 
 
 def test_three_overflows_without_a_growth_collapse_the_window():
-    """Only a growth between overflows restarts their count."""
+    """Three overflows collapse the window to 1; a growth between them restarts the count."""
     cell = cell_of(window=4)
 
     assert trace(cell, [c == "X" for c in "X.X.X"])[-1][1] == 1
@@ -156,14 +156,14 @@ def test_a_collapsed_window_recovers_at_the_head_of_the_list():
 
 
 def test_growth_that_would_be_infinite_is_not_done_and_does_not_count():
-    """A growth to infinity is not done, and does not change the window."""
+    """A scale that cannot grow further stays finite, and its window does not change."""
     steps = trace(cell_of(scale=2.0**127), [False] * 20)
 
     assert steps == [(2.0**127, 2)] * 20
 
 
 def test_scale_never_falls_below_one():
-    """As in MindFormers."""
+    """The scale never falls below 1, as in MindFormers."""
     assert trace(cell_of(scale=4.0), [True] * 5)[-1][0] == 1.0
 
 
@@ -178,7 +178,7 @@ def test_a_call_returns_overflow_and_works_in_place(shape):
 
 
 def test_an_update_reads_nothing_on_the_host():
-    """Growth, promotion and collapse happen on the device."""
+    """An update reads nothing on the host, whether scale and window grow or shrink."""
     cell, scale = cell_of(), torch.full((), 1024.0)
     flags = [torch.full((), c == "X") for c in RECORDED_OVERFLOWS]
     with HostReads() as host:
@@ -208,7 +208,7 @@ def test_a_restored_cell_goes_on_as_the_saved_one(before, after):
 
 
 def test_a_foreign_state_is_refused_and_changes_nothing():
-    """The state of a dynamic cell, and a number instead of a tensor, are errors."""
+    """The state of another cell, a number instead of a tensor, and a wrong shape are errors."""
     cell = cell_of()
     before = cell.state_dict()
 
@@ -246,7 +246,7 @@ def test_a_window_that_is_not_listed_is_replaced_with_a_warning():
 
 
 def test_a_listed_window_is_used_without_a_warning():
-    """The initial window is the given one where the list has it."""
+    """A `scale_window` that is in the list is used without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert AdaptiveLossScaleUpdateCell(1024.0, 2, 200).scale_window == 200
@@ -271,7 +271,7 @@ GOOD = {"loss_scale_value": 64.0, "scale_factor": 2, "scale_window": 20}
         ({"min_scale_window": 1000}, ValueError),
         ({"max_scale_window": 1000.0}, TypeError),
         ({"min_scale_window": 20.0}, TypeError),
-        # MindFormers compares before it looks at types.
+        # As in MindFormers, the limits are compared before their types are checked.
         ({"min_scale_window": 20.0, "max_scale_window": 10.0}, ValueError),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Loss-scale update cells against a plain state machine and torch's own."""
+"""Loss-scale update cells agree with a reference implementation and with torch's GradScaler."""
 
 import math
 
@@ -20,7 +20,7 @@ MOSTLY_FINITE = st.lists(st.integers(0, 5).map(lambda n: n == 0), min_size=1, ma
 
 
 class Reference:
-    """A model of the rules that counts consecutive finite steps."""
+    """A reference implementation of the rules, which counts consecutive finite steps."""
 
     def __init__(self, scale, factor, window, hysteresis=1, floor=1.0):
         self.scale, self.factor, self.window = scale, factor, window
@@ -81,7 +81,8 @@ def test_dynamic_scale_follows_the_reference(scale, factor, window, hysteresis, 
 def test_dynamic_scale_agrees_with_torch(factor, window, overflows):
     """Above its floor the scale is torch's ``_amp_update_scale_``, up to rounding.
 
-    40 products, each rounded by half a float32 ulp (6e-8) in both: 5e-6.
+    The tolerance of 5e-6 covers 40 products, each rounded by 6e-8 (half a float32 ulp) by torch
+    and by the cell.
     """
     cell = DynamicLossScaleUpdateCell(65536.0, factor, window, min_loss_scale=1e-30)
     scale, tracker = torch.full((), 65536.0), torch.zeros((), dtype=torch.int32)
@@ -103,21 +104,21 @@ def test_scale_grows_at_the_last_step_of_a_window():
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_scale_falls_at_the_overflow_that_hysteresis_names(hysteresis):
-    """With hysteresis 2 every second overflow halves the scale."""
+    """With a hysteresis of n, every n-th overflow lowers the scale."""
     cell = DynamicLossScaleUpdateCell(1024.0, 2, 1000, hysteresis=hysteresis)
 
     assert trace(cell, [True] * 6) == [1024 / 2 ** (n // hysteresis) for n in range(1, 7)]
 
 
 def test_finite_steps_do_not_forgive_an_overflow():
-    """Overflows are counted since the last change of the scale, consecutive or not."""
+    """Finite steps between overflows do not restart the count of overflows."""
     cell = DynamicLossScaleUpdateCell(1024.0, 2, 1000, hysteresis=2)
 
     assert trace(cell, parsed("X...X...X")) == [1024] * 4 + [512] * 5
 
 
 def test_growth_forgives_overflows():
-    """After the scale has grown, hysteresis counts from zero."""
+    """A growth of the scale restarts the count of overflows."""
     cell = DynamicLossScaleUpdateCell(1024.0, 2, 2, hysteresis=2)
 
     assert trace(cell, parsed("X..X.X")) == [1024, 1024, 2048, 2048, 2048, 1024]
@@ -139,7 +140,7 @@ def test_scale_never_falls_below_its_floor(floor):
 
 
 def test_growth_that_would_be_infinite_is_not_done():
-    """A growth to infinity is not done; the scale falls at the next overflow."""
+    """A scale that cannot grow further stays finite, and falls at the next overflow."""
     cell = DynamicLossScaleUpdateCell(2.0**127, 2, 1)
 
     assert trace(cell, parsed("..X.")) == [2.0**127, 2.0**127, 2.0**126, 2.0**127]
@@ -166,7 +167,7 @@ def test_a_call_returns_overflow_and_works_in_place(cell, shape):
     + [(torch.tensor([1], dtype=torch.int32), 4.0), (torch.tensor([False]), 16.0)],
 )
 def test_overflow_may_be_any_one_element(overflow, expected):
-    """Flags may be numbers; any value but 0 is an overflow."""
+    """A flag may have any dtype and shape () or (1,); any value except 0 is an overflow."""
     scale = torch.full((), 8.0)
     DynamicLossScaleUpdateCell(8.0, 2, 1)(scale, overflow)
 
@@ -175,12 +176,12 @@ def test_overflow_may_be_any_one_element(overflow, expected):
 
 @given(OVERFLOWS)
 def test_fixed_scale_stays(overflows):
-    """Whatever overflows, the scale is the initial one."""
+    """A fixed scale keeps its initial value whether or not steps overflow."""
     assert trace(FixedLossScaleUpdateCell(12.5), overflows) == [12.5] * len(overflows)
 
 
 def test_get_loss_scale_returns_the_initial_scale():
-    """The cell returns the initial scale; the current one belongs to the caller."""
+    """`get_loss_scale` returns the initial scale even after updates change the live scale."""
     cell = DynamicLossScaleUpdateCell(16, 2, 1)
     trace(cell, [False, False])
 
@@ -188,7 +189,11 @@ def test_get_loss_scale_returns_the_initial_scale():
 
 
 def test_counters_are_mindspores():
-    """``cur_iter`` counts calls from 1, ``last_overflow_iter`` overflows and full windows."""
+    """The counters have MindSpore's values.
+
+    ``cur_iter`` starts at 1 and counts calls. ``last_overflow_iter`` is the number of the last call
+    with an overflow or a full window.
+    """
     cell = DynamicLossScaleUpdateCell(16.0, 2, 3)
     found = []
     for overflow in parsed("....X.."):
@@ -199,7 +204,7 @@ def test_counters_are_mindspores():
 
 
 def test_an_update_reads_nothing_on_the_host():
-    """A step of either cell leaves scale, flag and counters on the device."""
+    """An update of either cell reads nothing on the host."""
     cells = [DynamicLossScaleUpdateCell(8.0, 2, 1, hysteresis=2), FixedLossScaleUpdateCell(8.0)]
     scale, overflow = torch.full((), 8.0), flag(overflow=True)
     with HostReads() as host:
@@ -309,7 +314,7 @@ def test_bad_arguments_are_refused_by_name(name, value, error):
 @given(st.lists(st.booleans(), max_size=40))
 def test_a_grad_scaler_is_taken_over_with_its_factors(overflows):
     """Scale, growth, backoff and interval are taken from the scaler."""
-    # High enough for 40 overflows to stay above the floor of 1.0, which torch's scaler has not.
+    # Start so high that 40 overflows do not reach the cell's floor of 1.0: torch has no floor.
     scale, tracker = torch.full((), 2.0**100), torch.zeros((), dtype=torch.int32)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=2.0**100, growth_factor=2.0, backoff_factor=0.25, growth_interval=3

@@ -1,4 +1,4 @@
-"""The live loss scale: what it is made from, how it is replaced, saved and restored."""
+"""A live loss scale checks its arguments, and can be replaced, saved and restored."""
 
 import math
 
@@ -25,7 +25,7 @@ def overflow(*, found=True):
 
 @given(st.floats(2.0**-126, FLOAT32_MAX) | st.integers(1, 2**127))
 def test_a_number_becomes_a_float32_scalar(number):
-    """Any number that float32 holds, int or float, is rounded to it."""
+    """An int or float in the range of float32 is rounded to float32."""
     scale = LossScale(number, CPU)
 
     assert (scale.value.shape, scale.value.dtype) == ((), torch.float32)
@@ -39,7 +39,7 @@ def test_a_number_becomes_a_float32_scalar(number):
     ids=["()", "(1,)", "int", "half"],
 )
 def test_a_tensor_of_one_element_is_copied(tensor):
-    """Shape ``()`` or ``(1,)``, any dtype; the caller's tensor is not the live one."""
+    """A tensor of one element and any dtype is copied: changing it later has no effect."""
     scale = LossScale(tensor, CPU)
     tensor.fill_(2)
 
@@ -47,7 +47,7 @@ def test_a_tensor_of_one_element_is_copied(tensor):
 
 
 def test_an_update_cell_gives_the_initial_scale():
-    """The scale starts at the cell's value and follows it, in place."""
+    """The scale starts at the cell's value, and the cell updates it in place."""
     scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, 1), CPU)
     live = scale.value
     flag = overflow()
@@ -94,14 +94,14 @@ BAD_NUMBERS = [0.0, -1.0, math.nan, math.inf, -math.inf, 1e39, 10**400]
 
 @pytest.mark.parametrize("number", BAD_NUMBERS, ids=lambda number: f"{str(number)[:5]}")
 def test_a_number_that_is_no_scale_is_a_value_error(number):
-    """A scale is > 0 and finite in float32."""
+    """A number that is not > 0 and finite in float32 is a ValueError."""
     with pytest.raises(ValueError, match="`scale_sense` must be > 0 and finite in float32"):
         LossScale(number, CPU)
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, math.nan, math.inf])
 def test_a_tensor_that_is_no_scale_is_a_value_error(number):
-    """A tensor's value is checked like a number, once, at construction."""
+    """A tensor's value is checked like a number, at construction."""
     with pytest.raises(ValueError, match="`scale_sense` must be > 0 and finite in float32"):
         LossScale(torch.tensor(number), CPU)
 
@@ -128,7 +128,7 @@ def test_a_scale_that_rounds_to_zero_is_a_value_error(scale_sense):
     ids=["int", "float", "tensor", "two", "fixed", "dynamic"],
 )
 def test_is_one_tells_what_the_host_knows(scale_sense, expected):
-    """Only the number 1 is known on the host to be 1."""
+    """`is_one` is True only for a scale of 1 without an update cell."""
     assert LossScale(scale_sense, CPU).is_one is expected
 
 
@@ -152,13 +152,13 @@ def test_set_replaces_the_scale_in_place(sens):
 
 @pytest.mark.parametrize("sens", [32.0, 32, None, "32"])
 def test_set_takes_a_tensor_only(sens):
-    """A wrong argument raises MindSpore's exception type."""
+    """An argument that is not a tensor raises MindSpore's exception type."""
     with pytest.raises(TypeError, match="`sens` must be a tensor, got"):
         LossScale(8.0, CPU).set(sens)
 
 
 def test_set_refuses_another_shape():
-    """One element, in shape ``()`` or ``(1,)``."""
+    """`set` accepts only the shapes ``()`` and ``(1,)``."""
     with pytest.raises(ValueError, match=r"`sens` must have shape \(\) or \(1,\), got \(2,\)"):
         LossScale(8.0, CPU).set(torch.ones(2))
 
@@ -167,7 +167,7 @@ def test_set_refuses_another_shape():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sens", [0.0, -2.0, math.nan, math.inf, 1e-50])
 def test_a_set_scale_that_is_no_scale_shows_as_overflow(sens, fused, use_clip_grad):
-    """A scale that is not positive and finite skips the update."""
+    """If the scale is set to a value <= 0 or non-finite in float32, the update is skipped."""
     network = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=fused)
     parameters = TrainedParameters(dict(network.named_parameters()), optimizer, None)
@@ -186,7 +186,7 @@ def test_a_set_scale_that_is_no_scale_shows_as_overflow(sens, fused, use_clip_gr
 
 
 def dynamic():
-    """Return a live scale with an update cell of two finite steps."""
+    """Return a live scale with a dynamic update cell, which grows after two finite steps."""
     return LossScale(DynamicLossScaleUpdateCell(8.0, 2, 2), CPU)
 
 
@@ -213,7 +213,7 @@ def test_state_is_a_copy():
 
 
 def test_loading_tells_whether_the_scale_is_one():
-    """After loading, the host knows whether the scale is 1."""
+    """After loading, `is_one` describes the loaded scale."""
     one, two = LossScale(1.0, CPU), LossScale(2.0, CPU)
     states = one.state_dict(), two.state_dict()
     one.load_state_dict(states[1])
@@ -255,7 +255,7 @@ COUNTERS = DynamicLossScaleUpdateCell(8.0, 2, 2).state_dict()
     ],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(state, error):
-    """If the state does not fit, neither the value nor the counters change."""
+    """A state that does not fit is an error, and leaves the value and the counters unchanged."""
     scale = dynamic()
     scale.update(overflow())
     before = scale.state_dict()

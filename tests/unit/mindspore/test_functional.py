@@ -1,4 +1,4 @@
-"""Gradient functions: nesting, what is recorded, second derivatives, errors."""
+"""Gradient functions agree with torch's gradients and check their arguments."""
 
 import doctest
 from pathlib import Path
@@ -14,7 +14,7 @@ from support.gradient_networks import X, Y, inputs, layers, network
 
 
 def test_the_notebook_prints_what_the_guide_shows():
-    """Every cell of MindSpore's notebook on gradients, with the outputs of the guide."""
+    """Every cell of MindSpore's notebook on gradients prints the output that the guide shows."""
     path = Path(__file__).with_name("functional_notebook.txt")
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     try:
@@ -41,7 +41,7 @@ def test_weights_are_those_of_autograd():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), st.integers(0, 2**16))
 def test_positions_are_those_of_torch_func(positions, seed):
-    """Any choice of positions, in any order, has the gradients of ``torch.func.grad``."""
+    """For any positions in any order, the gradients agree with ``torch.func.grad``."""
     generator = torch.Generator().manual_seed(seed)
     args = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(4)]
 
@@ -164,7 +164,7 @@ def test_frozen_weights_are_refused():
 
 
 def test_grad_operation_of_all_inputs():
-    """Each tensor input has a gradient, zeros for integers; other inputs have none."""
+    """With `get_all`, each tensor input has a gradient (zeros for integers); others have none."""
 
     def fn(x: Tensor, labels: Tensor, name: str, y: Tensor) -> Tensor:
         return (x[0, labels] * y).sum()
@@ -190,7 +190,7 @@ def test_grad_operation_of_all_weights():
 
 @pytest.mark.parametrize("sens", [4.0, torch.full((2, 1), 4.0, dtype=torch.float32)], ids=str)
 def test_grad_operation_with_sens(sens):
-    """The last argument is the gradient of the outputs, a number or a tensor."""
+    """With `sens_param`, the last argument is the gradient of the output: a number or a tensor."""
     model, x = layers(), inputs(2, 3)
 
     weighted = GradOperation(get_by_list=True, sens_param=True)(model)(x, sens)
@@ -200,7 +200,7 @@ def test_grad_operation_with_sens(sens):
 
 
 def test_grad_operation_with_sens_of_several_outputs():
-    """Several outputs need as many gradients."""
+    """With `sens_param` and several outputs, the last argument has one gradient per output."""
     fn = GradOperation(sens_param=True)(lambda x: (x**2, x**3))
 
     assert fn(torch.tensor(2.0), (torch.tensor(10.0), torch.tensor(100.0))) == 40.0 + 1200.0

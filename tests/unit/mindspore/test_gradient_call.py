@@ -20,7 +20,7 @@ def test_second_and_third_derivatives():
 
 
 def test_a_gradient_inside_a_loss_reaches_the_weights():
-    """A loss of an inner gradient has the same gradients of the weights as in autograd."""
+    """If a loss contains a gradient, the loss's weight gradients agree with autograd's."""
     model, x = layers(), inputs(5, 3)
 
     def loss(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def test_a_gradient_inside_a_loss_reaches_the_weights():
 
 
 def test_a_gradient_inside_plain_backward_reaches_the_weights():
-    """A gradient penalty reaches the weights through a plain backward of torch."""
+    """Torch's plain ``backward`` of a gradient penalty computes gradients of the weights."""
     model, x = layers(bias=False), inputs(5, 3)
 
     grad(model)(x).square().sum().backward()
@@ -51,7 +51,7 @@ def test_a_gradient_inside_plain_backward_reaches_the_weights():
 
 
 def test_gradients_of_an_argument_that_requires_them():
-    """Gradients can be differentiated with respect to what an argument was computed from."""
+    """A gradient can be differentiated with respect to a tensor that the argument depends on."""
     base = torch.tensor(2.0, requires_grad=True)
 
     gradient = grad(lambda x: x**3)(base * 1)
@@ -61,7 +61,7 @@ def test_gradients_of_an_argument_that_requires_them():
 
 
 def test_an_inner_step_is_differentiated_through():
-    """A gradient step inside a loss has second-order gradients."""
+    """The gradient of a loss after an inner gradient step includes second-order terms."""
     weight = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     rate = 0.1
 
@@ -100,7 +100,7 @@ def test_under_no_grad_gradients_are_computed_and_not_recorded():
 
 
 def test_aux_outputs_are_cut_off():
-    """With ``has_aux`` the other outputs are detached, also inside another function."""
+    """With ``has_aux``, all outputs except the first are detached, even inside another function."""
     x = torch.tensor(2.0)
 
     def outer(x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_the_value_inside_another_function_is_differentiable():
 
 
 def test_what_does_not_depend_has_zeros():
-    """Unconnected inputs and weights, and integer outputs, have gradients of zeros."""
+    """Inputs and weights on which no floating-point output depends get gradients of zeros."""
     unused = nn.Parameter(torch.ones(2))
 
     def fn(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def test_what_does_not_depend_has_zeros():
 
 
 def test_nothing_is_left_behind():
-    """Arguments and parameters are unchanged after the call."""
+    """A call leaves no gradients on arguments or parameters, not even if the function raises."""
     model, x = network(), X.clone()
 
     grad(model, 0, model.parameters())(x, Y)

@@ -1,4 +1,4 @@
-"""Loss-scale managers follow MindSpore's rules, and their update cells continue them."""
+"""Loss-scale managers and their update cells follow MindSpore's rules."""
 
 import math
 
@@ -22,7 +22,7 @@ from mfwrap import (
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.sampled_from([2, 4, 8]))
 def test_manager_scaler_and_cell_agree(overflows, window, factor):
-    """The three forms of the rule have the same loss scale after every step."""
+    """Manager, scaler and update cell have the same loss scale after every step."""
     manager = DynamicLossScaleManager(64, factor, window)
     scaler = DynamicLossScaler(64, factor, window)
     cell, on_device = manager.get_update_cell(), torch.full((), 64.0)
@@ -35,7 +35,7 @@ def test_manager_scaler_and_cell_agree(overflows, window, factor):
 
 
 def test_a_managers_numbers_are_mindspores():
-    """MindSpore's attributes exist, and the manager works with their values."""
+    """A manager has MindSpore's attributes, and uses values that are assigned to them."""
     manager = DynamicLossScaleManager(2**10, 4, 7)
     assert (manager.increase_ratio, manager.decrease_ratio) == (4, 0.25)
     assert (manager.scale_factor, manager.scale_window, manager.bad_step_max) == (4, 7, 1000)
@@ -71,7 +71,7 @@ def test_a_manager_takes_a_tensor(overflow):
 
 
 def test_growth_to_infinity_is_not_done():
-    """A growth beyond the largest float is not done; the scale can still fall."""
+    """The scale does not grow beyond the largest float, and can still fall."""
     manager = DynamicLossScaleManager(1.5e308, 2, 1)
     manager.update_loss_scale(False)  # noqa: FBT003  (MindSpore's signature)
     assert manager.get_loss_scale() == 1.5e308
@@ -90,7 +90,7 @@ def test_an_update_cell_goes_on_from_the_scale_as_it_is():
 
 
 def test_a_manager_of_ones_own():
-    """A user's manager needs MindSpore's three methods, and skips overflows by default."""
+    """A user's manager must define MindSpore's three methods; by default it skips overflows."""
 
     class Manager(LossScaleManager):
         def get_loss_scale(self):
@@ -108,7 +108,10 @@ def test_a_manager_of_ones_own():
 
 
 def cells(scale_sense):
-    """Return both cells that take an update cell, on networks that weigh their input by 2."""
+    """Yield a network and its cell, for each kind of cell that takes an update cell.
+
+    The network multiplies its input by 2.
+    """
     for kind in (MFTrainOneStepCell, TrainOneStepWithLossScaleCell):
         network = nn.Linear(1, 1, bias=False)
         network.weight.data.fill_(2.0)
@@ -125,7 +128,7 @@ MANAGERS = {
 
 @pytest.mark.parametrize(("manager", "grown", "fallen"), MANAGERS.values(), ids=MANAGERS)
 def test_cells_take_what_a_manager_gives(manager, grown, fallen):
-    """A finite update is applied unscaled; an overflowing one is skipped, without a cell, too."""
+    """Cells apply a finite update and skip an overflow, even if the manager has no update cell."""
     for network, cell in cells(lambda: manager().get_update_cell()):
         output = cell(torch.full((1, 1), 0.5))
         loss_scale = output.loss_scale if hasattr(output, "loss_scale") else output[2]

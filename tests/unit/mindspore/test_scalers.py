@@ -1,4 +1,4 @@
-"""Loss-scale managers and scalers: errors, devices, structures, and the cells that take them."""
+"""Managers and scalers check their arguments, and scalers handle structures and devices."""
 
 import math
 import re
@@ -97,14 +97,14 @@ def test_a_scaled_loss_is_differentiable_after_an_adjustment():
     ids=["number", "text", "integers"],
 )
 def test_what_cannot_be_scaled(inputs, message, method):
-    """A number, a text or integers are an error that names them."""
+    """Scaling a number, a string or an integer tensor raises an error that names it."""
     with pytest.raises(TypeError, match=re.escape(message)):
         getattr(StaticLossScaler(8.0), method)(inputs)
 
 
 @pytest.mark.parametrize("inputs", [(), [None], 3.0, "x", [torch.ones(1), 2]], ids=str)
 def test_all_finite_needs_tensors(inputs):
-    """Inputs without a tensor, or with other values, are a TypeError."""
+    """`all_finite` raises a TypeError if there is no tensor, or a value that is not a tensor."""
     with pytest.raises(TypeError, match="`inputs` must hold"):
         all_finite(inputs)
 

@@ -1,4 +1,4 @@
-"""MindSpore's callbacks get the same calls and facts from `Model` and from a Trainer."""
+"""MindSpore's callbacks get the same calls and parameters from `Model` and from a Trainer."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.model_runs import HOOKS, Notes
 
 
 def test_parameters_are_keys_and_attributes():
-    """A value set by key is read by attribute and the other way round."""
+    """Each run parameter can be set and read as a key and as an attribute."""
     parameters = CallbackParameters(cur_step_num=1)
     parameters.own = 2
     parameters["other"] = 3
@@ -35,7 +35,7 @@ def test_a_stop_stays_requested():
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_call_the_older_names(hook):
-    """Methods of training and of evaluation call the same method with the older name."""
+    """A hook such as `on_train_step_end` calls the hook with the older name, `step_end`."""
     calls = []
     older = hook.replace("on_train_", "").replace("on_eval_", "")
     callback = type("Older", (Callback,), {older: lambda _, context: calls.append(context)})()
@@ -78,7 +78,7 @@ EPOCH = ["on_train_epoch_begin", *STEP, *STEP, "on_train_epoch_end"]
 @pytest.mark.parametrize("kind", [Trainer, MFTrainer])
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_a_trainer_sends_events_in_mindspores_order(kind, strategy, tmp_path):
-    """An epoch ends after its evaluation, with its metrics."""
+    """`on_train_epoch_end` is called after the epoch's evaluation, and gets its metrics."""
     notes = Notes("cur_epoch_num", "cur_step_num", "batch_num", "epoch_num", "metrics")
     train(kind, tmp_path, [as_trainer_callback(notes)], eval_strategy=strategy)
 
@@ -103,7 +103,7 @@ def test_accumulated_batches_are_one_step(tmp_path):
 
 
 def test_a_stop_stops_the_trainer(tmp_path):
-    """A stop at a step ends the training at once, a stop after an evaluation ends it there."""
+    """A stop that is requested after a step or after an evaluation ends the training there."""
     notes = Notes(stop_at=1)
     train(Trainer, tmp_path, [as_trainer_callback(notes)])
     assert notes.calls.count("on_train_step_end") == 1
@@ -119,7 +119,7 @@ def test_a_stop_stops_the_trainer(tmp_path):
 
 
 def test_a_metric_is_found_without_its_prefix(tmp_path):
-    """A Trainer adds ``eval_`` to the names of metrics; a callback may leave it out."""
+    """A Trainer adds ``eval_`` to the names of metrics; a callback may leave the prefix out."""
     stopping = EarlyStopping("runtime", mode="max", min_delta=1e9)
     train(Trainer, tmp_path, [as_trainer_callback(stopping)], eval_strategy="epoch")
 
@@ -127,7 +127,7 @@ def test_a_metric_is_found_without_its_prefix(tmp_path):
 
 
 def test_each_adapted_class_is_a_class_of_its_own():
-    """A Trainer warns about two callbacks of one class; it must not warn about two adapters."""
+    """Two adapted callbacks have different classes, so that a Trainer does not warn about them."""
     one, other = as_trainer_callback(History()), as_trainer_callback(EarlyStopping())
 
     assert type(one).__name__ == "AdaptedHistory"

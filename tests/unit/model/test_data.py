@@ -1,4 +1,4 @@
-"""Batches form epochs of a known length, each batch as the arguments of a network."""
+"""Batches form epochs of a known length, and each batch becomes arguments of a network."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_columns_become_arguments():
 
 @given(length=st.integers(1, 5), sink_size=st.integers(1, 12), epochs=st.integers(1, 4))
 def test_a_sink_goes_on_where_the_last_has_ended(length, sink_size, epochs):
-    """Consecutive epochs run through the dataset again and again."""
+    """In sink mode, an epoch continues in the dataset where the previous epoch ended."""
     data = batches([torch.tensor(i) for i in range(length)], sink_mode=True, sink_size=sink_size)
     found = [[int(call.arguments[0]) for call in data.epoch()] for _ in range(epochs)]
 
@@ -45,7 +45,7 @@ def test_a_sink_goes_on_where_the_last_has_ended(length, sink_size, epochs):
 
 
 def test_a_stream_needs_a_sink_size():
-    """Data without a length are refused without a sink size."""
+    """Data without a length need a sink size."""
 
     class Stream:
         def __iter__(self):

@@ -14,7 +14,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def evaluator(**settings) -> Evaluator:
-    """Return the evaluator of a classifier that is not trained."""
+    """Return the evaluator of an untrained classifier."""
     accelerator = Accelerator(cpu=True)
     trained = build_train_network(
         classifier(),
@@ -30,7 +30,7 @@ def evaluator(**settings) -> Evaluator:
 
 
 def test_metrics_are_those_of_torch():
-    """Accuracy is the metric asked for; the mean loss over samples is added to the results."""
+    """An evaluation returns the requested metrics, and results that also have the mean loss."""
     evaluated = evaluator()
     data = batches(3)
     network = classifier()
@@ -55,7 +55,7 @@ def test_an_evaluation_can_be_repeated():
 
 
 def test_a_callback_stops_an_evaluation_and_gets_facts():
-    """The batch of the request is the last one; facts of the caller are among the parameters."""
+    """A stop ends the evaluation after that batch; callbacks get the caller's parameters."""
 
     class Stops(Callback):
         def on_eval_step_end(self, run_context):
@@ -71,7 +71,7 @@ def test_a_callback_stops_an_evaluation_and_gets_facts():
 
 
 def test_modes_and_gradients_are_restored():
-    """Afterwards each module has its earlier mode, and gradients are on again."""
+    """After an evaluation, each module has its earlier mode, and gradients are enabled."""
     network = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
     network.train()
     network[1].eval()
@@ -94,7 +94,10 @@ def test_modes_and_gradients_are_restored():
     ids=["loss function", "all outputs", "given"],
 )
 def test_positions_of_loss_output_and_label(indexes, network, expected):
-    """Without an evaluation network they are those of the network with its loss."""
+    """Without `eval_indexes`, an `eval_network` passes all its outputs to each metric.
+
+    A network with a loss function passes loss, output and label.
+    """
     assert checked_indexes(indexes, network) == expected
 
 

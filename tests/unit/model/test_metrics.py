@@ -1,4 +1,4 @@
-"""Metrics by MindSpore's names equal those of other libraries."""
+"""Metrics with MindSpore's names agree with those of other libraries."""
 
 import sys
 
@@ -18,7 +18,7 @@ NAMES = {"accuracy", "acc", "top_1_accuracy", "precision", "recall", "F1", "conf
 
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_metrics_are_those_of_a_count_by_hand(seed, sizes):
-    """Values over all samples equal scikit-learn's and numpy's, for any batch sizes."""
+    """Metrics over all samples agree with scikit-learn and NumPy, for any batch sizes."""
     Accelerator(cpu=True)
     generator = np.random.default_rng(seed)
     num_classes = 6
@@ -52,7 +52,7 @@ def test_metrics_are_those_of_a_count_by_hand(seed, sizes):
 
 
 class Loss:
-    """An output with the loss as an attribute only."""
+    """An output that has the loss only as an attribute."""
 
     def __init__(self, loss):
         self.loss = loss
@@ -63,7 +63,7 @@ class Loss:
     [lambda loss: loss, lambda loss: (loss,), lambda loss: {"loss": loss, "logits": None}, Loss],
 )
 def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
-    """Without indexes, the mean loss weighs batches equally."""
+    """The mean loss accepts any form of output that has a loss, and weighs batches equally."""
     metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
     for loss in (1.0, 4.0):
         metrics.update(wrapped(torch.tensor(loss)))
@@ -73,7 +73,7 @@ def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
 
 @pytest.mark.parametrize("output", [{"logits": torch.zeros(2)}, {"loss": None}, Loss(None), None])
 def test_an_output_without_a_loss_has_no_mean_loss(output):
-    """The error names the type of the output."""
+    """The metric ``loss`` refuses an output without a loss; the error names the output's type."""
     metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
     with pytest.raises(TypeError, match=f"`eval_network` must.* got {type(output).__name__} with"):
         metrics.update(output)
@@ -88,7 +88,7 @@ def test_errors_are_means_over_elements():
 
 
 def test_one_hot_labels_are_classes():
-    """Labels in the shape of the scores are one-hot."""
+    """Labels with the shape of the scores are treated as one-hot."""
     metrics = EvaluationMetrics(named_metrics({"a": "accuracy"}), (0, 1, 2), CPU)
     metrics.update((0, torch.eye(3), torch.eye(3).roll(1, 0)))
     metrics.update((0, torch.eye(3), torch.eye(3)))
@@ -125,7 +125,7 @@ def test_a_mean_of_no_batches_is_an_error():
 
 
 def test_outputs_that_lack_what_indexes_name_are_refused():
-    """The error has the number of outputs."""
+    """Too few outputs, and scores without classes, are errors that say what was found."""
     metrics = EvaluationMetrics(named_metrics({"loss"}), (0, 1, 2), CPU)
 
     with pytest.raises(ValueError, match=r"each of `eval_indexes` \[0, 1, 2\], got 2 outputs"):
@@ -136,7 +136,7 @@ def test_outputs_that_lack_what_indexes_name_are_refused():
 
 
 def test_without_torchmetrics_the_loss_is_left(monkeypatch):
-    """The metric ``loss`` works; others raise with the command that installs torchmetrics."""
+    """Only the metric ``loss`` works without torchmetrics; others raise with an install command."""
     monkeypatch.setitem(sys.modules, "torchmetrics.regression", None)
 
     assert named_metrics({"loss"})

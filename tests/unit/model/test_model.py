@@ -1,4 +1,4 @@
-"""`Model` trains as a plain loop of torch, and skips the updates that its manager skips."""
+"""`Model` trains like a plain loop of torch, and its manager decides which updates are skipped."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def trained(epochs: int = 1, data=None, **settings):
-    """Return network, losses and model of a training."""
+    """Train a `Model`; return its network, its losses and the model."""
     network = classifier()
     notes = Notes()
     model = Model(network, LOSS, sgd(network), **settings)
@@ -34,13 +34,13 @@ def trained(epochs: int = 1, data=None, **settings):
 
 
 def reference(epochs: int = 1):
-    """Return network and losses of torch's own loop."""
+    """Return the network and the losses of a plain loop in torch."""
     network = classifier()
     return network, losses_by_hand(network, sgd(network), batches(), epochs)
 
 
 def assert_same(ours, theirs, tolerance=1e-6):
-    """Compare weights."""
+    """Assert that the weights of two networks agree up to an absolute `tolerance`."""
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
@@ -56,7 +56,7 @@ def assert_same(ours, theirs, tolerance=1e-6):
     ids=["none", "fixed", "fixed, drops none", "dynamic"],
 )
 def test_a_training_is_torchs_own_loop(manager):
-    """Losses and weights are those of torch's loop, with any loss scale."""
+    """With any loss scale, losses and weights agree with those of a plain loop in torch."""
     network, losses, _ = trained(2, loss_scale_manager=manager)
     expected, expected_losses = reference(2)
 
@@ -65,7 +65,7 @@ def test_a_training_is_torchs_own_loop(manager):
 
 
 def test_a_fixed_scale_leaves_the_optimizer_as_it_was():
-    """After the training, the optimizer uses gradients undivided."""
+    """After a training with a fixed scale, the optimizer no longer divides gradients by it."""
     network = classifier()
     optimizer = sgd(network, momentum=0.0)
     manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
@@ -78,7 +78,7 @@ def test_a_fixed_scale_leaves_the_optimizer_as_it_was():
 
 
 def with_a_nan() -> list:
-    """Return batches, the second of which is NaN."""
+    """Return batches; the inputs of the second batch are NaN."""
     data = batches()
     data[1] = (torch.full((8, 8), torch.nan), data[1][1])
     return data
@@ -94,7 +94,7 @@ def with_a_nan() -> list:
     ],
 )
 def test_what_is_dropped_is_what_the_manager_says(manager, drops):
-    """Without a manager, as in MindSpore, a NaN reaches the weights."""
+    """The manager decides whether a NaN is skipped; without a manager it reaches the weights."""
     network, _, _ = trained(1, with_a_nan(), loss_scale_manager=manager)
     finite = all(torch.isfinite(weight).all() for weight in network.parameters())
 
@@ -107,17 +107,17 @@ def test_what_is_dropped_is_what_the_manager_says(manager, drops):
 
 
 def test_a_manager_hears_of_every_step():
-    """At the end the manager's scale equals that of the cell."""
+    """The manager counts every step, and ends with the same scale as the cell."""
     manager = DynamicLossScaleManager(2.0**10, 2, 2)
     _, _, model = trained(2, with_a_nan(), loss_scale_manager=manager)
 
-    # good, nan, good | good, nan, good with a window of two
+    # Two epochs of a finite, a NaN and a finite step, with a window of two: halve, double, halve.
     assert manager.get_loss_scale() == float(model.train_network.scale_sense) == 2.0**9
     assert manager.cur_iter == 7
 
 
 def test_a_manager_ends_what_only_overflows():
-    """More overflows in a row than the manager allows raise its error."""
+    """More consecutive overflows than the manager allows raise an error."""
     manager = DynamicLossScaleManager(8.0)
     manager.bad_step_max = 2
     nan = [with_a_nan()[1]] * 5
@@ -128,21 +128,24 @@ def test_a_manager_ends_what_only_overflows():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_half_precision_learns_the_same_roughly(level):
-    """Products are float16, weights and losses float32. O2 adds a dynamic loss scale."""
+    """Half precision trains like float32, up to rounding; weights and losses are float32.
+
+    O2 adds a dynamic loss scale.
+    """
     network, losses, model = trained(2, amp_level=level)
     expected, expected_losses = reference(2)
 
     assert all(weight.dtype == torch.float32 for weight in network.parameters())
     assert all(loss.dtype == torch.float32 for loss in losses)
     assert hasattr(model.train_network, "scale_sense") is (level == "O2")
-    if level != "O2":  # its dynamic scale skips the first updates
+    if level != "O2":  # The dynamic scale of O2 skips the first updates.
         torch.testing.assert_close(losses, expected_losses, rtol=2e-2, atol=0)
         assert not torch.equal(losses[0], expected_losses[0])
         assert_same(network, expected, 1e-2)
 
 
 def test_a_cell_is_used_as_it_is():
-    """MindFormers' cell has network and optimizer, and callbacks get its reports."""
+    """`Model` uses a cell with its network and optimizer, and callbacks get the cell's reports."""
     network = classifier()
     optimizer = sgd(network)
     cell = MFTrainOneStepCell(
@@ -169,7 +172,7 @@ def test_a_cell_is_used_as_it_is():
 
 @pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(8.0)])
 def test_the_schedule_is_stepped_once_an_update(manager):
-    """At the end of the training the schedule has made the step of the last update."""
+    """The schedule is stepped once per update, also for the last update."""
     network = classifier()
     optimizer = sgd(network, lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -180,7 +183,7 @@ def test_the_schedule_is_stepped_once_an_update(manager):
 
 
 def test_the_schedule_is_due_when_a_callback_raises():
-    """The schedule makes the step of the applied update, and the error is raised."""
+    """If a callback raises, the schedule is still stepped for the applied update."""
     network = classifier()
     optimizer = sgd(network, lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -237,7 +240,7 @@ def test_modes_are_train_then_eval_then_as_before():
 
 
 def test_fit_reports_what_eval_returns():
-    """The last evaluation of `fit` equals `eval` afterwards."""
+    """The last evaluation in `fit` gives the same metrics as `eval` afterwards."""
     network = classifier()
     notes = Notes("metrics", "eval_results")
     model = Model(network, LOSS, sgd(network), metrics={"Accuracy": "accuracy"})
@@ -255,7 +258,7 @@ def test_fit_reports_what_eval_returns():
 
 
 def test_predict_is_the_network_in_eval_mode():
-    """Dropout is off, and the output has no graph."""
+    """`predict` runs the network in eval mode without a graph, and restores train mode."""
     network = nn.Sequential(classifier(), nn.Dropout(0.5))
     data = batches(1)[0][0]
     output = Model(network).predict(data)
@@ -266,7 +269,7 @@ def test_predict_is_the_network_in_eval_mode():
 
 
 def test_an_eval_network_is_called_as_it_is():
-    """`eval_indexes` selects its outputs; without, each metric gets all of them."""
+    """Metrics get the outputs that `eval_indexes` selects; by default they get all outputs."""
 
     class Backwards(nn.Module):
         def forward(self, data, label):
@@ -295,7 +298,7 @@ def test_an_eval_network_is_called_as_it_is():
 
 
 def test_a_hugging_face_model_evaluates_itself():
-    """The metric ``loss`` uses the model's loss; without labels the error explains it."""
+    """The metric ``loss`` uses the loss of a transformers model; without labels it is an error."""
     network = tiny_gpt2(0.0, 0)
     rows = [padded([Rows()[i] for i in part]) for part in ((0, 1), (2, 3, 4))]
     model = Model(network, metrics={"loss"}, eval_network=network)
@@ -323,7 +326,7 @@ def test_existing_monitors_work(caplog):
     assert [line[:36] for line in records] == [
         f"{{ Epoch:[  1/  1], step:[    {step}/    4" for step in range(1, 5)
     ]
-    # The average follows the third update only, the weights all four.
+    # The average was updated only after the third of four updates, so it differs from the weights.
     raw = model.eval(batches(2))["loss"]
     with average.ema.swap():
         averaged = model.eval(batches(2))["loss"]
@@ -331,7 +334,7 @@ def test_existing_monitors_work(caplog):
 
 
 def test_a_step_reads_nothing_on_the_host():
-    """A step with loss scale, manager and monitor reads nothing."""
+    """A step with a loss-scale manager and a monitor reads nothing on the host."""
     network = classifier()
     model = Model(network, LOSS, sgd(network), loss_scale_manager=DynamicLossScaleManager(2.0**10))
     reads: list = []
@@ -379,7 +382,7 @@ def test_a_step_reads_nothing_on_the_host():
     ],
 )
 def test_bad_calls_are_refused_by_name(call, error, match):
-    """The error names the argument, and nothing has changed."""
+    """The error names the argument, and the weights are unchanged."""
     network = classifier()
     model = Model(network, LOSS, sgd(network), metrics={"loss"})
 
@@ -416,13 +419,13 @@ def cell_of(network):
     ],
 )
 def test_bad_models_are_refused_by_name(make, error, match):
-    """The error names the argument, at construction if possible."""
+    """The error names the argument, and is raised at construction if possible."""
     with pytest.raises(error, match=match):
         make(classifier())
 
 
 def test_an_accelerator_with_a_precision_is_refused():
-    """Its mixed precision would come on top of `amp_level`."""
+    """An Accelerator with mixed precision is refused: it would add to that of `amp_level`."""
     Accelerator(cpu=True, mixed_precision="bf16")
 
     with pytest.raises(ValueError, match="`Model` needs an Accelerator without mixed precision"):
@@ -430,7 +433,7 @@ def test_an_accelerator_with_a_precision_is_refused():
 
 
 def test_model_is_a_name_of_the_package():
-    """`mfwrap.Model` is loaded late, and an unknown name raises AttributeError."""
+    """`mfwrap.Model` is imported on first use, and an unknown name raises AttributeError."""
     assert mfwrap.Model is Model
     with pytest.raises(AttributeError, match="Modell"):
         _ = mfwrap.Modell

@@ -25,7 +25,10 @@ def folder(tmp_path_factory):
 
 
 def test_two_ranks_train_as_one_process_on_the_whole_data(folder):
-    """A batch of each rank together make one batch, and metrics count each sample once."""
+    """Two ranks with batches of 4 train like one process with batches of 8.
+
+    Metrics count each sample once.
+    """
     network = classifier()
     model = Model(network, nn.CrossEntropyLoss(), sgd(network), metrics={"loss", "accuracy"})
     model.train(2, loader(32, 8))

@@ -24,7 +24,7 @@ EVALUATION = [
 
 
 def test_a_training_is_told_in_mindspores_order():
-    """An evaluation comes before the end of its epoch."""
+    """Hooks are called in MindSpore's order: an evaluation comes before the end of its epoch."""
     notes = Notes()
     model(metrics={"loss"}).fit(2, batches(2), batches(1), 2, callbacks=notes)
 
@@ -39,7 +39,7 @@ def test_a_training_is_told_in_mindspores_order():
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_stop_ends_the_step_and_still_ends_epoch_and_training(evaluates):
-    """An evaluation that is due takes place, as in MindSpore."""
+    """After a stop, an evaluation that is due still runs, and epoch and training end properly."""
     notes = Notes(stop_at=1)
     valid = batches(1) if evaluates else None
     model(metrics={"loss"}).fit(3, batches(3), valid, callbacks=notes)
@@ -70,7 +70,7 @@ def test_a_stop_is_a_stop_for_both_kinds():
 
 
 def test_an_epoch_may_be_broken_off_alone():
-    """After `should_epoch_stop` the next epoch begins."""
+    """`should_epoch_stop` ends only the current epoch; the next epoch begins."""
 
     class Breaks(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -84,7 +84,7 @@ def test_an_epoch_may_be_broken_off_alone():
 
 
 def test_what_a_run_tells():
-    """Numbers count from 1, steps over all epochs of this training."""
+    """Epochs and steps are counted from 1; steps are counted over all epochs of this training."""
     notes = Notes("cur_epoch_num", "cur_step_num", "batch_num", "epoch_num", "mode")
     model().train(4, batches(2), callbacks=notes, initial_epoch=2)
 
@@ -103,11 +103,11 @@ TOLD = (
     *("loss_scale_mananger", "mode", "network", "optimizer", "parallel_mode", "train_dataset"),
     *("train_network", "cur_epoch_num", "net_outputs"),
 )
-"""What MindSpore's callbacks find in ``cb_params`` when a training begins, in its spelling."""
+"""Names of the run parameters when a training begins, as MindSpore spells them."""
 
 
 def test_what_mindspores_callbacks_look_up():
-    """Every key of MindSpore's parameters is there from the start, with its value."""
+    """When a training begins, all of MindSpore's run parameters exist and have their values."""
     manager = FixedLossScaleManager(8.0)
     found = {}
 
@@ -131,7 +131,7 @@ def test_what_mindspores_callbacks_look_up():
 
 
 def test_what_transformers_callbacks_are_told():
-    """State and metrics have the Trainer's names."""
+    """Callbacks of transformers get a state and metrics with the Trainer's names."""
     seen = []
 
     class Sees(TrainerCallback):
@@ -155,7 +155,7 @@ def test_what_transformers_callbacks_are_told():
 
 
 class Wishes(TrainerCallback):
-    """Set a switch of the control after each step."""
+    """Set a flag of the `TrainerControl` after each step."""
 
     def __init__(self, wish):
         self.wish = wish
@@ -166,7 +166,7 @@ class Wishes(TrainerCallback):
 
 @pytest.mark.parametrize("wish", ["should_save", "should_evaluate"])
 def test_a_wish_that_nothing_comes_of_is_told_once(wish):
-    """The switch is ignored with one warning, and training continues."""
+    """A flag that `Model` does not support is ignored with one warning, and training continues."""
     notes = Notes()
     with pytest.warns(UserWarning, match=f"`{wish}` in on_step_end, which Model ignores") as told:
         model().train(2, batches(2), callbacks=[Wishes(wish), notes])
@@ -180,7 +180,7 @@ def test_a_wish_that_nothing_comes_of_is_told_once(wish):
 
 
 def test_older_names_are_called_in_train_and_refused_in_fit():
-    """The older names do not distinguish training from evaluation."""
+    """`train` and `eval` call hooks with older names; `fit` refuses them as ambiguous."""
     calls = []
 
     class Older(Callback):
@@ -197,7 +197,7 @@ def test_older_names_are_called_in_train_and_refused_in_fit():
 
 
 def test_callbacks_are_left_when_a_run_raises():
-    """They are left as context managers, and monitors put the raw weights back."""
+    """If a run raises, `__exit__` of callbacks is called, and monitors restore the raw weights."""
     left = []
 
     class Context(Callback):

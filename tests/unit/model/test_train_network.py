@@ -1,4 +1,4 @@
-"""MindSpore's levels of mixed precision on a device, and a network's outputs under them."""
+"""MindSpore's mixed-precision levels set the autocast dtype, and outputs are float32."""
 
 from typing import NamedTuple
 
@@ -24,13 +24,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_levels(level, device, expected):
-    """A level has a type of products, and a dynamic loss scale or none."""
+    """Level and device determine the autocast dtype and whether the loss is scaled."""
     assert precision_of(level, device) == expected
 
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_asks_a_cuda_device(monkeypatch, supported):
-    """It is bfloat16 if the device supports it, otherwise float16 with a loss scale."""
+    """On CUDA, ``auto`` is bfloat16 if the device supports it, else float16 with a loss scale."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: supported)
 
     assert precision_of("auto", CUDA) == (
@@ -60,5 +60,5 @@ def test_outputs_come_back_in_float32():
     assert isinstance(output, CausalLMOutput)
     assert pair.score.dtype == listed[0].dtype == output.logits.dtype == torch.float32
     assert (pair.count, double.dtype) == (3, torch.float64)
-    # The product of thirds shows that it was computed in float16.
+    # The value shows that the product was computed in float16: a float32 product differs.
     assert float(pair.score[0, 0]) == float(torch.tensor(1 / 3).half().square() * 2)
