@@ -1,4 +1,4 @@
-"""The sections of callbacks and monitor build the callbacks of a run."""
+"""The sections ``callbacks`` and ``monitor_config`` build the callbacks of a run."""
 
 import pytest
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mfwrap.recipe.document import RecipeDocument, RecipeError
 
-# PyYAML writes Unicode's line breaks without quotes, and reads them as spaces.
+# Leave out Unicode's line breaks: PyYAML writes them without quotes, and reads them as spaces.
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029"))
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -78,7 +78,7 @@ def test_what_is_written_is_read(data):
     ],
 )
 def test_what_is_no_recipe_is_refused(text, message):
-    """A text that is not a recipe is an error of one line that names file and line."""
+    """A text that is not a recipe raises a one-line error that says where the text is wrong."""
     with pytest.raises(RecipeError) as error:
         read(text)
 
@@ -96,14 +96,14 @@ def test_aliases_cannot_make_a_file_endless():
 
 
 def test_merge_keys():
-    """Keys of a mapping take precedence over merged ones."""
+    """Keys of a mapping take precedence over keys that are merged into it."""
     text = "base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}\n"
 
     assert read(text)["more"] == {"a": 1, "b": 3}
 
 
 def test_places_are_lines():
-    """Each value has a line; a missing one has the line of the section that should contain it."""
+    """The place of a value is its line; for a missing value, it is the line of its section."""
     document = RecipeDocument.parse("a:\n  b: 1\nc:\n  - d: 2\n  - d: 3\n", "r.yaml")
 
     assert document.place(("a", "b")) == "r.yaml:2"
@@ -138,7 +138,7 @@ def test_overrides_replace_values():
     ],
 )
 def test_wrong_overrides(override, message):
-    """An override that cannot be applied is an error of one line."""
+    """An override that cannot be applied raises a one-line error."""
     document = RecipeDocument.parse("a: {b: 1}\nl: [1, 2]\n", "r.yaml")
     with pytest.raises(RecipeError) as error:
         document.overridden([override])

@@ -1,4 +1,4 @@
-"""A run's folder has one run in it: another one's checkpoints are refused, its records go."""
+"""A run folder holds one run: another run's checkpoints are refused, its records are removed."""
 
 import json
 import os
@@ -14,7 +14,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3}
 
 
 def run(folder, *, resume=False, overwrite=False, rate=0.01, **training):
-    """Run a small recipe with a monitor into a folder; return what was said of removals."""
+    """Run a small recipe with a monitor into a folder; return the messages about removed files."""
     said = []
     monitor = {"monitor_on": True, "weight_state_format": "jsonl", "step_interval": 1}
     text = recipe_text(
@@ -38,7 +38,7 @@ def contents(folder):
 
 
 def test_checkpoints_of_another_run_are_refused(tmp_path):
-    """The error names the folder and the three ways out; nothing in it has changed."""
+    """The error names the folder and three solutions, and the folder is unchanged."""
     run(tmp_path, **SAVING)
     before = contents(tmp_path)
 
@@ -51,7 +51,10 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
 
 @pytest.mark.parametrize("place", ["checkpoint-3", "checkpoint.partial/replaced/checkpoint-3"])
 def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
-    """A process that is killed between two renames leaves it in the folder of the partial one."""
+    """A checkpoint counts even if a process was killed while the checkpoint was being replaced.
+
+    It may then be in ``checkpoint.partial/replaced``.
+    """
     (tmp_path / place).mkdir(parents=True)
 
     with pytest.raises(RecipeError, match="checkpoint-3"):
@@ -61,7 +64,7 @@ def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
 
 
 def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
-    """A run that diverged leaves none of its steps, anomalies and pictures to the next."""
+    """A new run removes the records and pictures of an earlier run that has no checkpoints."""
     run(tmp_path, rate=1e30)
     assert (tmp_path / "anomalies.jsonl").exists()
     for name in (
@@ -94,7 +97,10 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
 
 
 def test_overwrite_removes_the_former_run(tmp_path):
-    """Its checkpoints, models and records go, are named in one line, and resume finds the new."""
+    """``overwrite`` removes the earlier run's files, and reports them in one line.
+
+    Resuming then finds the new run's checkpoint.
+    """
     run(tmp_path, rate=1e30, **SAVING)
     (tmp_path / "model_ema").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
@@ -117,7 +123,7 @@ def test_overwrite_removes_the_former_run(tmp_path):
 
 
 def test_a_run_that_cannot_begin_removes_nothing(tmp_path):
-    """What is wrong with the data is found before the former run makes place."""
+    """An error in the data is found before ``overwrite`` removes the earlier run."""
     run(tmp_path / "run", **SAVING)
     before = contents(tmp_path / "run")
     (tmp_path / "d.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
@@ -130,7 +136,7 @@ def test_a_run_that_cannot_begin_removes_nothing(tmp_path):
 
 
 def test_overwrite_removes_what_a_killed_rotation_left(tmp_path, monkeypatch):
-    """`--overwrite` also removes checkpoints that a `CheckpointMonitor` was deleting."""
+    """``overwrite`` also removes checkpoints whose deletion by a `CheckpointMonitor` was killed."""
     for step in (3, 6):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
     with monkeypatch.context() as patch:
@@ -145,9 +151,9 @@ def test_overwrite_removes_what_a_killed_rotation_left(tmp_path, monkeypatch):
 
 
 class Killed(Exception):  # noqa: N818  (stands for a signal, not for an error)
-    """Raised where a test ends the process."""
+    """Raised where a test simulates the end of the process."""
 
 
 def raise_killed(*_, **__) -> None:
-    """End the process."""
+    """Simulate the end of the process."""
     raise Killed

@@ -158,7 +158,7 @@ model: {model_config: {type: BertConfig, hidden_size: 32, num_layers: 1, num_hea
 def imported(name):
     """Return the recipe of a file after parsing, and the result of the import."""
     result = import_mindformers(FILES[name], f"{name}.yaml")
-    # A model of full size takes no memory, but time.
+    # Make the model small, because the check of a full-size model takes long.
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     overrides = [f"model.config.{key}={value}" for key, value in small.items()]
     if name not in {"vit", "bert"}:
@@ -296,7 +296,7 @@ def test_a_monitor_that_shows_local_norms_gets_them():
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_imported_file_trains(tmp_path, monkeypatch):
-    """The file with every key trains after it was made small."""
+    """The file with every key trains, with a small model and little data."""
     monkeypatch.chdir(tmp_path)
     text = next(file for file in WHOLE if file.stem == "every_key").read_text()
     small = {

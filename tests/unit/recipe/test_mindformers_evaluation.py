@@ -12,12 +12,12 @@ EVERY_EPOCH = {"eval_strategy": "epoch"}
 
 
 def every(steps):
-    """Return the keys of an evaluation at an interval of steps, or of a share of the run."""
+    """Return the evaluation keys for an interval in steps; below 1, it is a share of the run."""
     return {"eval_strategy": "steps", "eval_steps": steps}
 
 
 def imported(steps, epochs, length=None):
-    """Return the keys of the converted intervals, after the recipe was checked, and the notes."""
+    """Import intervals and check the recipe; return the recipe's evaluation keys and the notes."""
     lines = ["do_eval: True"]
     lines += [] if steps is None else [f"eval_step_interval: {steps}"]
     lines += [] if epochs is None else [f"eval_epoch_interval: {epochs}"]
@@ -72,7 +72,7 @@ def test_a_changed_interval_is_noted(intervals, training, note):
 
 
 def test_a_share_of_the_run_ends_with_an_epoch():
-    """The Trainer rounds a share of its steps up; the share never ends one step too late."""
+    """The Trainer rounds a share of the steps up, and the result is exactly the end of an epoch."""
     for length in range(2, 60):
         for epochs in range(2, length):
             part = evaluation(-1, epochs, {"num_train_epochs": length})[0]["eval_steps"]

@@ -1,4 +1,4 @@
-"""The model of a MindFormers file keeps its sizes, including those that follow from others."""
+"""The model of a MindFormers file keeps its sizes, also sizes that follow from other keys."""
 
 import pytest
 import yaml
@@ -24,13 +24,14 @@ def imported(settings):
 @pytest.mark.parametrize(
     ("settings", "width"),
     [
-        ({"hidden_size": 4096, "multiple_of": 256}, 11008),  # Llama 2, 7B
-        ({"hidden_size": 8192, "multiple_of": 256, "ffn_dim_multiplier": 1.3}, 28672),  # 70B
-        ({"hidden_size": 4096, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}, 14336),  # 3, 8B
-        ({"hidden_size": 8192}, 22016),  # Code Llama, 34B, with the default of 256
+        # Llama 2 7B, Llama 2 70B, Llama 3 8B, and Code Llama 34B with the default multiple of 256.
+        ({"hidden_size": 4096, "multiple_of": 256}, 11008),
+        ({"hidden_size": 8192, "multiple_of": 256, "ffn_dim_multiplier": 1.3}, 28672),
+        ({"hidden_size": 4096, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}, 14336),
+        ({"hidden_size": 8192}, 22016),
         ({"hidden_size": 8192, "multiple_of": None, "ffn_dim_multiplier": None}, 22016),
         ({}, 11008),
-        # The multiplier comes before the two thirds: 257, not 256, is rounded up.
+        # The multiplier is applied before the factor of 2/3: 257, not 256, is rounded up.
         ({"hidden_size": 64, "multiple_of": 32, "ffn_dim_multiplier": 1.5}, 288),
         ({"hidden_size": 64, "multiple_of": 8, "intermediate_size": 100}, 100),
     ],
@@ -47,7 +48,7 @@ def test_the_width_of_a_llama(settings, width):
 
 @pytest.mark.parametrize("value", ["often", 0, True])
 def test_a_width_from_a_wrong_value_is_left_out(value):
-    """A value that is not a number is left out, and so is the width."""
+    """A key with a wrong value is left out, and no width is computed from it."""
     settings = {"type": "LlamaConfig", "hidden_size": 64, "multiple_of": value}
     config, left_out = model_config_of(settings, "llama", config_keys("llama"))
 
@@ -65,7 +66,7 @@ def test_a_model_without_gates_has_no_such_width():
 
 
 def test_only_a_llama_has_a_width_that_nobody_gave():
-    """Other models keep the default width of transformers."""
+    """Without `multiple_of`, only Llama gets a computed width; other models keep their default."""
     settings = {"type": "Qwen2Config", "hidden_size": 64}
 
     assert "intermediate_size" not in model_config_of(settings, "qwen2", config_keys("qwen2"))[0]
@@ -74,7 +75,7 @@ def test_only_a_llama_has_a_width_that_nobody_gave():
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4"])
 @pytest.mark.parametrize("key", ["theta", "rope_theta"])
 def test_the_base_of_rotary_embeddings_arrives(kind, key):
-    """The base of rotary embeddings is converted from either name."""
+    """The base of rotary embeddings is converted from `theta` and from `rope_theta`."""
     config, notes = imported(f"model_type: {kind}, {SMALL}, {key}: 1000000.0")
 
     assert config.rope_parameters["rope_theta"] == 1e6

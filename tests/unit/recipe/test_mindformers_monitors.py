@@ -1,4 +1,4 @@
-"""MindFormers' section ``tensorboard`` goes to the monitors, with a note for what is left out."""
+"""MindFormers' section ``tensorboard`` sets keys of monitors; a note names each unused key."""
 
 import pytest
 import yaml
@@ -74,7 +74,7 @@ def test_an_unused_section_is_noted(text, note):
 
 
 def test_a_callback_keeps_its_own_folder():
-    """A folder of the callback itself takes precedence."""
+    """A callback's own ``tensorboard_dir`` takes precedence."""
     own = "{type: TrainingStateMonitor, tensorboard_dir: own}"
     recipe, _ = imported(CURVES + f"callbacks: [{own}, {{type: TrainingStateMonitor}}]\n")
 

@@ -1,4 +1,4 @@
-"""Whatever is done to a recipe, it is valid or refused in one line that names the key."""
+"""A mutated recipe is valid, or refused with a one-line error that names the key."""
 
 import copy
 import warnings
@@ -54,7 +54,7 @@ def paths(value, at=()):
 def mutations(draw):
     """Return a mutated recipe, and the key that was changed."""
     recipe = copy.deepcopy(WHOLE)
-    # Where the run writes is not for chance to decide.
+    # `WHOLE` has no `output_dir`, so a mutation cannot change where a run writes.
     path = draw(st.sampled_from(sorted(paths(recipe), key=str)))
     holder = recipe
     for key in path[:-1]:
@@ -76,7 +76,7 @@ def mutations(draw):
 
 
 def checked(recipe) -> Recipe | RecipeError:
-    """Return the recipe, or why it is none."""
+    """Parse a recipe; return the result, or the error if it is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -86,12 +86,12 @@ def checked(recipe) -> Recipe | RecipeError:
 
 
 def test_the_whole_recipe_is_valid():
-    """What is mutated is valid to begin with."""
+    """The recipe is valid before it is mutated."""
     assert isinstance(checked(WHOLE), Recipe)
 
 
 def check_mutation(mutation):
-    """A mutation is valid, or an error of one line that names the key or its section."""
+    """Assert that a mutated recipe is valid, or refused in one line that names key or section."""
     recipe, path = mutation
     result = checked(recipe)
     if isinstance(result, Recipe):
@@ -106,7 +106,7 @@ def check_mutation(mutation):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(mutations())
 def test_mutated_recipes(mutation):
-    """Whatever the mutation, the answer is a recipe or one line."""
+    """A mutated recipe is valid, or refused with a one-line error."""
     check_mutation(mutation)
 
 
@@ -114,7 +114,7 @@ def test_mutated_recipes(mutation):
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(mutations())
 def test_many_mutated_recipes(mutation):
-    """The same, of many more."""
+    """Each of many more mutated recipes is valid, or refused with a one-line error."""
     check_mutation(mutation)
 
 
@@ -125,7 +125,7 @@ def test_many_mutated_recipes(mutation):
 )
 @given(mutations())
 def test_mutated_recipes_train(tmp_path_factory, mutation):
-    """A mutation that is valid trains, or ends in an error that says why."""
+    """A valid mutated recipe trains, or raises an error that says why."""
     recipe, _ = mutation
     assume(isinstance(recipe.get("training"), dict))
     recipe["training"]["output_dir"] = str(tmp_path_factory.mktemp("run"))
@@ -136,6 +136,6 @@ def test_mutated_recipes_train(tmp_path_factory, mutation):
         try:
             trained = run_recipe(result)
         except REFUSALS as error:
-            assert str(error)  # noqa: PT017  (some runs may fail, and say why)
+            assert str(error)  # noqa: PT017  (a run may fail if the error says why)
         else:
             assert (trained.folder / "metrics.jsonl").exists()

@@ -9,7 +9,7 @@ from mfwrap.recipe.library import shipped_recipes
 from support.recipe_texts import message, parsed, recipe_text
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL's default
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL sets it.
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid(name):
     """Every shipped recipe is valid without a warning, and begins with a one-line summary."""
@@ -126,12 +126,12 @@ def test_errors_name_the_line():
 
 
 def test_a_missing_section_is_named():
-    """A recipe without a model is an error."""
+    """A recipe without a model is an error that names the section."""
     assert "model: required, but missing (r.yaml)" in message(text=recipe_text(model=None))
 
 
 def test_reading_leaves_the_text_alone():
-    """The recipe keeps its sections as they were written, and cannot be changed."""
+    """A parsed recipe keeps its sections as they were written, and cannot be changed."""
     recipe = parsed(ema={"decay": 0.5})
 
     assert recipe.document.data["ema"] == {"decay": 0.5}

@@ -12,7 +12,7 @@ from mfwrap.recipe.library import shipped_recipes
 from mfwrap.recipe.run import build_trainer, run_recipe
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
-# TRL and datasets emit warnings of their own.
+# Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TINY = [
@@ -82,7 +82,7 @@ def test_shipped_recipes_run(name, tmp_path):
 
 
 def test_the_data_of_the_default_recipe_are_those_of_the_script():
-    """The recipe cuts the topics into pieces of the same length as the script."""
+    """The default recipe trains on as many bytes as the script, apart from end tokens."""
     from mfwrap.recipes.causal_lm import IGNORED_LABEL, PythonTopics, topics  # noqa: PLC0415  (only this test needs it)
 
     text = shipped_recipes()["causal_lm"].text
@@ -92,7 +92,7 @@ def test_the_data_of_the_default_recipe_are_those_of_the_script():
     bytes_of_script = sum(int((one["labels"] != IGNORED_LABEL).sum()) for one in pieces)
     tokens = sum(len(one["input_ids"]) for one in trainer.train_dataset)
 
-    # The recipe adds an end token to each text; a piece of that token alone is left out.
+    # The recipe adds an end token to each text. A piece with only an end token is left out.
     assert bytes_of_script <= tokens <= bytes_of_script + len(names)
 
 
@@ -167,7 +167,7 @@ def test_mindformers_schedule_sets_the_rates(tmp_path):
 
 
 def test_loss_scale_and_norms_are_recorded(tmp_path):
-    """A dynamic loss scale grows after its window; local norms add up to the global norm."""
+    """The records have the growing loss scale, and local norms that match the global norm."""
     scale = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 8, "scale_factor": 2}
     wrapper = {"scale_sense": scale | {"scale_window": 2}, "use_clip_grad": True}
     run(tmp_path, runner_wrapper=wrapper | {"max_grad_norm": 0.1, "local_norm": True})
@@ -236,7 +236,7 @@ def test_a_callback_of_mindspores_kind(tmp_path):
     ],
 )
 def test_data_that_do_not_fit(tmp_path, lines, says):
-    """A fault that shows only in the data is a recipe error, too."""
+    """An error that is found only when the data are read is a `RecipeError`, too."""
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     text = recipe_text(data=None, training={"eval_strategy": "epoch"})
     data = {"type": "json_lines", "path": str(tmp_path / "d.jsonl")}

@@ -60,7 +60,7 @@ def test_loss_scales(scale_sense, kind):
 
 
 def test_the_threshold_of_spikes_comes_from_the_monitor():
-    """As in MindFormers, ``monitor_config`` sets it, even if the monitor is off."""
+    """As in MindFormers, ``monitor_config`` sets the threshold, even if the monitor is off."""
     recipe = parsed(
         runner_wrapper={"use_clip_grad": True},
         monitor_config={"monitor_on": False, "global_norm_spike_threshold": 7.5},

@@ -25,7 +25,7 @@ from support.recipe_texts import message, parsed, recipe_text
     ],
 )
 def test_clipping(wrapper, training, limit):
-    """With MindFormers' section the default is not to clip; without it, the Trainer's limit."""
+    """With a section ``runner_wrapper``, clipping is off by default; without, the Trainer clips."""
     sections = {} if wrapper is None else {"runner_wrapper": wrapper}
 
     assert parsed(training=training, **sections).arguments.max_grad_norm == limit
@@ -50,7 +50,7 @@ def test_lr_schedule_section():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=recipe.arguments.learning_rate)
     schedule = recipe.schedule.make(optimizer, 10)
 
-    # The reference's recorded values.
+    # The same rates as those recorded from MindFormers.
     rates = [schedule.rate(1.0, step) for step in (0, 1, 2, 6, 9, 10)]
     assert rates == pytest.approx([0, 0.5, 1, 0.55, 0.134254, 0.1], abs=1e-6)
 
@@ -92,7 +92,7 @@ ALIASES = {
     "linear": "LinearWithWarmUpLR",
     "polynomial": "PolynomialWithWarmUpLR",
 }
-"""As MindFormers registers them in ``core/lr/build_lr.py``."""
+"""Class of each name that MindFormers registers in ``core/lr/build_lr.py``."""
 
 ARGUMENTS = {
     "cosine_annealing": {"base_lr": 0.01, "t_max": 4},
@@ -102,13 +102,13 @@ WARM_UP = {"learning_rate": 0.01, "warmup_steps": 1, "total_steps": -1}
 
 
 def with_schedule(**section):
-    """Return the recipe with this section."""
+    """Return the parsed recipe with this section ``lr_schedule``."""
     return parse_recipe(recipe_text(lr_schedule=section), "r.yaml")
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_are_their_classes(alias):
-    """A schedule under its registered name is the one of its class, with the same rates."""
+    """A registered name gives the same schedule and the same rates as the class name."""
     settings = ARGUMENTS.get(alias, WARM_UP)
     made = []
     for name in (alias, ALIASES[alias]):
@@ -121,7 +121,7 @@ def test_aliases_are_their_classes(alias):
 
 
 def test_an_unknown_name_gets_all_that_are_known():
-    """The error lists classes and registered names."""
+    """The error for an unknown schedule lists all classes and registered names."""
     with pytest.raises(RecipeError, match=r"lr_schedule\.type: expected one of") as error:
         with_schedule(type="polinomial")
 
@@ -136,7 +136,7 @@ def test_an_unknown_name_gets_all_that_are_known():
     ],
 )
 def test_the_optimizer_is_no_key_of_a_schedule(section, rate):
-    """It is the run's own: the error names the keys that are known, and not this one."""
+    """The schedule's `optimizer` cannot be set, and the error does not list it as a known key."""
     with pytest.raises(RecipeError, match=r"lr_schedule\.optimizer: unknown key") as error:
         with_schedule(**section, optimizer="AdamW")
 
@@ -146,6 +146,6 @@ def test_the_optimizer_is_no_key_of_a_schedule(section, rate):
 
 
 def test_a_misspelt_rate_gets_its_name():
-    """The rate is among the keys that are known."""
+    """A misspelled learning rate is an error that suggests the right name."""
     with pytest.raises(RecipeError, match="did you mean 'learning_rate'"):
         with_schedule(type="LinearWithWarmUpLR", warmup_steps=1, learnin_rate=0.01)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of tasks, models and data."""
+"""Fixtures for the tests of tasks, models and data."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def json_lines(tmp_path, monkeypatch):
-    """Return what writes rows to a file and returns the section of them."""
+    """Return a function that writes rows to a file and returns the section ``data`` for it."""
     monkeypatch.chdir(tmp_path)
 
     def write(rows, name="rows.jsonl"):

@@ -1,4 +1,4 @@
-"""The recipe with accelerate's own loop, on a tiny setting."""
+"""The recipe with accelerate's own loop works with tiny settings."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def run(monkeypatch, folder: Path, **settings) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """A run of two epochs that was not stopped."""
+    """Run two epochs without a stop, and return the folder of the model."""
     with pytest.MonkeyPatch.context() as patch:
         return run(patch, tmp_path_factory.mktemp("whole"))
 
@@ -45,12 +45,15 @@ def weights(folder: Path) -> list[torch.Tensor]:
 
 
 def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, capsys):
-    """Every fifth update has MindFormers' record, and each epoch ends with two evaluations."""
+    """Every fifth update is logged in MindFormers' format, and each epoch is evaluated.
+
+    An evaluation covers the raw and the averaged weights.
+    """
     with caplog.at_level("INFO", logger="mfwrap"):
         run(monkeypatch, tmp_path)
 
     records = [match.groups() for line in caplog.messages if (match := RECORD.search(line))]
-    # 90 texts are 23 micro-batches, the last one smaller, and 12 updates.
+    # An epoch of 90 texts has 23 micro-batches, the last of which is smaller, and 12 updates.
     assert [record[:4] for record in records] == [
         ("1", "2", "5", "12"),
         ("1", "2", "10", "12"),
@@ -66,7 +69,7 @@ def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, cap
 
 @pytest.mark.parametrize("step", [5, 20])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(whole_run, monkeypatch, tmp_path, step):
-    """From a checkpoint within either epoch the weights come out bitwise the same."""
+    """A run that resumes in the first or second epoch ends with bitwise the same weights."""
     checkpoint = whole_run.parent / f"step_{step}"
     resumed = run(monkeypatch, tmp_path, resume_from_checkpoint=checkpoint)
 
@@ -75,7 +78,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole_run, monkeypatch, t
 
 
 def test_a_checkpoint_holds_the_step(whole_run):
-    """The step's files lie beside accelerate's."""
+    """A checkpoint holds the step's files in addition to accelerate's files."""
     names = {path.name for path in (whole_run.parent / "step_5").iterdir()}
 
     assert {"mfwrap_step.json", "mfwrap_step.safetensors", "model.safetensors"} <= names

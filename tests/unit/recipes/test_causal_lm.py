@@ -1,4 +1,4 @@
-"""The default recipe, on a tiny model."""
+"""The default recipe trains a tiny model, and writes records, a picture and models."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from mfwrap.recipes import causal_lm
 
 
 def train_into(folder, **settings):
-    """Run the recipe on a tiny setting."""
+    """Run the recipe with tiny settings."""
     settings = {
         "output_dir": folder,
         "max_steps": 12,
@@ -31,7 +31,7 @@ def train_into(folder, **settings):
 
 
 def records_of(folder):
-    """Return the records of a run, read by a parser that refuses NaN and Infinity."""
+    """Return the records of a run; fail if a line contains NaN or Infinity, which JSON lacks."""
 
     def refuse(name):
         pytest.fail(f"{name} is not JSON")
@@ -42,14 +42,14 @@ def records_of(folder):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run of a dozen updates."""
+    """Run twelve updates, and return the run folder."""
     folder = tmp_path_factory.mktemp("run")
     train_into(folder)
     return folder
 
 
 def test_every_step_has_a_line(run_folder):
-    """Metrics hold the evaluations and one record per step with everything the cell reports."""
+    """The metrics file has one record per step, with everything that the cell reports."""
     records = records_of(run_folder)
     steps = [record for record in records if "loss" in record]
 
@@ -61,13 +61,13 @@ def test_every_step_has_a_line(run_folder):
         *(f"model.layers.{layer}" for layer in range(4)),
         "model.norm",
     ]
-    # The groups are all of the model, so their squares add up to the global norm's.
+    # The groups cover the whole model, so their squares add up to the square of the global norm.
     total = math.hypot(*steps[3]["local_norm"].values())
     assert total == pytest.approx(steps[3]["global_norm"], rel=1e-5)
 
 
 def test_the_record_of_a_loss_that_is_nan_is_valid_json(tmp_path, monkeypatch):
-    """JSON has no NaN: the step that matters most would make the file unreadable."""
+    """A NaN loss is recorded as the string ``"nan"``, because JSON has no NaN."""
     build_model, losses = causal_lm.build_model, itertools.count()
 
     def spoil_the_third(module, _, output):
@@ -100,7 +100,7 @@ def test_training_lowers_the_loss_on_held_out_text(run_folder):
 
 
 def test_models_load_and_averages_differ_from_raw_weights(run_folder):
-    """Both models load with `from_pretrained`; the averaged one holds other weights."""
+    """The raw and the averaged model load with `from_pretrained`, and their weights differ."""
     raw = LlamaForCausalLM.from_pretrained(run_folder / "model")
     averaged = LlamaForCausalLM.from_pretrained(run_folder / "model_ema")
 
@@ -109,7 +109,7 @@ def test_models_load_and_averages_differ_from_raw_weights(run_folder):
 
 
 def test_picture_is_drawn(run_folder):
-    """The picture is a PNG of the size of three panels, with more than a few colors."""
+    """The picture is a PNG with the size of three panels and more than 50 colors."""
     with Image.open(run_folder / "run.png") as picture:
         assert picture.format == "PNG"
         assert picture.size == (1350, 1200)
@@ -130,6 +130,6 @@ def test_padding_is_no_target():
     ("name", "limit"), [("max_steps", 1), ("micro_batch_size", 1), ("sequence_length", 2)]
 )
 def test_settings_that_train_nothing_are_refused(name, limit):
-    """A number that is too small is refused, and the error names it."""
+    """A setting that is too small is an error that names the setting."""
     with pytest.raises(ValueError, match=f"`{name}` must be >= {limit}, got {limit - 1}"):
         causal_lm.RecipeArguments(**{name: limit - 1})

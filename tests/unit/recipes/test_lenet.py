@@ -1,4 +1,4 @@
-"""MindSpore's first script learns to read digits with `Model`."""
+"""The recipe of MindSpore's LeNet script learns to read digits with `Model`."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ def run(monkeypatch, folder, *arguments: str) -> None:
 
 
 def test_the_recipe_prints_and_saves(monkeypatch, tmp_path, capsys):
-    """Each epoch prints loss and time; at the end come the accuracy and a checkpoint that loads."""
+    """Each epoch prints loss and time; the end prints the accuracy and saves a checkpoint."""
     run(monkeypatch, tmp_path, "--epoch_size=2", "--save_checkpoint_steps=1000")
 
     lines = capsys.readouterr().out.splitlines()
@@ -30,7 +30,7 @@ def test_the_recipe_prints_and_saves(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_recipe_reads_digits(monkeypatch, tmp_path, capsys):
-    """More than 97 % of the held-out digits are read correctly."""
+    """The trained network reads more than 97% of the held-out digits correctly."""
     run(monkeypatch, tmp_path)
 
     accuracy = re.search(r"accuracy on held-out digits: ([\d.]+)", capsys.readouterr().out)

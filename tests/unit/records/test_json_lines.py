@@ -1,4 +1,4 @@
-"""Records in a file are whole lines, even if the writing process is killed."""
+"""A file of records has complete lines only, even if the writing process is killed."""
 
 import json
 import math
@@ -32,7 +32,7 @@ plain = st.recursive(
 @settings(max_examples=40)
 @given(records=st.lists(st.dictionaries(text, plain, max_size=5), max_size=5))
 def test_what_is_written_is_read(records):
-    """All records are read back in order, also if the file was closed and continued."""
+    """All records are read back in order, even if the file is reopened for each record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "new" / "records.jsonl"
         for record in records:
@@ -42,7 +42,7 @@ def test_what_is_written_is_read(records):
 
 
 def test_non_finite_numbers_are_strings(tmp_path):
-    """Every line is valid JSON, and ``float`` turns the strings back into numbers."""
+    """Non-finite numbers are written as strings that ``float`` converts back."""
     path = tmp_path / "records.jsonl"
     JsonLines(path).append({"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5,)})
 
@@ -68,7 +68,7 @@ def test_a_line_that_a_crash_cut_off(length, tmp_path):
 
 
 def test_an_invalid_line_before_the_last(tmp_path):
-    """The error names file and line."""
+    """An invalid line before the last line is an error that names file and line."""
     path = tmp_path / "records.jsonl"
     path.write_text('{"step": 1}\n[2]\n{"step": 3}\n')
 
@@ -81,7 +81,7 @@ def test_a_killed_process_leaves_its_lines(tmp_path):
     program = (
         "import os, runpy, signal, sys\n"
         "from pathlib import Path\n"
-        # Run the file itself: importing the package would load torch.
+        # Run the file directly: importing the package would load torch, which takes seconds.
         "lines = runpy.run_path(sys.argv[2])['JsonLines'](Path(sys.argv[1]))\n"
         "for step in range(3):\n"
         "    lines.append({'step': step})\n"
@@ -96,7 +96,7 @@ def test_a_killed_process_leaves_its_lines(tmp_path):
 
 
 def test_each_rank_has_a_file_of_its_own():
-    """The main process's file has the plain name."""
+    """The main process's file has the plain name; other ranks add their number."""
     folder = Path("run")
 
     assert rank_file(folder, "anomalies", 0) == folder / "anomalies.jsonl"

@@ -10,7 +10,7 @@ from support.run_folders import GROUPS, write_lines, write_run, write_trainer_ru
 
 
 def test_a_run_of_the_cell(tmp_path):
-    """A record has curves, local norms of each rank, and anomalies in the order of steps."""
+    """The record of a run has curves, each rank's local norms, and anomalies ordered by step."""
     run = read_run(write_run(tmp_path / "first", num_ranks=3))
 
     assert run.name == "first"
@@ -31,19 +31,19 @@ def test_a_run_of_the_cell(tmp_path):
 
 
 def test_a_run_of_the_trainer(tmp_path):
-    """The newest checkpoint's log is read, under the names of a step's output."""
+    """The newest checkpoint's log is read; its values get the names of a step's output."""
     run = read_run(write_trainer_run(tmp_path))
 
     assert run.curves["loss"] == Curve([2, 4, 6, 8, 10], [3.0 / s for s in (2, 4, 6, 8, 10)])
     assert run.curves["global_norm"].values == [2.0] * 5
     assert run.curves["eval_loss"] == Curve([10], [0.1])
     assert run.local_norms == {0: {"embed": Curve([2, 4, 6, 8, 10], [1.0, 2.0, 3.0, 4.0, 5.0])}}
-    # The final summary of the training is not a step.
+    # The last entry of the log is a summary of the training, not a step.
     assert "train_loss" not in run.curves
 
 
 def test_the_state_of_the_folder_itself_comes_first(tmp_path):
-    """The state that ``trainer.save_state()`` writes at the end is preferred to checkpoints."""
+    """The state that ``trainer.save_state()`` writes takes precedence over checkpoints."""
     write_trainer_run(tmp_path)
     log = [{"step": 12, "loss": 0.25}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
@@ -52,7 +52,7 @@ def test_the_state_of_the_folder_itself_comes_first(tmp_path):
 
 
 def test_what_was_recorded_last_counts(tmp_path):
-    """Of a step that a resumed run recorded again, the last complete record is read."""
+    """If a resumed run has recorded a step again, the last complete record of the step is read."""
     write_lines(tmp_path / "metrics.jsonl", [{"step": s, "loss": s} for s in (1, 2, 3, 2, 3)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
@@ -61,7 +61,7 @@ def test_what_was_recorded_last_counts(tmp_path):
 
 
 def test_the_trainers_log_fills_gaps(tmp_path):
-    """Values and group order come from JSON Lines; the Trainer's log adds what they lack."""
+    """The Trainer's log adds only steps, curves and groups that metrics.jsonl does not have."""
     records = [{"step": s, "loss": s, "local_norm": {"z": 1.0, "a": 2.0}} for s in (1, 2)]
     write_lines(tmp_path / "metrics.jsonl", records)
     log = [
@@ -92,7 +92,7 @@ def test_the_trainers_log_fills_gaps(tmp_path):
     ],
 )
 def test_a_folder_that_is_no_run(tmp_path, files, error, message):
-    """The error names the file and what was expected of it."""
+    """The error names the file and says what was expected."""
     for name, content in files.items():
         (tmp_path / name).write_text(content)
 

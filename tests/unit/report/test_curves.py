@@ -16,7 +16,7 @@ VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
 
 @given(values=VALUES, limit=st.integers(4, 60), bad=st.sets(st.integers(0, 399), max_size=3))
 def test_thinned_curves_keep_their_extremes(values, limit, bad):
-    """First, last, highest, lowest and non-finite points are kept, and no point is moved."""
+    """Thinning keeps the first, last, highest, lowest and non-finite points, and moves no point."""
     values = [math.nan if i in bad else value for i, value in enumerate(values)]
     curve = Curve(list(range(1, len(values) + 1)), values)
 
@@ -36,7 +36,7 @@ def test_thinned_curves_keep_their_extremes(values, limit, bad):
 
 
 def test_short_curves_are_not_thinned():
-    """A curve of few points is returned unchanged."""
+    """A curve with few points is returned unchanged."""
     curve = Curve([1, 2, 3], [1.0, math.nan, 2.0])
 
     assert thinned(curve) is curve
@@ -51,7 +51,7 @@ def test_smoothing_leaves_a_straight_line(slope, length):
 
 
 def test_smoothing_averages_finite_values():
-    """The mean equals NumPy's; a gap stays only if no finite value is near."""
+    """Smoothing takes the mean of the finite values nearby; without any, the gap stays."""
     values = list(np.random.default_rng(0).normal(size=400))
     values[100] = math.inf
     expected = [
@@ -69,7 +69,7 @@ def test_smoothing_averages_finite_values():
     first=st.integers(0, 5),
 )
 def test_columns_have_the_largest_norm(norms, first):
-    """Each step is in one of at most 800 columns, which has the largest finite norm."""
+    """Steps are grouped into at most 800 columns; each shows the largest finite norm in it."""
     curve = Curve(list(range(first, first + len(norms))), norms)
 
     starts, (row,) = binned({"a": curve})
@@ -82,7 +82,7 @@ def test_columns_have_the_largest_norm(norms, first):
 
 
 def test_groups_with_different_steps():
-    """A column in which a group has no norm is empty for it."""
+    """If a group has no norm in a column, its cell is empty."""
     groups = {"a": Curve([1, 2], [1.0, 2.0]), "b": Curve([2, 4], [3.0, math.inf])}
 
     assert binned(groups) == ([1, 2, 4], [[1.0, 2.0, None], [None, 3.0, None]])

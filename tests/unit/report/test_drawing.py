@@ -1,4 +1,4 @@
-"""Lines, markers and menus of plotly figures."""
+"""Lines, markers and menus of plotly figures are drawn as expected."""
 
 import math
 
@@ -20,12 +20,12 @@ def test_a_line_has_gaps():
 
 
 def test_more_runs_than_colors():
-    """Colors repeat."""
+    """If there are more runs than colors, the colors repeat."""
     assert [color_of(number) for number in range(len(COLORS) + 1)] == [*COLORS, COLORS[0]]
 
 
 def test_a_menu_chooses_traces():
-    """Each entry shows its traces; a single choice needs no menu."""
+    """Each entry of a menu shows its traces; a single entry gets no menu."""
     figure = go.Figure()
     add_menu(figure, {"a": [True]})
     assert not figure.layout.updatemenus

@@ -15,7 +15,7 @@ def run(tmp_path_factory):
 
 
 def test_local_norms(run):
-    """There is a map for each rank, and one is visible; the norms are in the hover text."""
+    """Each rank has a map with its norms in the hover text; only the first map is visible."""
     first, second = norms_by_step([run])[0].figure.data
 
     assert (first.visible, second.visible) == (True, False)
@@ -38,7 +38,7 @@ def test_many_steps_share_a_column(tmp_path):
 
 
 def test_layer_by_rank(run):
-    """There is a map for each step, and the last one is visible."""
+    """Each step has a map; only the map of the last step is visible."""
     figure = norms_by_rank([run])[0].figure
 
     *others, last = figure.data

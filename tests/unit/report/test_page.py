@@ -1,4 +1,4 @@
-"""The page contains all it needs and works in a browser."""
+"""The page loads nothing from elsewhere, and works in a browser."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ def page_file(tmp_path_factory):
 
 
 def test_nothing_is_loaded_from_elsewhere(page_file):
-    """No script, style, picture or font is loaded from an address."""
+    """The page loads no script, style, picture or font from a URL."""
     text = page_file.read_text(encoding="utf-8")
     elements = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
@@ -53,7 +53,7 @@ def test_what_was_first_is_named(page_file):
     ],
 )
 def test_skipped_updates_are_counted(tmp_path, records, shown):
-    """The summary counts each step's flag, or takes the count of a Trainer's log."""
+    """The summary counts the steps that were skipped, or uses the count in a Trainer's log."""
     lines = [{"step": step, "loss": 1.0, **each} for step, each in enumerate(records, 1)]
     write_lines(tmp_path / "metrics.jsonl", lines)
     write_run_page([tmp_path], tmp_path / "page.html")
@@ -64,7 +64,7 @@ def test_skipped_updates_are_counted(tmp_path, records, shown):
 
 
 def test_runs_of_one_name_are_numbered(page_file):
-    """Runs whose folders have the same name get numbers."""
+    """Runs whose folders have the same name are numbered."""
     assert "run (1), run (2)</h1>" in page_file.read_text(encoding="utf-8")
 
 
@@ -94,7 +94,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser, page_file):
-    """Return a function that opens the page offline in a color scheme."""
+    """Return a function that opens the page offline, in a light or dark color scheme."""
     contexts = []
 
     def open_page(scheme="light"):
@@ -137,7 +137,7 @@ def test_all_panels_are_drawn(opened):
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 22, 28)")]
 )
 def test_light_and_dark(opened, scheme, paper):
-    """Page and plots have the system's colors until the button is used."""
+    """Page and plots use the system's color scheme until the button is clicked."""
     page = opened(scheme)
     background = "getComputedStyle(document.querySelector({})).backgroundColor"
     plot = "document.querySelector('#loss .plot').layout.paper_bgcolor"
@@ -150,7 +150,7 @@ def test_light_and_dark(opened, scheme, paper):
 
 
 def test_an_anomaly_leads_to_its_place(opened):
-    """All panels over steps zoom to the step and mark it."""
+    """A click on an anomaly zooms all panels to its step and marks the step."""
     page = opened()
     page.locator("a[data-step='30']").first.click()
     page.wait_for_function(

@@ -25,7 +25,7 @@ def shown(tmp_path_factory):
 
 
 def test_which_panels_there_are(shown):
-    """All panels of a run on two ranks are there, in this order."""
+    """A run on two ranks has all panels, in this order."""
     assert list(shown) == [
         *("loss", "learning_rate", "loss_scale", "global_norm", "local-norms"),
         *("ranks-0", "throughput", "others"),
@@ -40,7 +40,7 @@ def test_panels_without_numbers_are_left_out(tmp_path):
 
 
 def test_loss(shown):
-    """The panel has the training loss, both evaluations and the step of a non-finite loss."""
+    """The panel shows the training loss, both evaluation losses and the non-finite step."""
     loss = traces(shown["loss"])
 
     assert loss["training, each step"].y[0] == pytest.approx(4 * np.exp(-1 / 20))
@@ -51,7 +51,7 @@ def test_loss(shown):
 
 
 def test_loss_scale(shown, tmp_path):
-    """The axis has powers of two; steps that overflowed are marked, also from counts in a log."""
+    """The axis has powers of two; overflows of a cell and of a Trainer's log are marked."""
     scale = traces(shown["loss_scale"])
 
     assert (scale["overflow"].x, scale["overflow"].y) == ((20,), (512.0,))
@@ -61,7 +61,7 @@ def test_loss_scale(shown, tmp_path):
 
 
 def test_global_norm(shown):
-    """The panel has the spike, the non-finite step and the limit of clipping."""
+    """The panel shows the spike, the non-finite step and the clipping limit."""
     norm = traces(shown["global_norm"])
 
     assert (norm["spike"].x, norm["spike"].y) == ((12,), (40.0,))
@@ -73,7 +73,7 @@ def test_global_norm(shown):
 
 
 def test_several_runs(tmp_path):
-    """Each run has its name and its color in all panels."""
+    """Each run has a name and a color of its own, and all panels have the same range of steps."""
     both = panels(write_run(tmp_path / "a"), write_run(tmp_path / "<b>", num_steps=60))
 
     lines = list(both["learning_rate"].figure.data)
@@ -83,7 +83,7 @@ def test_several_runs(tmp_path):
 
 
 def test_curves_of_the_training_come_before_those_of_evaluations(tmp_path):
-    """The menu begins with the throughput of training steps."""
+    """The panel shows the throughput of training steps first; evaluations are hidden."""
     rows = [{"step": s, "eval_steps_per_second": 2.0, "throughput": 3.0} for s in (1, 2)]
     write_lines(tmp_path / "metrics.jsonl", rows)
     drawn = panels(tmp_path)["throughput"].figure.data
@@ -95,6 +95,6 @@ def test_curves_of_the_training_come_before_those_of_evaluations(tmp_path):
 
 
 def test_everything_else_is_shown(shown):
-    """Every recorded curve is in some panel."""
+    """Curves without a panel of their own are shown in the last panels."""
     assert [trace.name for trace in shown["throughput"].figure.data] == ["throughput"]
     assert [trace.name for trace in shown["others"].figure.data] == ["weight_norm"]

@@ -1,4 +1,4 @@
-"""The picture of a run shows the panels that there are numbers for."""
+"""The picture of a run shows a panel for each kind of number that was recorded."""
 
 import math
 
@@ -9,11 +9,11 @@ from mfwrap.report.picture import draw_run
 from support.run_folders import write_lines, write_run, write_trainer_run
 
 NOT_FINITE = (192, 57, 43)
-"""The color of missing local norms, as red, green and blue."""
+"""The color of non-finite local norms, as red, green and blue."""
 
 
 def colors_of(file):
-    """Return the colors of a picture, each with the number of its pixels."""
+    """Return the number of pixels of each color in a picture."""
     with Image.open(file) as picture:
         found = picture.convert("RGB").getcolors(maxcolors=2**24)
     return {color: number for number, color in found}
@@ -26,7 +26,7 @@ def height_of(file):
 
 
 def test_non_finite_numbers(tmp_path):
-    """A step without finite numbers leaves gaps, and its local norms have a color of their own."""
+    """Non-finite local norms have a special color in the picture."""
     lines = [
         {
             "step": step,
@@ -43,13 +43,13 @@ def test_non_finite_numbers(tmp_path):
 
     draw_run(tmp_path, tmp_path / "run.png", title="overflow at step 2")
 
-    # One of eight cells of the map, which has about 1200 x 350 pixels.
+    # The map has about 1200 x 350 pixels, and one of its eight cells is non-finite.
     assert colors_of(tmp_path / "run.png")[NOT_FINITE] > 20_000
 
 
 @pytest.mark.parametrize("norm", [0.0, "nan"])
 def test_no_positive_local_norm(tmp_path, norm):
-    """A map without a positive norm has no logarithmic scale, and is drawn all the same."""
+    """A map without a positive norm is drawn, although a logarithmic scale is not possible."""
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0, "local_norm": {"a": norm}}])
 
     draw_run(tmp_path, tmp_path / "run.png")
@@ -58,7 +58,7 @@ def test_no_positive_local_norm(tmp_path, norm):
 
 
 def test_panels_without_numbers_are_left_out(tmp_path):
-    """A run that recorded only losses has a lower picture than one with norms."""
+    """Panels without numbers are left out, so a run with only losses has a smaller picture."""
     write_lines(tmp_path / "losses" / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
     draw_run(tmp_path / "losses", tmp_path / "losses.png")
     draw_run(write_run(tmp_path / "all"), tmp_path / "all.png")
@@ -74,7 +74,7 @@ def test_the_log_of_a_stock_trainer(tmp_path):
 
 
 def test_a_limit_of_infinity_is_not_drawn(tmp_path):
-    """`max_grad_norm=inf` measures the norm and never clips."""
+    """With `max_grad_norm=inf`, which never clips, the picture is drawn without a limit."""
     lines = [
         {"step": s, "loss": 1.0, "global_norm": 2.0, "max_grad_norm": limit}
         for s, limit in ((1, math.inf), (2, "inf"))
@@ -96,7 +96,7 @@ def test_no_loss(tmp_path):
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    """An error while the picture is written leaves no half picture behind."""
+    """If writing fails, the old picture stays, and no partial file is left."""
     folder = write_run(tmp_path / "run")
     draw_run(folder, folder / "run.png")
     old = (folder / "run.png").read_bytes()

@@ -1,4 +1,4 @@
-"""Schedules along a cosine follow torch, transformers and MindFormers' formulas."""
+"""Cosine schedules agree with torch, with transformers and with MindFormers' formulas."""
 
 import itertools
 
@@ -23,7 +23,7 @@ run = st.tuples(st.integers(0, 12), st.integers(1, 30))
 
 @given(run)
 def test_cosine_is_transformers(lengths):
-    """The cosine schedule is the one of transformers up to the last step."""
+    """The cosine schedule agrees with that of transformers up to the last step."""
     warm_up, rest = lengths
     ours = CosineWithWarmUpLR(optimizer(0.3), warmup_steps=warm_up, total_steps=warm_up + rest)
     other = transformers.get_cosine_schedule_with_warmup(optimizer(0.3), warm_up, warm_up + rest)
@@ -32,7 +32,7 @@ def test_cosine_is_transformers(lengths):
 
 @given(run, st.integers(1, 3))
 def test_restarts_are_transformers(lengths, cycles):
-    """The schedule with hard restarts is the one of transformers, to the last step and beyond."""
+    """The schedule with hard restarts agrees with transformers, also after the last step."""
     warm_up, total = lengths[0], sum(lengths)
     ours = CosineWithRestartsAndWarmUpLR(
         optimizer(0.3), warmup_steps=warm_up, total_steps=total, num_cycles=cycles
@@ -42,12 +42,12 @@ def test_restarts_are_transformers(lengths, cycles):
 
 
 parts = st.tuples(*[st.integers(low, 9) for low in (0, 0, 1, 0)])
-"""Lengths of warm-up, constant part, fall and hold."""
+"""Lengths of the four phases: warm-up, constant rate, fall and hold."""
 
 
 @given(parts, st.sampled_from([None, 0.02]))
 def test_a_cool_down_is_its_parts(lengths, last):
-    """The phases are linear, constant, torch's cosine, and twice constant."""
+    """The phases are a linear warm-up, a constant rate, torch's cosine, and two constant rates."""
     warm_up, keep, fall, hold = lengths
     stepped = optimizer(0.3)
     cosine = torch_schedules.CosineAnnealingLR(stepped, fall, eta_min=0.1)
@@ -74,7 +74,7 @@ def test_a_cool_down_is_its_parts(lengths, last):
 
 
 def test_a_cool_down_falls_over_what_is_left():
-    """The length of the fall is the rest of the run by default, or a share of the run."""
+    """The rate falls over the remaining steps by default, or over a share of the run."""
     given_as = {"warmup_steps": 2, "keep_steps": 3, "final_steps": 1, "total_steps": 10}
     rest = ConstantWithCoolDownLR(optimizer(1.0), **given_as, lr_end1=0.1, lr_end2=0.05)
     part = ConstantWithCoolDownLR(optimizer(1.0), **given_as, decay_ratio=0.25)
@@ -85,7 +85,7 @@ def test_a_cool_down_falls_over_what_is_left():
 
 @given(st.integers(1, 12))
 def test_annealing_is_torch(period):
-    """The cosine without a warm-up is torch's."""
+    """The cosine without a warm-up agrees with torch's."""
     ours = CosineAnnealingLR(optimizer(0.3), t_max=period, eta_min=0.01)
     other = torch_schedules.CosineAnnealingLR(optimizer(0.3), period, eta_min=0.01)
     assert_follows(ours, other, 40)
@@ -93,14 +93,14 @@ def test_annealing_is_torch(period):
 
 @given(st.integers(1, 12), st.integers(1, 3))
 def test_warm_restarts_are_torch(period, factor):
-    """The cosine with restarts and without a warm-up is torch's."""
+    """The cosine with restarts and without a warm-up agrees with torch's."""
     ours = CosineAnnealingWarmRestarts(optimizer(0.3), t_0=period, t_mult=factor, eta_min=0.01)
     other = torch_schedules.CosineAnnealingWarmRestarts(optimizer(0.3), period, factor, 0.01)
     assert_follows(ours, other, 60)
 
 
 def test_warm_restarts_restart_on_time():
-    """At each restart the rate is the group's, however long the run."""
+    """At each restart the rate is exactly the group's rate, even in very long runs."""
     for t_0, t_mult in itertools.product((1, 3, 7, 10), (2, 3, 5)):
         schedule = CosineAnnealingWarmRestarts(optimizer(1.0), t_0=t_0, t_mult=t_mult)
         start, period = 0, t_0
@@ -110,7 +110,7 @@ def test_warm_restarts_restart_on_time():
 
 
 def test_decay_cuts_a_cosine_off():
-    """From ``decay_steps`` on the rate is ``lr_end``, also if it is set as a share of the run."""
+    """The rate is ``lr_end`` from step ``decay_steps`` on, or from the share ``decay_ratio`` on."""
     for given_as in (
         {"decay_steps": 6},
         {"decay_ratio": 0.6},

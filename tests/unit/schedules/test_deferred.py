@@ -57,7 +57,7 @@ class Training:
         self.schedule.resolve()
 
     def update(self, *, skipped: bool = False) -> float:
-        """Run an update as the Trainer does and return the rate that was used."""
+        """Run an update as the Trainer does, and return the rate that the optimizer used."""
         if isinstance(self.schedule, DeferredSchedule):
             self.schedule.resolve()
         self.optimizer.step()
@@ -118,7 +118,7 @@ def test_a_loaded_schedule_goes_on(make):
 
 
 def test_the_last_rate_is_the_one_that_was_used():
-    """``get_last_lr`` returns the rate that was used without resolving the pending step."""
+    """``get_last_lr`` returns the rate of the last update, and leaves the step pending."""
     training = Training(SCHEDULES["LambdaLR"])
     training.update()
 
@@ -129,7 +129,7 @@ def test_the_last_rate_is_the_one_that_was_used():
 
 
 def test_arguments_of_a_step_arrive():
-    """A deferred ``step(epoch)`` passes its argument on to the schedule."""
+    """A deferred ``step(epoch)`` passes its argument to the schedule."""
     training = Training(SCHEDULES["warm restarts"])
     training.schedule.step(2)
     training.schedule.step(epoch=1)
@@ -140,7 +140,7 @@ def test_arguments_of_a_step_arrive():
 
 @each_schedule
 def test_a_deferred_schedule_is_still_of_its_class(make):
-    """Deferring keeps the object and makes its class a subclass with the same name."""
+    """A deferred schedule is the same object; its new class is a subclass with the same name."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
     schedule = make(optimizer)
     kind = type(schedule)

@@ -23,7 +23,7 @@ from support.schedules import SETTINGS, TEN, assert_follows, optimizer, rates
 
 
 def test_each_group_has_its_own_rate():
-    """The group's rate takes the place of ``learning_rate``; the ends are common."""
+    """Each group starts from its own rate, and all groups fall to the same ``lr_end``."""
     stepped = optimizer(1.0, 0.5)
     schedule = PolynomialWithWarmUpLR(stepped, warmup_steps=0, total_steps=2, lr_end=0.1)
     stepped.step()
@@ -46,7 +46,7 @@ def test_a_tensor_as_rate(kind):
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_state_goes_through_a_file(kind):
-    """The state holds only numbers, loads with ``weights_only``, and continues the schedule."""
+    """A state that is loaded from a file with ``weights_only`` continues the schedule."""
     saved, restored = (kind(optimizer(0.3), **SETTINGS[kind]) for _ in range(2))
     for _ in range(3):
         saved.optimizer.step()
@@ -62,7 +62,7 @@ def test_state_goes_through_a_file(kind):
 
 
 def training(cell, kind):
-    """Return a cell of a small network whose rate follows a schedule, and both."""
+    """Build a cell with a small network and a schedule; return the cell and the schedule."""
     network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
     stepped = SGD(network.parameters(), lr=0.3)
     schedule = kind(stepped, **SETTINGS[kind])
@@ -72,7 +72,7 @@ def training(cell, kind):
 @pytest.mark.parametrize("cell", [MFTrainOneStepCell, TrainOneStepWithLossScaleCell])
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_the_cell_steps_it_for_applied_updates(kind, cell):
-    """A skipped update does not advance the schedule; each applied update does."""
+    """The cell steps the schedule for each applied update, and not for skipped updates."""
     step, schedule = training(cell, kind)
     expected = iter(rates(kind, range(12), lr=0.3, **SETTINGS[kind]))
     used = []

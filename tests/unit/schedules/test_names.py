@@ -1,4 +1,4 @@
-"""Every schedule is in the table of names, and gives the rates that MindFormers published."""
+"""Every schedule is in the table of names, and gives the rates of MindFormers."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from support.schedules import SETTINGS, TEN, rates
 
 
 def test_every_schedule_is_in_the_table():
-    """The table has every class by its name, and the tests cover all of them."""
+    """The table lists every class under its name, and the tests cover every class."""
     assert set(SCHEDULES.values()) == SETTINGS.keys()
     assert all(name == kind.__name__ for name, kind in SCHEDULES.items())
 
@@ -69,7 +69,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("kind", "settings", "expected"), RECORDED.values(), ids=RECORDED)
 def test_recorded_rates(kind, settings, expected):
-    """Rates that MindFormers gave for a run of ten steps, two of them warm-up."""
+    """Rates agree with MindFormers for a run of ten steps with a warm-up of two steps."""
     assert rates(kind, list(expected), **settings) == pytest.approx(
         list(expected.values()), abs=1e-6
     )
@@ -77,7 +77,7 @@ def test_recorded_rates(kind, settings, expected):
 
 @pytest.mark.parametrize(("kind", "settings", "expected"), PUBLISHED.values(), ids=PUBLISHED)
 def test_published_rates(kind, settings, expected):
-    """Rates that MindFormers' documentation shows, which are float32."""
+    """Rates agree with the float32 rates in MindFormers' documentation."""
     assert rates(kind, list(expected), lr=0.005, **settings) == pytest.approx(
         list(expected.values()), rel=2e-7
     )

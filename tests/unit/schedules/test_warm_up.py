@@ -1,4 +1,4 @@
-"""Schedules with a warm-up follow transformers, and stay between their ends."""
+"""Schedules with a warm-up agree with transformers, and rates stay between their limits."""
 
 import pytest
 import transformers
@@ -21,7 +21,7 @@ run = st.tuples(st.integers(0, 12), st.integers(1, 30))
 
 @given(run)
 def test_linear_is_transformers(lengths):
-    """The linear schedule is the one of transformers, to the last step and beyond."""
+    """The linear schedule agrees with that of transformers, also after the last step."""
     warm_up, rest = lengths
     ours = LinearWithWarmUpLR(optimizer(0.3), warmup_steps=warm_up, total_steps=warm_up + rest)
     other = transformers.get_linear_schedule_with_warmup(optimizer(0.3), warm_up, warm_up + rest)
@@ -30,7 +30,7 @@ def test_linear_is_transformers(lengths):
 
 @given(run, st.sampled_from([0.5, 1.0, 2.0]))
 def test_polynomial_is_transformers(lengths, power):
-    """The polynomial schedule is the one of transformers, to the last step and beyond."""
+    """The polynomial schedule agrees with that of transformers, also after the last step."""
     warm_up, total = lengths[0], sum(lengths)
     ours = PolynomialWithWarmUpLR(
         optimizer(0.3), warmup_steps=warm_up, total_steps=total, lr_end=0.01, power=power
@@ -43,7 +43,7 @@ def test_polynomial_is_transformers(lengths, power):
 
 @given(run, st.floats(0.0, 0.9), st.integers(1, 60), st.data())
 def test_rates_stay_between_their_ends(lengths, lr_end, decay_steps, data):
-    """For any settings, every rate is between ``lr_end`` and the group's rate."""
+    """For any settings, every rate after the warm-up is between ``lr_end`` and the group's rate."""
     warm_up, total = lengths[0], sum(lengths)
     common = {"warmup_steps": warm_up, "total_steps": total, "lr_end": lr_end}
     begins = data.draw(st.integers(warm_up, total))
@@ -86,18 +86,18 @@ MENDED = {
 
 @pytest.mark.parametrize(("kind", "settings", "expected"), MENDED.values(), ids=MENDED)
 def test_mended_steps(kind, settings, expected):
-    """Where MindFormers' formula leaves its range, the rate is clipped to the range."""
+    """If MindFormers' formula leaves the range of valid rates, the rate is clipped to the range."""
     assert rates(kind, list(expected), **settings) == pytest.approx(list(expected.values()))
 
 
 def test_a_ratio_takes_precedence():
-    """``warmup_ratio`` is a share of the run, rounded down, and takes precedence."""
+    """``warmup_ratio`` is a share of the run, rounded down; it overrides ``warmup_steps``."""
     schedule = LinearWithWarmUpLR(optimizer(1.0), total_steps=15, warmup_ratio=0.25, warmup_steps=9)
     assert schedule.warmup_steps == 3
     assert schedule.rate(1.0, 2) == pytest.approx(2 / 3)
 
 
 def test_warm_up_from_a_rate():
-    """The first update has ``warmup_lr_init``, the one after the warm-up the group's rate."""
+    """The warm-up begins at ``warmup_lr_init`` and ends at the group's rate."""
     schedule = ConstantWarmUpLR(optimizer(1.0), warmup_steps=4, warmup_lr_init=0.2)
     assert [schedule.rate(1.0, step) for step in (0, 2, 4)] == pytest.approx([0.2, 0.6, 1.0])

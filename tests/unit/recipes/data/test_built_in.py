@@ -7,12 +7,12 @@ import pytest
 
 from support.recipe_data import recipe_of
 
-# What TRL and datasets warn of is theirs.
+# Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_docstrings_of_packages():
-    """Each docstring occurs once, with its package."""
+    """Each docstring occurs once, and its label is its package."""
     section = {"type": "package_docstrings", "most_of_a_package": 5, "eval_fraction": 0}
     data = recipe_of("sequence_classification", section, model={"config": {"model_type": "bert"}})
     rows = data.data.rows().train

@@ -12,7 +12,7 @@ from mfwrap.recipes.data.columns import LABEL, NUMBER, NUMBERS, TEXT, check_rows
 from mfwrap.recipes.data.source import DataError
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
-# TRL and datasets emit warnings of their own.
+# Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -28,7 +28,7 @@ IMAGE = [[0.0, 1.0], [1.0, 0.0]]
 
 
 def refusal_of(folder, task, rows, held_out=None, **data):
-    """Return the error message for rows of a file."""
+    """Build a Trainer on a file with invalid rows, and return the error message."""
     section = {"type": "json_lines", "path": str(folder / "rows.jsonl"), **data}
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if held_out is not None:
@@ -139,7 +139,7 @@ def refusal_of(folder, task, rows, held_out=None, **data):
     ],
 )
 def test_a_wrong_value_is_named(tmp_path, task, good, bad, says):
-    """The error has the column, what was expected, what was found, and the row."""
+    """The error names the column, the expected value, the value that was found, and the row."""
     message = refusal_of(tmp_path, task, [good, good, bad, good, good, good])
 
     assert re.fullmatch(r"data: must have .* \(r\.yaml:\d+\)", message)
@@ -148,7 +148,7 @@ def test_a_wrong_value_is_named(tmp_path, task, good, bad, says):
 
 
 def test_the_name_is_that_of_the_data(tmp_path):
-    """With ``columns`` the error has the user's name of the column, also for held-out rows."""
+    """If ``columns`` renames a column, the error has its name in the file, also if held out."""
     good = {"review": "a"}
     rows, columns = [good] * 3, {"columns": {"text": "review"}}
     message = refusal_of(tmp_path, "causal_lm", rows, [good, {"review": None}], **columns)
@@ -158,7 +158,7 @@ def test_the_name_is_that_of_the_data(tmp_path):
 
 
 def test_a_first_row_that_is_wrong(tmp_path):
-    """A first row of a wrong type is named itself; other rows are not compared with it."""
+    """If the first row has a wrong type, the error names the first row."""
     rows = [{"features": 1.0, "target": 1.0}] * 3
 
     message = refusal_of(tmp_path, "regression", rows)
@@ -166,7 +166,7 @@ def test_a_first_row_that_is_wrong(tmp_path):
 
 
 def test_bytes_that_are_no_text(tmp_path):
-    """A line that is not UTF-8 is an error about its row."""
+    """A line that is not UTF-8 is an error that names its row."""
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n{"text": "b"}\n')
     text = recipe_text(task="causal_lm", model=None, data=None)
@@ -180,7 +180,7 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 def test_whole_numbers_are_numbers():
-    """Integers, floats, class labels and rows in NumPy format fit."""
+    """Integers, floats, class labels and rows in NumPy format are accepted."""
     numbers = Dataset.from_dict({"features": [[1.0, 2.0]] * 2, "target": [1, 2]})
     columns = {"features": NUMBERS, "target": NUMBER}
     check_rows(numbers.with_format("numpy"), columns, {})
@@ -191,7 +191,7 @@ def test_whole_numbers_are_numbers():
 
 
 def test_rows_that_are_left_out_may_be_wrong():
-    """Of a selection of rows, only the selected rows are checked."""
+    """If rows are selected, only the selected rows are checked."""
     table = Dataset.from_dict({"text": ["a", None, "b"]})
     check_rows(table.select([0, 2]), {"text": TEXT}, {})
 

@@ -1,4 +1,4 @@
-"""Files and saved data sets become rows, and a bad line is named."""
+"""Files and saved data sets are read as rows, and the error for a bad line names it."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from mfwrap.recipe import RecipeError
 from mfwrap.recipe.run import build_trainer
 from support.recipe_data import recipe_of
 
-# What TRL and datasets warn of is theirs.
+# Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_text_files(tmp_path, monkeypatch):
-    """A row is a line, or with ``rows_are: files`` a file."""
+    """Each line of a text file is a row; with ``rows_are: files``, each file is a row."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
     (tmp_path / "b.txt").write_text("four\n")
@@ -36,7 +36,7 @@ def test_text_files(tmp_path, monkeypatch):
     ],
 )
 def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
-    """A line that is not a JSON object is an error; the library itself logs nothing."""
+    """A line that is not a JSON object is an error, and ``datasets`` logs no second error."""
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("path", "eval_path")}
     rows = [b'{"text": "a"}', b"", b'{"text": "c"}']
     for name, file in files.items():
@@ -51,7 +51,7 @@ def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
 
 
 def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
-    """Other errors of the library become recipe errors with their reason."""
+    """Files with different columns are a recipe error that gives the reason of ``datasets``."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"text": "a"}\n')
     Path("other.jsonl").write_text('{"text": "a", "more": 1}\n')

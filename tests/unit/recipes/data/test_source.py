@@ -23,7 +23,7 @@ class Numbers(DataSource):
 
 
 def test_rows_are_held_out():
-    """A share of the rows is held out; every row is in one of the two sets."""
+    """A share of the rows is held out, and every row is in exactly one of the two sets."""
     rows = Numbers(eval_fraction=0.3).rows()
 
     assert (len(rows.train), len(rows.evaluation)) == (7, 3)
@@ -38,14 +38,14 @@ def test_no_rows_are_held_out():
 
 
 def test_the_number_of_rows_is_limited():
-    """Each set is cut to its own maximum."""
+    """Training rows and held-out rows are each cut to their maximum."""
     rows = Numbers(eval_fraction=0.5, max_train_samples=2, max_eval_samples=1).rows()
 
     assert (len(rows.train), len(rows.evaluation)) == (2, 1)
 
 
 def test_columns_are_renamed():
-    """A column gets the task's name, before the rows are checked."""
+    """A column is renamed to the task's name for it before the rows are checked."""
     seen = []
     rows = Numbers(columns={"text": "body"}).rows(lambda table: seen.append(table.column_names))
 

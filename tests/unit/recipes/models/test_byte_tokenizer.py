@@ -10,7 +10,7 @@ TOKENIZER = byte_tokenizer()
 
 @given(st.text(st.characters(codec="utf-8")))
 def test_text_is_its_bytes(text):
-    """A text has as many tokens as bytes, and is decoded unchanged."""
+    """A text has one token per byte, and is decoded unchanged."""
     ids = TOKENIZER(text)["input_ids"]
 
     assert len(ids) == len(text.encode())
@@ -18,7 +18,7 @@ def test_text_is_its_bytes(text):
 
 
 def test_the_assistants_words_are_marked():
-    """The chat template marks the tokens of the assistant, with the end token."""
+    """The chat template marks the assistant's tokens, including the end token."""
     messages = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     encoded = TOKENIZER.apply_chat_template(
         messages, return_assistant_tokens_mask=True, return_dict=True

@@ -7,7 +7,7 @@ from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
 
 def test_without_hidden_layers_it_is_linear():
-    """With 0 hidden layers the output is a linear function, and the loss its squared error."""
+    """Without hidden layers, the output is linear and the loss is the mean squared error."""
     model = Perceptron(PerceptronConfig(num_features=3, num_hidden_layers=0))
     features, labels = torch.randn(5, 3), torch.randn(5)
     expected = features @ model.head.weight[0] + model.head.bias

@@ -1,4 +1,4 @@
-"""Models fit the data: sequences fit the positions, and checkpoints come from packages."""
+"""Sequences must fit the positions of a model, and checkpoints may be in packages."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from mfwrap.recipe import RecipeError
 from support.recipe_data import recipe_of, trainer_of
 from support.recipe_texts import SMALL_LLAMA
 
-# What TRL and datasets warn of is theirs.
+# Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL_TYPES = {
     "bert": {"max_position_embeddings": 32},
@@ -18,7 +18,7 @@ SMALL_TYPES = {
 
 @pytest.mark.parametrize("kind", SMALL_TYPES)
 def test_sequences_fit_the_positions(json_lines, kind):
-    """Sequences longer than the model's positions are an error; the default length fits."""
+    """Sequences may not be longer than the model's positions; the default length fits."""
     section = json_lines([{"text": "a" * 100, "label": n % 2} for n in range(4)])
     config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     arguments = {"model": {"config": {"model_type": kind} | config | SMALL_TYPES[kind]}}
@@ -46,7 +46,7 @@ def test_rotary_positions_go_on(json_lines):
 
 
 def test_the_positions_of_a_checkpoint(json_lines, tmp_path):
-    """The positions of a checkpoint are checked when it is loaded, with a recipe error."""
+    """Sequences that are too long for a checkpoint are a recipe error when it is loaded."""
     section = json_lines([{"text": "abc"}] * 4)
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
     trainer = trainer_of("causal_lm", section, model={"config": config, "tokenizer": "bytes"})

@@ -5,7 +5,7 @@ import torch
 
 from support.recipe_data import trainer_of
 
-# What TRL and datasets warn of is theirs.
+# Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 ENDS = "<|end|>"
 
@@ -36,7 +36,7 @@ def test_without_a_mask_prompts_are_predicted_too(json_lines):
 
 
 def test_the_assistants_words_alone(json_lines):
-    """Conversations go through the chat template, which marks what the assistant says."""
+    """With ``assistant_only_loss``, only the assistant's replies are targets."""
     rows = [
         {
             "messages": [
@@ -70,7 +70,7 @@ def test_trl_packs(json_lines):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_causal_lm_packs(json_lines, packing):
-    """``data.packing`` cuts the concatenation of all texts; without it, each text."""
+    """With ``data.packing`` the concatenated texts are cut into pieces, otherwise each text."""
     texts = ["a" * 20, "b" * 50, "c" * 7, "d" * 33]
     section = json_lines([{"text": text} for text in texts]) | {
         "eval_fraction": 0,
@@ -81,14 +81,14 @@ def test_causal_lm_packs(json_lines, packing):
     lengths = [len(row) for row in rows]
 
     if packing:
-        # Each text ends with a mark; what is left over is dropped.
+        # An end token is added to each text. The remainder after the last full piece is dropped.
         assert lengths == [16] * (sum(len(text) + 1 for text in texts) // 16)
     else:
         assert lengths == [16, 5, 16, 16, 16, 3, 8, 16, 16, 2]
 
 
 def test_an_adapter_alone_is_trained(json_lines):
-    """With ``peft`` the weights of the model are frozen."""
+    """With ``peft``, only the adapter is trained."""
     rows = [{"prompt": "a", "completion": "b"}] * 8
     trainer = trainer_of(
         "supervised_tuning", json_lines(rows), "peft={type: lora, r: 2, target_modules: [q_proj]}"
@@ -100,7 +100,7 @@ def test_an_adapter_alone_is_trained(json_lines):
 
 
 def test_preferences_begin_from_the_reference(json_lines):
-    """The reference of preference tuning has the model's weights, and keeps them."""
+    """Preference tuning starts with a reference model that has the same weights."""
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
     trainer = trainer_of("preference_tuning", json_lines(rows), max_length=16, beta=0.1)
     pairs = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)

@@ -41,7 +41,7 @@ def test_labels_of_texts_are_numbered():
 
 
 def test_only_the_first_token_of_a_word_has_a_label():
-    """Other tokens of a word have the label -100, which is no target."""
+    """All tokens of a word except the first have the label -100, which the loss ignores."""
     rows = Rows(Dataset.from_dict({"tokens": [["ab", "c"]], "labels": [["x", "y"]]}), None)
     keywords = build_token_classification(
         ModelSettings(config=BERT), PythonTokensSource(sequence_length=8), rows
@@ -51,7 +51,7 @@ def test_only_the_first_token_of_a_word_has_a_label():
 
 
 def test_images_are_scaled_to_the_range_of_the_model():
-    """Values in [0, 1] and bytes become values in [-1, 1] with the channel first."""
+    """Pixel values from 0 to 1 become values from -1 to 1, with the channel dimension first."""
     images = [[[0.0, 1.0], [0.5, 0.0]], [[1.0, 0.0], [0.0, 0.0]]]
     rows = Rows(Dataset.from_dict({"image": images, "label": [3, 5]}), None)
     vit = BERT | {"model_type": "vit", "patch_size": 1}
@@ -64,7 +64,7 @@ def test_images_are_scaled_to_the_range_of_the_model():
 
 
 def test_accuracy_ignores_what_is_no_target():
-    """Labels of -100 do not count."""
+    """Labels of -100 are not counted in the accuracy."""
     logits = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
     labels = np.array([[1, -100], [1, 1]])
 

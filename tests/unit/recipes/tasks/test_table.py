@@ -1,4 +1,4 @@
-"""The table of tasks names what exists in PEFT, MindFormers and the shipped recipes."""
+"""The table of tasks is consistent with PEFT, MindFormers and the shipped recipes."""
 
 import pytest
 import yaml
@@ -20,7 +20,7 @@ def test_peft_knows_the_tasks():
 
 
 def test_a_trainer_of_mindformers_has_one_task():
-    """No trainer of MindFormers stands for two tasks."""
+    """Each trainer of MindFormers belongs to one task only."""
     trainers = [trainer for task in TASKS.values() for trainer in task.mindformers_trainers]
 
     assert len(trainers) == len(set(trainers))
@@ -28,7 +28,7 @@ def test_a_trainer_of_mindformers_has_one_task():
 
 @pytest.mark.parametrize("name", [n for n, task in TASKS.items() if task.mindformers_trainers])
 def test_an_imported_file_starts_like_a_shipped_recipe(name):
-    """Example data and model of a task are those of a shipped recipe."""
+    """A task's example data and example model are used together in a shipped recipe."""
     task = TASKS[name]
     shipped = [
         (recipe["data"]["type"], recipe["model"]["config"]["model_type"])
@@ -42,7 +42,7 @@ def test_an_imported_file_starts_like_a_shipped_recipe(name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_has_a_trainer_and_data(name):
-    """Each task has a Trainer with MindFormers' step, its arguments, and a built-in source."""
+    """Each task has a Trainer with mfwrap's step, Trainer arguments and a built-in data source."""
     task = TASKS[name]
 
     assert issubclass(task.trainer(), MFTrainerMixin)
