@@ -100,7 +100,7 @@ def test_check_positive_number_refuses_other_types(value):
 
 @given(st.integers(2, 10**300) | st.floats(min_value=2, allow_infinity=False))
 def test_check_number_returns_a_float(value):
-    """A finite number from the minimum on comes back as a float of the same value."""
+    """A finite number >= the minimum is returned as a float of the same value."""
     number = check_number("rate", value, minimum=2)
 
     assert isinstance(number, float)
@@ -109,7 +109,7 @@ def test_check_number_returns_a_float(value):
 
 @pytest.mark.parametrize("value", [-0.1, math.inf, math.nan, 10**400])
 def test_check_number_refuses_numbers_out_of_range(value):
-    """A negative, infinite or undefined number, or one that no float can hold, is a ValueError."""
+    """A number that is negative, non-finite or too large for a float is a ValueError."""
     with pytest.raises(ValueError, match="`rate` must be >= 0 and finite, got"):
         check_number("rate", value)
 
@@ -136,7 +136,7 @@ def test_check_callable_refuses_what_cannot_be_called():
 
 
 def test_check_choice_refuses_other_values():
-    """The error lists the choices."""
+    """Any other value is a ValueError that lists the choices."""
     check_choice("mode", "min", ("min", "max"))
     with pytest.raises(ValueError, match=r"^`mode` must be one of \['min', 'max'\], got 'mean'$"):
         check_choice("mode", "mean", ("min", "max"))

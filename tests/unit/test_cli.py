@@ -57,7 +57,7 @@ def test_plot_of_a_stock_trainer(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("module", ["click", "yaml"])
 def test_without_the_recipes_extra(module):
-    """An ordinary install is told how to install the extra."""
+    """Without the extra ``recipes``, the command line prints how to install it and exits with 1."""
     words = f"import sys; sys.modules['{module}'] = None; import mfwrap.cli"
     result = program("-c", words)
 
@@ -79,7 +79,7 @@ def test_resume(recipe, capsys):
 
 
 def test_a_second_run_into_one_folder(recipe, capsys):
-    """A second run is refused in one line; ``--overwrite`` prints what it has removed."""
+    """A second run into a folder is refused; with ``--overwrite`` it prints what it has removed."""
     short = ("train", recipe, "--set", "training.max_steps=3")
     call(capsys, *short)
     code, out, err = call(capsys, *short)
@@ -119,7 +119,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
     ],
 )
 def test_bad_input(recipe, capsys, arguments, says):
-    """Bad input is one line on standard error and exit code 2, never a traceback."""
+    """Bad input prints one line on standard error, without a traceback, and exits with 2."""
     words = [str(recipe) if word == "RECIPE" else word for word in arguments]
     code, out, err = call(capsys, *words)
 
@@ -157,7 +157,7 @@ def test_keys_without_meaning_are_one_line(recipe, capsys):
 
 
 def test_recipes_lists_all(capsys):
-    """Every shipped recipe has a line."""
+    """The command prints one line for each shipped recipe."""
     _, out, _ = call(capsys, "recipes")
 
     assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
@@ -181,7 +181,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def test_one_run(runs, capsys):
-    """The page is written to the run folder and can be written again."""
+    """The page of one run is written to the run folder, and can be written again."""
     for _ in range(2):
         assert call(capsys, "report", runs[0]) == (0, "wrote first/run.html\n", "")
     page = (runs[0] / "run.html").read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def test_one_run(runs, capsys):
 
 
 def test_several_runs(runs, capsys):
-    """The page is written to the current folder or to --output."""
+    """The page of several runs is written to the current folder, or to ``--output``."""
     assert call(capsys, "report", *runs)[:2] == (0, "wrote run.html\n")
     assert call(capsys, "report", *runs, "--output", "new/both.html")[:2] == (
         0,
@@ -214,7 +214,7 @@ def test_several_runs(runs, capsys):
     ],
 )
 def test_report_refuses(arguments, message, runs, capsys):
-    """A folder without a run or a page that cannot be written is one line and exit code 2."""
+    """A folder without a run, or a page that cannot be written, is one line and exit code 2."""
     code, out, err = call(capsys, "report", *arguments)
 
     assert (code, out) == (2, "")
@@ -254,7 +254,7 @@ def test_completion():
 
 
 def program(*words, env=None, **options):
-    """Run Python in a process of its own."""
+    """Run Python in a new process, and return the completed process."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(
         [sys.executable, *map(str, words)],
@@ -280,8 +280,8 @@ def test_as_a_module(recipe):
     "launcher",
     [
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"],
-        # accelerate starts several CPU processes with MPI only; its launcher for GPUs starts the
-        # same program.
+        # To start several CPU processes, accelerate needs MPI. Use its launcher for GPUs, which
+        # starts the same program without MPI.
         ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
          "--main_process_port", "29532", "--num_machines", "1", "--mixed_precision", "no",
          "--dynamo_backend", "no"],

@@ -1,4 +1,4 @@
-"""Collectives of mfwrap: what each rank gets, and that one rank sends nothing."""
+"""Each rank gets the right values from mfwrap's collectives, and a single rank sends nothing."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from support.ranks.collectives import call_collectives, own_tensor
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Record the name of each collective of torch that is called."""
+    """Replace torch's collectives, and return a list to which each call appends a name."""
     names = []
     for name in ("all_gather", "all_gather_object", "all_reduce", "broadcast", "gather"):
         monkeypatch.setattr(distributed, name, lambda *_, name=name, **__: names.append(name))
@@ -19,7 +19,7 @@ def sent(monkeypatch):
 
 
 def check_one_rank():
-    """Check that each collective gives this process its own values back."""
+    """Check that each collective returns this process's own values."""
     own = call_collectives(0)
 
     assert (own["num_ranks"], own["this_rank"]) == (1, 0)
@@ -32,7 +32,7 @@ def check_one_rank():
 
 
 def test_without_a_process_group_nothing_is_sent(sent):
-    """Outside of torch.distributed there is one rank, which keeps its own values."""
+    """Without a process group there is one rank, which keeps its own values."""
     check_one_rank()
 
     assert sent == []
@@ -49,7 +49,7 @@ def test_a_torch_without_distributed(monkeypatch, sent):
 
 
 def test_a_group_of_one_sends_nothing(sent):
-    """A launcher with one process makes a group, whose messages would be wasted."""
+    """A group of one rank, as a launcher with one process creates it, sends no messages."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         check_one_rank()
@@ -60,7 +60,7 @@ def test_a_group_of_one_sends_nothing(sent):
 
 
 def test_gathered_tensors_are_copies():
-    """A caller may change what it gathered without changing its own tensor."""
+    """A caller may change a gathered tensor without changing its own tensor."""
     own = own_tensor(0)
 
     collectives.gather_on_all(own).zero_()
@@ -71,7 +71,7 @@ def test_gathered_tensors_are_copies():
 
 @pytest.mark.slow
 def test_two_ranks(two_ranks):
-    """Each rank gets what the name of the collective says."""
+    """On two ranks, sums, broadcasts, flags and gathers have the right values on each rank."""
     first, second = two_ranks.run(call_collectives)
     both = torch.stack([own_tensor(0), own_tensor(1)])
 

@@ -1,4 +1,4 @@
-"""`StepConfig` is valid once it is built, and refuses everything else."""
+"""`StepConfig` has the documented defaults, and refuses invalid settings at construction."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mfwrap import MFTrainOneStepCell, StepConfig
 
-# MindFormers' defaults where it has the setting, the contract's where it has not.
+# The documented defaults: those of MindFormers for each setting that MindFormers has.
 DEFAULTS = {
     "use_clip_grad": False,
     "max_grad_norm": 1.0,
@@ -31,7 +31,7 @@ FLAGS = [
 
 
 def test_defaults_are_the_contracts():
-    """Without arguments every setting has the default that the contract gives it."""
+    """Without arguments, every setting has its documented default."""
     assert dataclasses.asdict(StepConfig()) == DEFAULTS
 
 
@@ -70,7 +70,7 @@ def test_an_unknown_keyword_is_refused():
     st.integers(1, 10**6) | st.floats(min_value=0, exclude_min=True),
 )
 def test_norms_take_any_number_above_0(name, value):
-    """Limits accept ints, floats and infinity."""
+    """Limits of norms accept ints and floats > 0, and infinity."""
     assert getattr(StepConfig(**{name: value}), name) == value
 
 
@@ -127,7 +127,7 @@ def test_skipping_by_global_norm_needs_clipping():
     "groups", [None, "layer", ["bias"], ("weight$", "bias$"), lambda name: name, str.upper]
 )
 def test_groups_are_none_layer_patterns_or_a_callable(groups):
-    """All four forms are accepted unchanged."""
+    """None, ``"layer"``, patterns and a callable are accepted unchanged."""
     assert StepConfig(local_norm_groups=groups).local_norm_groups is groups
 
 
@@ -139,7 +139,7 @@ def test_groups_are_none_layer_patterns_or_a_callable(groups):
     ],
 )
 def test_groups_refuse_anything_else(groups, error):
-    """A single string, and a list without patterns, are an error."""
+    """A string other than ``"layer"``, an empty list, and other values are an error."""
     with pytest.raises(error, match="`local_norm_groups` must"):
         StepConfig(local_norm_groups=groups)
 

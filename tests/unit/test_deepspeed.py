@@ -1,4 +1,4 @@
-"""DeepSpeed's own engine in one process on CPU: its reports and its limitations."""
+"""`DeepSpeedCell` reports the values of DeepSpeed's engine, and refuses unsupported settings."""
 
 import math
 import os
@@ -88,7 +88,7 @@ def test_the_tuple_is_the_engines():
 
 
 def test_micro_batches():
-    """Micro-batches give one update from their mean, and a wrong number raises an error."""
+    """Micro-batches make one update from their mean; a wrong number of them raises an error."""
     batch = torch.tensor([[2.0, 4.0], [4.0, 4.0]], dtype=torch.bfloat16)
     engine = new_engine(gradient_accumulation_steps=2, **BFLOAT16)
     cell = DeepSpeedCell(engine, StepConfig(use_clip_grad=True, max_grad_norm=100))

@@ -1,4 +1,4 @@
-"""Names of MindSpore and MindFormers that have no place here say what to write instead."""
+"""The import of a MindSpore or MindFormers name that mfwrap lacks says what to write instead."""
 
 import inspect
 import pkgutil
@@ -43,14 +43,19 @@ def test_no_name_is_both_absent_and_there():
 
 
 def test_no_function_of_torch_has_an_absent_name():
-    """Pickle looks up torch's functions in every module and expects AttributeErrors."""
+    """No absent name is the name of a function of torch.
+
+    Pickle looks for torch's functions in every module. It expects an AttributeError if a module
+    does not have the function, but an absent name raises an ImportError.
+    """
     assert {name for name in ABSENT_NAMES if hasattr(torch, name)} == {"Tensor"}
-    assert isinstance(torch.Tensor, type)  # classes have a module
+    # A class is no problem: it knows its module, so pickle does not look for it elsewhere.
+    assert isinstance(torch.Tensor, type)
 
 
 @pytest.mark.parametrize("sentence", ABSENT_NAMES.values(), ids=ABSENT_NAMES)
 def test_what_to_write_exists(sentence):
-    """Each name and argument in a sentence exists."""
+    """Each name and argument that an error suggests exists."""
     for path in re.findall(r"`((?:torch|mfwrap)(?:\.\w+)+)", sentence):
         assert pkgutil.resolve_name(path) is not None
     arguments = [

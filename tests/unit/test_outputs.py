@@ -1,4 +1,4 @@
-"""What a step returns: names, order, shapes and types of the contract."""
+"""A step's outputs have the names, order, shapes and dtypes in docs/contract.md."""
 
 import dataclasses
 
@@ -49,19 +49,19 @@ def batch():
     [(StepOutput, FIVE), (LocalNormStepOutput, SEVEN), (LossScaleStepOutput, FIVE[:3])],
 )
 def test_tuples_have_the_fields_in_mindformers_order(kind, names):
-    """They unpack as MindFormers' 5- and 7-tuple and MindSpore's 3-tuple."""
+    """Outputs unpack like MindFormers' tuples of 5 and 7 values and MindSpore's tuple of 3."""
     assert kind._fields == names
     assert tuple(kind(*names)) == names
 
 
 @pytest.mark.parametrize(("local_norm", "kind"), [(False, StepOutput), (True, LocalNormStepOutput)])
 def test_the_kind_of_tuple_tells_whether_there_are_local_norms(local_norm, kind):
-    """A field that is absent is absent by type."""
+    """The output is a `LocalNormStepOutput` with local norms, and a `StepOutput` without."""
     assert type(cell_of(local_norm=local_norm)(*batch())) is kind
 
 
 def test_values_have_the_contracts_shapes_and_types_and_no_graph():
-    """Every value is a detached tensor of the contract's shape and dtype."""
+    """Every value is a detached tensor with the shape and dtype in docs/contract.md."""
     output = cell_of(local_norm=True, use_clip_grad=True)(*batch())
 
     found = {name: (tuple(v.shape), v.dtype) for name, v in output._asdict().items()}
@@ -70,12 +70,12 @@ def test_values_have_the_contracts_shapes_and_types_and_no_graph():
 
 
 def test_global_norm_is_none_without_clipping():
-    """As in MindFormers, the norm is reported only where it is used."""
+    """Without clipping the global norm is None, as in MindFormers."""
     assert cell_of()(*batch()).global_norm is None
 
 
 def test_the_returned_scale_is_a_copy():
-    """A reader's value does not change when the live scale does."""
+    """The loss scale in an output does not change when the live scale does."""
     cell = cell_of(scale_sense=DynamicLossScaleUpdateCell(4.0, 2, 1))
     output = cell(*batch())
     cell(*batch())
@@ -85,7 +85,7 @@ def test_the_returned_scale_is_a_copy():
 
 
 def test_a_report_holds_tensors_and_the_output_itself():
-    """Flags and counters have the contract's types; ``output`` is what the cell returned."""
+    """A report's values have the expected shapes and dtypes; ``output`` is the cell's output."""
     cell = cell_of(local_norm=True)
     output = cell(*batch())
     report = cell.last_report
@@ -105,7 +105,7 @@ def test_a_report_holds_tensors_and_the_output_itself():
 
 
 def test_a_report_keeps_its_counters():
-    """A report of an earlier step says what it said then."""
+    """The counters of an earlier report do not change with later steps."""
     cell = cell_of()
     cell(*batch())
     first = cell.last_report
@@ -115,7 +115,7 @@ def test_a_report_keeps_its_counters():
 
 
 def test_a_report_is_frozen_and_built_by_keyword():
-    """Two callbacks that read one report cannot change it for each other."""
+    """A report cannot be changed, and its constructor takes only keywords."""
     cell = cell_of()
     cell(*batch())
 
@@ -130,7 +130,7 @@ LOSS, FLAG_SET, SCALE = torch.tensor([2.0, 4.0]), torch.tensor([True]), torch.te
 
 @pytest.mark.parametrize("size", [3, 4, 5, 7])
 def test_a_plain_tuple_is_named_as_mindformers_reads_it(size):
-    """By its length; each value but the loss is a scalar, and one that is none is left out."""
+    """A cell's plain tuple gets names by its length; each value except the loss has shape ()."""
     values = (LOSS, FLAG_SET, SCALE, 0.5, torch.tensor([3.0]), (torch.ones(2),), (2, 2))[:size]
     named = named_output(values)
 
@@ -145,7 +145,7 @@ def test_a_plain_tuple_is_named_as_mindformers_reads_it(size):
 
 
 def test_numbers_in_a_plain_tuple():
-    """A flag and numbers on the host do as well; rates of groups are no number."""
+    """A bool and numbers become tensors; values that are not one number become None."""
     named = named_output((LOSS, False, 8, (0.1, 0.2), None))
 
     assert (named.overflow.dtype, named.overflow.item()) == (torch.bool, False)
@@ -169,5 +169,5 @@ def test_numbers_in_a_plain_tuple():
     ],
 )
 def test_what_is_no_steps_plain_tuple_stays_what_it_is(outputs):
-    """A loss with logits or further losses behind it has no overflow."""
+    """Outputs that are not the plain tuple of a training cell are returned unchanged."""
     assert named_output(outputs) is outputs

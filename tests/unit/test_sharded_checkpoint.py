@@ -14,7 +14,7 @@ FOREIGN = ["layers", "root", "replicas", "ddp"]
 
 
 def assert_same(actual, expected):
-    """Compare states bitwise."""
+    """Assert that two states have the same names and bitwise equal values."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
@@ -28,7 +28,11 @@ def optimizer(request) -> str:
 
 @pytest.fixture(scope="module", params=["layers", "ddp"])
 def checkpoint(request, optimizer, two_ranks, tmp_path_factory):
-    """Return the folder and the state that two ranks have saved, sharded and not."""
+    """Save a checkpoint on two ranks, of a sharded or a replicated network.
+
+    Returns:
+        The folder, the layout, and the states that `save` returns.
+    """
     folder = str(tmp_path_factory.mktemp("checkpoint") / "four steps")
     saved, other = two_ranks.run(save, folder, request.param, optimizer)
     assert_same(other["saved"], saved["saved"])
@@ -37,7 +41,7 @@ def checkpoint(request, optimizer, two_ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("layout", FOREIGN)
 def test_two_ranks_resume_with_any_layout(two_ranks, checkpoint, optimizer, layout):
-    """The loaded state is bitwise the saved one; with the same layout, so is the continued run."""
+    """The loaded state is bitwise the saved state; with the same layout, the final states agree."""
     for rank in two_ranks.run(load, checkpoint["folder"], layout, optimizer):
         assert_same(rank["loaded"], checkpoint["saved"])
         if layout == checkpoint["layout"]:
@@ -62,7 +66,7 @@ def test_something_was_learned_before_saving(checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 4])
 def test_more_ranks_resume_from_two(checkpoint, optimizer, tmp_path, number):
-    """Three and four ranks load the checkpoint of two, sharded or not."""
+    """Three and four ranks load a checkpoint of two ranks, which was sharded or replicated."""
     with RankPool(number, tmp_path) as ranks:
         for rank in ranks.run(load, checkpoint["folder"], "layers", optimizer):
             assert_same(rank["loaded"], checkpoint["saved"])

@@ -1,4 +1,4 @@
-"""A SIGTERM at any rank gives all ranks one last step."""
+"""After a SIGTERM at any rank, all ranks stop after the same step."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def stores(kind):
 
 
 def train(store, rank, told_in, reduced, result):
-    """Do steps as DistributedDataParallel does: a step ends when all ranks have begun it."""
+    """Run steps like DistributedDataParallel: a step ends only after all ranks have begun it."""
     last = LastStep(store, "", rank, NUM_RANKS)
     is_told = False
     stopped = None
@@ -66,8 +66,8 @@ def train(store, rank, told_in, reduced, result):
 
 
 def outcome(told, kind="hash"):
-    """Return for each rank how many steps it did, and after which step it had to stop."""
-    # The process of the first rank, which holds the store, outlives the training.
+    """Train on all ranks; return each rank's number of steps, and the step that stopped it."""
+    # Keep all stores until the end: the first rank's store serves the stores of the other ranks.
     shared, reduced, result = stores(kind), threading.Barrier(NUM_RANKS), {}
     threads = [
         threading.Thread(target=train, args=(store, rank, told.get(rank), reduced, result))
@@ -105,7 +105,7 @@ def test_all_ranks_stop_after_the_same_step(told):
 @pytest.mark.parametrize("kind", ["TCP", "file"])
 @pytest.mark.parametrize("told", [{}, {0: (2, "before")}, {2: (2, "after")}])
 def test_stores(kind, told):
-    """The ranks agree with each kind of store that torch starts ranks with."""
+    """Ranks agree on the last step through each kind of store that torch uses to start ranks."""
     results = outcome(told, kind)
 
     assert len(set(results)) == 1
@@ -169,7 +169,7 @@ def test_one_process():
 
 
 def test_a_signal_in_an_earlier_block():
-    """A SIGTERM in an earlier block does not stop a later one."""
+    """A SIGTERM in an earlier block does not stop the training in a later block."""
     ending = RankTermination()
     with ending:
         tell_to_end()
