@@ -28,7 +28,7 @@ settings.load_profile("mfwrap")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but a sample of ``fast_sample`` tests as slow, and skip tests that need CUDA."""
+    """Mark ``fast_sample`` cases outside a fixed sample as slow; skip CUDA tests without CUDA."""
     families: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function):
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze imported objects, so that each Trainer's garbage collection does not visit them."""
+    """Freeze all imported objects, so that the garbage collection of each Trainer skips them."""
     gc.collect()
     gc.freeze()
 

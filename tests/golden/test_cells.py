@@ -28,7 +28,7 @@ def test_overflow(family, name, fused):
 
 @with_loss_scale
 def test_loss_scale(family, name, fused):
-    """Every loss scale equals the recorded one, even when it is read after the last step."""
+    """Every loss scale equals the recorded loss scale, although it is read after the last step."""
     run = run_of(family, name, fused)
     assert_same(run.stacked("loss_scale"), run.recorded("loss_scale"))
 
@@ -50,9 +50,9 @@ def test_weights(family, name, fused):
 
 @with_loss_scale
 def test_live_state(family, name, fused):
-    """After each step, the live scale and, once flushed, the schedule's position are as recorded.
+    """After each step, the live loss scale and the schedule's position are as recorded.
 
-    The schedule advances by applied updates only.
+    The position is read after a flush. The schedule advances by applied updates only.
     """
     replay = Replay(cases(family)[name], fused=fused)
     scales, positions = [], []
@@ -92,7 +92,7 @@ def expected_type(field: str, dtype: str | None, shape: Any) -> tuple[Any, ...] 
 
 @mf_only
 def test_global_norm(family, name, fused):
-    """The global norm before clipping is as recorded; it is None unless clipping is on."""
+    """The global norm before clipping is as recorded; without clipping it is None."""
     run = run_of(family, name, fused)
     if run.replay.case["wrapper_args"].get("use_clip_grad"):
         recorded = run.recorded("global_norm")
@@ -119,7 +119,7 @@ def test_local_norm(family, name, fused):
 
 @mf_only
 def test_counters(family, name, fused):
-    """The count of applied updates equals MindSpore's global step; all other steps are skipped."""
+    """Applied updates equal MindSpore's global step, and all other steps count as skipped."""
     run = run_of(family, name, fused)
     applied = run.reported("applied_updates")
     assert_same(applied, run.recorded("global_step"))
@@ -179,7 +179,7 @@ def test_plain_cell_returns_gradients(fused):
 @pytest.mark.parametrize("cell", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 @pytest.mark.parametrize("case", parametrized("overflow_status"))
 def test_overflow_status(case, cell):
-    """`get_overflow_status` checks single elements: large finite elements are not an overflow."""
+    """`get_overflow_status` is true for a non-finite element, but not for large finite ones."""
     network = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     step = cell(network, optimizer, scale_sense=torch.ones(()))
@@ -215,7 +215,7 @@ def test_clipped_run_by_hand(fused):
         local_norm=True,
     )
     inf = float("inf")
-    # x, loss, overflow, scale, global norm, local norms squared, w after, applied updates
+    # Columns: x, loss, overflow, scale, global norm, squared local norms, w, applied updates.
     steps = [
         ([1, 2], 11.0, False, 8, 3.0, [5.0, 4.0], [0.9666667, 1.9333334], 1),
         ([1, 2], 10.7, False, 16, 3.0, [5.0, 4.0], [0.9333334, 1.8666668], 2),

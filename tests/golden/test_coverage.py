@@ -1,4 +1,4 @@
-"""Every recorded case is run by a test, or has a test of what mfwrap does instead."""
+"""Each recorded case is compared with mfwrap, or has a test of how mfwrap differs from it."""
 
 import importlib
 import inspect
@@ -36,27 +36,27 @@ NUM_CASES = {
 """Number of recorded cases by file."""
 
 INSTEAD = {
-    # The scale would become infinite.
+    # MindSpore's scale grows to infinity; mfwrap's scale stays finite.
     "dyn_grow_to_inf": "golden.test_loss_scale::test_dynamic_growth_to_infinity_is_not_done",
     "adaptive_09": "golden.test_loss_scale::test_adaptive_growth_to_infinity_is_not_done",
-    # Loss scales above 2**60.
+    # Above a loss scale of 2**60, mfwrap's definition of an overflow differs from MindSpore's.
     "ls_probe_natural_overflow": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "ls_probe_tensor_2p126": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "ls_relu_natural_overflow_b": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "ls_tensor1d_set_sense": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "mf_natural_overflow_b": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "mf_relu_natural_overflow": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
-    # torch's formula for Adam differs.
+    # torch's Adam adds epsilon after the bias correction, MindSpore's before it.
     "adam_eps_big": "golden.test_optimizers::test_another_epsilon",
     "adam_loss_scale": "golden.test_optimizers::test_another_epsilon",
-    # The first case fails at construction instead of at the first step. The second case's test
-    # looks it up by its id.
+    # mfwrap raises when the cell is constructed, MindFormers at the first step.
     "mf_runtime_skip_without_clip": "golden.test_errors::test_skip_without_clip",
+    # The recording has no numbers; the test compares names, dtypes and shapes of the outputs.
     "mf_runtime_per_token_scalar_denominator": (
         "golden.test_errors::test_per_token_with_a_scalar_denominator"
     ),
 }
-"""Cases that no test compares with their recording, and the test of what mfwrap does instead."""
+"""Cases that the test in MAIN leaves out, and the test that runs each of them."""
 
 MAIN = {
     "adaptive_loss_scale_update_cell": "golden.test_loss_scale::test_adaptive",
@@ -81,7 +81,7 @@ MAIN = {
     "train_one_step_cell": "golden.test_cells::test_plain_cell",
     "train_one_step_with_loss_scale_cell": "golden.test_cells::test_weights",
 }
-"""The test that compares the cases of a file with their recording."""
+"""By file: the test that compares its cases with their recording; None if INSTEAD has them all."""
 
 
 def function(path: str) -> Any:
@@ -122,7 +122,7 @@ def test_every_file_is_there():
 
 @pytest.mark.parametrize("family", NUM_CASES)
 def test_every_case_is_run(family):
-    """Each case is either compared with its recording or run by the test named in INSTEAD."""
+    """Each case is run either by the test in MAIN or by the test in INSTEAD."""
     recorded = cases(family).keys()
     path = MAIN[family]
     run = recorded & ids_run_by(path) if path else set()
@@ -134,7 +134,7 @@ def test_every_case_is_run(family):
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_what_differs_has_a_test_of_its_own(name):
-    """The test named in INSTEAD receives the case as a parameter or names it in its source."""
+    """The test in INSTEAD receives the case as a parameter or names the case in its source."""
     path = INSTEAD[name]
 
     assert name in ids_run_by_or_named(path)
@@ -148,7 +148,7 @@ def ids_run_by_or_named(path: str) -> set[str]:
 
 
 def test_no_recorded_case_is_skipped():
-    """541 cases are compared with their recording, and 12 have a test of their own."""
+    """The tests in MAIN run 541 cases; the other 12 cases have an entry in INSTEAD."""
     as_they_are = sum(
         len(cases(family).keys() & ids_run_by(path)) for family, path in MAIN.items() if path
     )

@@ -1,4 +1,4 @@
-"""Arguments are refused with the exception types recorded from MindSpore and MindFormers."""
+"""Wrong arguments raise the exception types recorded from MindSpore and MindFormers."""
 
 import ast
 import builtins
@@ -33,7 +33,7 @@ def build(cell, **keywords):
 
 
 def loss_scale_cell(scale_sense):
-    """Return a TrainOneStepWithLossScaleCell, which refuses a number as its scale."""
+    """Return a TrainOneStepWithLossScaleCell around a small network."""
     return build(TrainOneStepWithLossScaleCell, scale_sense=scale_sense)
 
 
@@ -48,7 +48,10 @@ def adaptive(**keywords):
 
 
 def scaling_calls():
-    """Return the recorded calls of managers and scalers, whose signatures are MindSpore's."""
+    """Return functions that repeat the recorded calls of managers and scalers, by recorded call.
+
+    The classes have MindSpore's signatures, so the recorded arguments are passed unchanged.
+    """
     kinds = (
         DynamicLossScaleManager,
         DynamicLossScaler,
@@ -69,7 +72,7 @@ def called_name(case):
     return case["call"].partition("(")[0]
 
 
-# MindFormers clips with a separate object, ClipGradNorm; its argument is an argument of our cell.
+# The argument of MindFormers' ClipGradNorm is `max_grad_norm` of mfwrap's cell.
 CALLS = {
     **scaling_calls(),
     "clip_by_global_norm(grads, -1.0)": lambda: clip_by_global_norm(GRADIENTS, -1.0),
@@ -115,10 +118,10 @@ CALLS = {
 }
 
 ON_PURPOSE = {"err_49": ValueError, "err_62": None}
-"""Cases where mfwrap differs from the recording: the exception it raises, or None.
+"""Cases in which mfwrap differs from the recording, and the exception that it raises, or None.
 
-`set_sense_scale` refuses a tensor of another shape, as the constructor does. An int is accepted as
-a threshold.
+err_49: `set_sense_scale` raises for a tensor of a wrong shape, as the constructor does.
+err_62: An int is accepted as a threshold.
 """
 
 
@@ -129,7 +132,7 @@ def test_every_call_is_made():
 
 @pytest.mark.parametrize("case", parametrized("argument_errors"))
 def test_argument(case):
-    """A call raises exactly the recorded exception type, or succeeds if none was recorded."""
+    """A call raises exactly the recorded exception type, or succeeds as the recorded call did."""
     recorded = getattr(builtins, case["type"]) if case["result"] == "raises" else None
     expected = ON_PURPOSE.get(case["id"], recorded)
     call = CALLS[case["call"]]
@@ -147,10 +150,10 @@ OTHER_NAMES = {
     "err_12": "init_loss_scale",
     "err_34": "x",
     "err_49": "sens",
-    # In MindFormers, the limit is an argument of ClipGradNorm.
+    # MindFormers passes the limit to ClipGradNorm and names it `clip_norm`.
     **dict.fromkeys(("err_35", "err_37", "err_60"), "max_grad_norm"),
 }
-"""Arguments that MindSpore's message does not name, or names differently."""
+"""By case: the argument that mfwrap's message names, where MindSpore's message does not."""
 
 
 def named_argument(case):
@@ -163,13 +166,13 @@ def named_argument(case):
 
 
 def test_set_sense_scale_of_the_mf_cell():
-    """MindFormers' cell refuses a number as the new scale, as MindSpore's cell does."""
+    """`set_sense_scale` of MindFormers' cell raises for a number, as that of MindSpore's cell."""
     with pytest.raises(TypeError, match="`sens` must be a tensor"):
         mf_cell().set_sense_scale(2.0)
 
 
 def test_skip_without_clip():
-    """Skipping by global norm without clipping is refused when the cell is constructed."""
+    """Skipping by global norm without clipping raises an error when the cell is constructed."""
     case = cases("mf_runtime_errors")["mf_runtime_skip_without_clip"]
     assert case["type"] == "TypeError"
     network = LinearProbe({"w0": torch.ones(3)})

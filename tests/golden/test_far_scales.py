@@ -21,7 +21,7 @@ both_ways = pytest.mark.parametrize("fused", [True, False], ids=["fused", "in_pl
 
 
 def test_far_scales():
-    """The cases with a far loss scale are exactly those that tests/golden/README.md names."""
+    """The cases with a loss scale above 2**60 are those that tests/golden/README.md names."""
     assert {
         "ls_probe_natural_overflow",
         "ls_probe_tensor_2p126",
@@ -47,7 +47,7 @@ def norm_overflows(replay: Replay, batch: list[Tensor]) -> bool:
 
 @far_scales
 def test_far_scale_overflows_with_the_norm(family, name, fused):
-    """Above a loss scale of 2**60, an update is skipped exactly if float32 cannot hold the norm."""
+    """Above a loss scale of 2**60, an update is skipped if and only if its norm overflows."""
     replay = Replay(cases(family)[name], fused=fused)
     for index in range(replay.case["steps"]):
         replay.set_scale(index)
@@ -64,7 +64,7 @@ def test_far_scale_overflows_with_the_norm(family, name, fused):
 
 @far_scales
 def test_far_scale_recovers(family, name, fused):
-    """An update is applied again once the scale has fallen, or was set, low enough."""
+    """Updates are applied again once the loss scale is low enough."""
     replay = Replay(cases(family)[name], fused=fused)
     for index in range(replay.case["steps"]):
         replay.step(index)
@@ -93,7 +93,7 @@ def is_finite(batch: list[Tensor]) -> bool:
 
 @both_ways
 def test_fixed_scale_of_2_to_the_126_applies_nothing(fused):
-    """No update is applied and the weights keep their initial values (MindSpore applied four)."""
+    """At a fixed scale of 2**126 every update is skipped (MindSpore applied four)."""
     run = run_of(LOSS_SCALE, "ls_probe_tensor_2p126", fused)
     initial = torch.cat(Replay(run.replay.case, fused=fused).weights())
     assert run.stacked("overflow").all()
@@ -102,7 +102,7 @@ def test_fixed_scale_of_2_to_the_126_applies_nothing(fused):
 
 @both_ways
 def test_scale_set_to_2_to_the_126_and_back(fused):
-    """A scale so high that MindSpore overflows too reproduces MindSpore's run."""
+    """A run equals MindSpore's if its scale is so high that steps overflow in MindSpore too."""
     run = run_of(LOSS_SCALE, "ls_tensor1d_set_sense", fused)
     assert_same(run.stacked("overflow"), run.recorded("overflow"))
     assert_same(run.stacked("loss_scale"), run.recorded("loss_scale"))

@@ -1,4 +1,4 @@
-"""Gradient functions return the values and nesting, and raise the errors, of MindSpore."""
+"""Gradient functions return MindSpore's values and nesting, and raise MindSpore's errors."""
 
 import builtins
 from typing import Any
@@ -14,7 +14,7 @@ from support.gradient_networks import GradientNetwork
 
 
 def weights_of(network: GradientNetwork, kind: str) -> Any:
-    """Return the network's weights in the form that a case passes them."""
+    """Return the network's weights in the container that a case passes to the gradient function."""
     return {
         "none": None,
         "parameter": network.fc.weight,

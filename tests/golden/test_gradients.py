@@ -56,15 +56,15 @@ def test_global_norm(case):
     gradients = [tensor(recorded) for recorded in case["input"]]
     _, norm = case["expected"]["ok"]["tuple"]
     actual = sum_of_squares(gradients, CPU).sum().sqrt()
-    # MindFormers squares float16 gradients in float16 here. Its cell never does, because the
-    # gradients are float32 when it clips them.
+    # The recorded function squares float16 gradients in float16, so its norm has float16's
+    # resolution. (MindFormers' cell passes only float32 gradients to it.)
     coarsest = max(torch.finfo(gradient.dtype).eps for gradient in gradients)
     assert_same(actual, norm["tensor"]["data"], relative=max(TOLERANCE, coarsest))
 
 
 @pytest.mark.parametrize("case", parametrized("mf_clip_grad_norm", without={"mfclip_nan"}))
 def test_clip_coefficient(case):
-    """Gradients above the limit shrink as recorded; gradients up to the limit do not change."""
+    """Gradients above the limit shrink as recorded; gradients up to the limit are unchanged."""
     gradients = [tensor(recorded) for recorded in case["input"]]
     clipped, _ = case["expected"]["ok"]["tuple"]
     norm = sum_of_squares(gradients, CPU).sum().sqrt()
@@ -72,7 +72,7 @@ def test_clip_coefficient(case):
     coefficient = clip_coefficient(norm, case["max_norm"])
 
     if norm + 1e-6 <= case["max_norm"]:
-        # MindFormers shrinks these gradients by 1e-6 / max_norm.
+        # MindFormers shrinks these gradients by 1e-6 / max_norm; mfwrap leaves them unchanged.
         assert coefficient == 1
         return
     for gradient, expected in zip(gradients, clipped["tuple"], strict=True):

@@ -25,7 +25,7 @@ INFINITE = frozenset(
 
 
 def run(cell: LossScaleUpdateCell, overflows: list[int], shape: tuple[int, ...], dtype) -> dict:
-    """Return the loss scale, the returned flag and the counters after each call of a cell."""
+    """Call a cell for each flag; return the loss scale, returned flag and counters of each call."""
     loss_scale = torch.full(shape, cell.get_loss_scale())
     states = []
     for overflow in overflows:
@@ -37,12 +37,12 @@ def run(cell: LossScaleUpdateCell, overflows: list[int], shape: tuple[int, ...],
 
 
 def assert_follows(actual: dict[str, Tensor], expected: dict[str, list]) -> None:
-    """Assert that every recorded quantity is equal."""
+    """Assert that every quantity equals its recorded values."""
     for name, recorded in expected.items():
         assert_same(actual[name], recorded)
 
 
-# The flag is a bool of shape (), as our steps pass it, or a number of shape (1,), as MindSpore's.
+# mfwrap's steps pass the flag as a bool of shape (), MindSpore's as a number of shape (1,).
 kinds = pytest.mark.parametrize(
     ("shape", "dtype"), [((), torch.bool), ((1,), torch.float32)], ids=["bool", "number"]
 )
@@ -82,7 +82,7 @@ def test_adaptive(case, shape, dtype):
 
 
 def test_dynamic_growth_to_infinity_is_not_done():
-    """The dynamic cell stays at the largest finite scale until an overflow halves it."""
+    """The dynamic cell's scale stays at the largest finite value until an overflow halves it."""
     case = cases(DYNAMIC)["dyn_grow_to_inf"]
     actual = run(dynamic_cell(case), case["overflow"], (), torch.bool)
     exponents = [126, 127, 127, 127, 127, 127, 126, 125, 124, 123, 124, 125, 126]
@@ -92,7 +92,7 @@ def test_dynamic_growth_to_infinity_is_not_done():
 
 
 def test_adaptive_growth_to_infinity_is_not_done():
-    """The adaptive cell stays at its largest finite scale until an overflow."""
+    """The adaptive cell's scale stays at its largest finite value until an overflow lowers it."""
     case = cases(ADAPTIVE)["adaptive_09"]
     finite = case["expected"]["loss_scale"].index("inf")
     actual = run(adaptive_cell(case), [*case["overflow"], 1], (), torch.bool)

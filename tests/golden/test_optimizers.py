@@ -30,14 +30,14 @@ def test_unscaling(case, fused):
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    # Both kinds of optimizer leave the unscaled gradients in `grad`.
+    # A fused optimizer writes the unscaled gradients to `grad` too, so both can be compared.
     optimizer = SkippableOptimizer(torch.optim.Adam(parameters, lr=1.0, fused=fused))
 
     optimizer.step(floats(case["scale"]).float(), NO_SKIP)
 
     recorded = case["mindformers_scalar"]["ok"]["tuple"]
     for parameter, expected in zip(parameters, recorded, strict=True):
-        # MindFormers returns float32; our float16 gradient may be rounded once, at the end.
+        # MindFormers returns float32. mfwrap rounds a float16 gradient once, at the end.
         resolution = torch.finfo(parameter.dtype)
         torch.testing.assert_close(
             parameter.grad.float(),
@@ -84,7 +84,7 @@ def test_weights_from_scaled_gradients(name, fused):
 
 @pytest.mark.parametrize("name", OTHER_EPSILON)
 def test_another_epsilon(name):
-    """The weights agree with MindSpore's formula and differ by a known distance with torch's."""
+    """MindSpore's Adam formula gives the recorded weights; torch's is off by a known distance."""
     written_out = weights_of(name, fused=False, kind=EarlyEpsilonAdam)
     assert_same(written_out, recorded_weights(name), relative=TOLERANCE)
 

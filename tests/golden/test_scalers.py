@@ -17,7 +17,7 @@ from support.golden.traces import assert_same, cases, floats, parametrized, tens
 
 
 def given(case: dict, *names: str) -> dict[str, Any]:
-    """Return the arguments that a case passed; null means that an argument was left out."""
+    """Return the arguments that a recorded call passed: those that are not null."""
     return {name: case[name] for name in names if case[name] is not None}
 
 
@@ -29,7 +29,7 @@ def assert_update_cell(cell, recorded: dict | None) -> None:
 
 @pytest.mark.parametrize("case", parametrized("fixed_loss_scale_manager"))
 def test_fixed_loss_scale_manager(case):
-    """The loss scale keeps its value and type; without dropping there is no update cell."""
+    """The loss scale keeps its value and type, and the update cell is as recorded."""
     manager = FixedLossScaleManager(**given(case, "loss_scale", "drop_overflow_update"))
 
     assert manager.get_loss_scale() == case["get_loss_scale"]
@@ -42,7 +42,7 @@ def test_fixed_loss_scale_manager(case):
 
 
 def unrolled(runs: list[list[Any]]) -> list[Any]:
-    """Return the list that pairs of value and run length stand for."""
+    """Decode a run-length encoding, given as pairs of value and count."""
     return [value for value, count in runs for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the project itself share."""
+"""Fixtures of the tests of the package's structure, documents and distribution."""
 
 import shutil
 import subprocess

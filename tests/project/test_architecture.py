@@ -1,4 +1,4 @@
-"""The structure of the package: imports run downwards, each file has its place and its test."""
+"""Imports go to lower levels only, files and classes stay small, and each file has a test."""
 
 import ast
 import importlib
@@ -43,29 +43,29 @@ ORDER_INSIDE = {
     ),
     "recipes": ({"data"}, {"models"}, {"tasks"}),
 }
-"""Packages inside the two folders at the top of the tree, lowest first; single files come last."""
+"""Packages inside callbacks/ and recipes/, lowest first. Files outside these packages are above."""
 
 FIRST_LEVEL_OF = {"accelerate": 5, "transformers": 6, "matplotlib": 10, "plotly": 10}
-"""Lowest level that may import a library."""
+"""By library: the lowest level that may import it."""
 
 PUBLIC = {"mfwrap", "accelerate", "model", "trainer", "callbacks", "recipes", "report"}
-"""Packages whose public names callbacks and recipes may import, beside levels 1 to 3."""
+"""Packages whose public names callbacks and recipes may import, in addition to levels 1 to 3."""
 
 FILES_WITHOUT_A_TEST = {
-    # Constants and dataclasses, tested with the file that reads them.
+    # `python -m mfwrap` only calls the command line, so the command line's tests cover it.
     "mfwrap/__main__.py": "unit/test_cli.py",
 }
-"""Source files that have no test file of their name, and the test file that covers each."""
+"""Source files without a test file of the same name, and the test file that covers each."""
 
 
 def module_name(path: Path) -> str:
-    """Return the name under which a file is imported: ``callbacks/x.py`` is mfwrap.callbacks.x."""
+    """Return a file's name in imports: ``callbacks/x.py`` is imported as mfwrap.callbacks.x."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts if parts[0] == "mfwrap" else ("mfwrap", *parts))
 
 
 def source_files() -> list[Path]:
-    """List the Python files of the package, all three folders."""
+    """Return the package's Python files: those in mfwrap/, callbacks/ and recipes/."""
     folders = ("mfwrap", "callbacks", "recipes")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -74,7 +74,7 @@ MODULES = {module_name(path).removesuffix(".__init__") for path in source_files(
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes of a file but those under ``if TYPE_CHECKING``."""
+    """Yield all nodes of a syntax tree except those under ``if TYPE_CHECKING``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -83,7 +83,7 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported_names(source: str, module: str) -> Iterator[tuple[int, str]]:
-    """Yield line and full name of every import, wherever in the file, relative ones resolved."""
+    """Yield the line and absolute name of each import of a module, also inside functions."""
     package = module.removesuffix(".__init__").split(".")
     if not module.endswith(".__init__"):
         package.pop()
@@ -97,7 +97,7 @@ def imported_names(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 
 def module_of(name: str) -> str:
-    """Return the module that an imported name of mfwrap comes from: itself or what defines it."""
+    """Return the module of an imported name: the longest leading part that is a module."""
     while name not in MODULES and "." in name:
         name = name.rpartition(".")[0]
     return name
@@ -110,7 +110,7 @@ def place_of(module: str) -> str:
 
 
 def rank_inside(module: str) -> int:
-    """Return the position of a module inside the callbacks or the recipes."""
+    """Return the position in ORDER_INSIDE of a module of callbacks/ or recipes/, lowest first."""
     _, folder, *rest = module.removesuffix(".__init__").split(".")
     order = ORDER_INSIDE[folder]
     package = rest[0] if rest and f"mfwrap.{folder}.{rest[0]}" in MODULES else ""
@@ -118,46 +118,49 @@ def rank_inside(module: str) -> int:
 
 
 def fault(importer: str, name: str) -> str | None:
-    """Say what is wrong with an import of `name` in the module `importer`."""
+    """Return why the module `importer` must not import `name`; None if it may."""
     place = place_of(importer)
     library, *_ = name.split(".")
     if place == "__main__":
         return None
     if library in {"callbacks", "recipes"}:
-        return f"`{library}` is imported as `mfwrap.{library}`"
+        return f"`{library}` must be imported as `mfwrap.{library}`"
     if library == "mfwrap":
         return fault_of_module(importer, module_of(name))
     first = FIRST_LEVEL_OF.get(library, 0)
-    return f"`{library}` is imported from level {first} upwards" if LEVEL[place] < first else None
+    return f"`{library}` must be imported on level >= {first}" if LEVEL[place] < first else None
 
 
 def fault_of_module(importer: str, module: str) -> str | None:
-    """Say why a module of mfwrap may not import another one."""
+    """Return why a module of mfwrap must not import another module of mfwrap; None if it may."""
     place, imported = place_of(importer), place_of(module)
     if imported == place:
         return fault_inside(importer, module) if place in ORDER_INSIDE else None
     if imported not in LEVEL:
         return f"`{imported}` is missing in LEVELS"
     if LEVEL[imported] >= LEVEL[place]:
-        return f"`{imported}` is not below `{place}`"
+        return f"`{imported}` must be on a lower level than `{place}`"
     is_open = LEVEL[imported] <= 3 or (imported in PUBLIC and module.count(".") < 2)
     if place in ORDER_INSIDE and not is_open:
-        return f"`{module}` is neither public nor on levels 1 to 3"
+        return f"`{module}` must be public or on levels 1 to 3"
     return None
 
 
 def fault_inside(importer: str, module: str) -> str | None:
-    """Say why one file of the callbacks, or of the recipes, may not import the other."""
+    """Return why a module must not import another module of its own folder; None if it may.
+
+    The folder is callbacks/ or recipes/.
+    """
     package, other = importer.rpartition(".")[0], module.rpartition(".")[0]
     if package in {other, module} or importer.endswith("s.__init__"):
         return None
     if rank_inside(module) >= rank_inside(importer):
-        return f"`{module}` is not below `{importer}`"
+        return f"`{module}` must be on a lower level than `{importer}`"
     return None
 
 
 def faults(source: str, module: str) -> list[str]:
-    """List the imports of a file that run the wrong way."""
+    """Return a message for each import in a file that the levels forbid."""
     if place_of(module) not in {*LEVEL, "__main__"}:
         return [f"{module}: `{place_of(module)}` is missing in LEVELS"]
     return [
@@ -169,7 +172,7 @@ def faults(source: str, module: str) -> list[str]:
 
 @pytest.mark.parametrize("path", source_files(), ids=module_name)
 def test_imports_run_downwards(path: Path):
-    """No file imports from a package beside or above its own."""
+    """Each file imports only from its own package and from lower levels."""
     assert faults(path.read_text(encoding="utf-8"), module_name(path)) == []
 
 
@@ -204,7 +207,7 @@ def test_imports_run_downwards(path: Path):
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str):
-    """Each way to write an import that runs the wrong way is seen, once."""
+    """A forbidden import is reported once, however it is written."""
     assert len(faults(source, module)) == 1
 
 
@@ -228,12 +231,12 @@ def test_a_wrong_import_is_found(module: str, source: str):
     ],
 )
 def test_a_right_import_passes(module: str, source: str):
-    """Imports of lower levels, of other libraries and of the public names are no fault."""
+    """Imports from lower levels, other libraries and public packages are allowed."""
     assert faults(source, module) == []
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Return the modules that import each other: the strongly connected sets of more than one."""
+    """Return each group of modules that import each other, directly or through other modules."""
     reached: dict[str, set[str]] = {}
     for module in imports:
         seen, pending = set(), [module]
@@ -252,7 +255,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_circle_inside_a_package():
-    """Files that import each other are one file, or miss a third one."""
+    """No modules import each other, directly or through other modules."""
     imports = {}
     for path in source_files():
         module = module_name(path).removesuffix(".__init__")
@@ -264,12 +267,12 @@ def test_no_circle_inside_a_package():
 
 
 def test_a_circle_is_found():
-    """Also one of three files."""
+    """`circles` finds a circle of three modules and leaves out a module that only imports one."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
 def test_every_package_is_installed():
-    """A folder that pyproject.toml does not list would be missing in a wheel."""
+    """pyproject.toml lists every package; a wheel lacks packages that are not listed."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {module_name(path.parent) for path in source_files()}
 
@@ -277,28 +280,31 @@ def test_every_package_is_installed():
 
 
 def test_every_folder_of_python_files_is_a_package():
-    """Without an __init__ it would be a namespace, which other distributions may add to."""
+    """Every folder of Python files has an ``__init__.py``.
+
+    Without it, the folder is a namespace package, and other distributions can add modules to it.
+    """
     without = {path.parent for path in source_files() if not (path.parent / "__init__.py").exists()}
 
     assert without == set()
 
 
 def test_no_more_than_a_dozen_files_lie_beside_the_packages():
-    """Whoever looks for something begins with the names of folders."""
+    """mfwrap/ and callbacks/ each have at most 12 files outside of packages."""
     for folder in ("mfwrap", "callbacks"):
         assert len([path for path in (ROOT / folder).iterdir() if path.is_file()]) <= 12
 
 
 @pytest.mark.parametrize("path", source_files(), ids=module_name)
 def test_no_file_is_too_long(path: Path):
-    """About 450 lines is where a file begins to have two reasons to change."""
+    """No source file has more than 460 lines."""
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 460
 
 
 def methods_of(kind: type) -> set[str]:
-    """Return the methods that mfwrap defines for a class and its bases, properties included.
+    """Return the methods and properties of a class that are defined in mfwrap, also by its bases.
 
-    MindSpore's events, which its `Callback` declares, do not count.
+    The events that `mfwrap.model.Callback` declares do not count: MindSpore prescribes them.
     """
     bases = [base for base in kind.__mro__ if base.__module__.startswith("mfwrap")]
     return {
@@ -312,7 +318,7 @@ def methods_of(kind: type) -> set[str]:
 
 @pytest.mark.parametrize("module", sorted(MODULES - {"mfwrap.__main__"}))
 def test_no_class_is_too_wide(module: str):
-    """At most 20 methods a class, those of its own bases included."""
+    """No class has more than 20 methods, including methods inherited from classes of mfwrap."""
     kinds = inspect.getmembers(importlib.import_module(module), inspect.isclass)
     own = {name: methods_of(kind) for name, kind in kinds if kind.__module__ == module}
 
@@ -320,7 +326,7 @@ def test_no_class_is_too_wide(module: str):
 
 
 def test_every_file_has_a_test_of_its_name():
-    """The tests mirror the source; the exceptions name the test file that covers each."""
+    """Each source file has a test file of the same name or an entry in FILES_WITHOUT_A_TEST."""
     missing = []
     for path in source_files():
         relative = path.relative_to(ROOT)
@@ -331,8 +337,8 @@ def test_every_file_has_a_test_of_its_name():
             continue
         elsewhere = FILES_WITHOUT_A_TEST.get(str(relative))
         if elsewhere is not None:
-            assert not has_own, f"{relative} has a test of its name; drop the exception"
-            assert (TESTS / elsewhere).exists(), f"{relative}: {elsewhere} does not exist"
+            assert not has_own, f"{relative} has a test file: remove it from FILES_WITHOUT_A_TEST"
+            assert (TESTS / elsewhere).exists(), f"{relative}: no test file {elsewhere}"
         elif not has_own:
             missing.append(str(relative))
 
@@ -346,11 +352,11 @@ COLLECTIVES = {
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
     *("get_rank", "get_world_size", "is_available", "is_initialized"),
 }
-"""What ``mfwrap.collectives`` alone takes from ``torch.distributed``."""
+"""Functions of ``torch.distributed`` that only ``mfwrap.collectives`` may use."""
 
 
 def collectives_in(source: str) -> list[str]:
-    """List the collectives, and questions about ranks, that a file takes from torch."""
+    """Return the names in COLLECTIVES that a file uses from ``torch.distributed``."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("distributed"):
@@ -362,7 +368,7 @@ def collectives_in(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", source_files(), ids=module_name)
 def test_collectives_begin_in_one_place(path: Path):
-    """Only ``mfwrap.collectives`` calls torch's collectives and asks torch for ranks."""
+    """Only ``mfwrap.collectives`` uses the functions of ``torch.distributed`` in COLLECTIVES."""
     if module_name(path) != "mfwrap.collectives":
         assert collectives_in(path.read_text(encoding="utf-8")) == []
 
@@ -376,7 +382,7 @@ def test_collectives_begin_in_one_place(path: Path):
     ],
 )
 def test_a_collective_elsewhere_is_found(source: str):
-    """Each way to reach torch's collectives is found."""
+    """A collective is found however a file imports ``torch.distributed``."""
     assert collectives_in(source) == ["all_reduce"]
 
 

@@ -11,7 +11,7 @@ FOLDERS = ("mfwrap", "callbacks", "recipes", "tests", "benchmarks", ".ci")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 SUPPRESSION = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])(?P<rest>.*)$")
-"""mypy reads no text behind ``type: ignore[...]``: there the reason is a comment of its own."""
+"""mypy allows only a comment after ``type: ignore[...]``: there the reason starts with ``#``."""
 
 
 def without_reason(source: str) -> list[int]:
@@ -28,12 +28,12 @@ def without_reason(source: str) -> list[int]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_each_suppression_has_a_reason(path: Path):
-    """A reader learns why a warning does not apply."""
+    """Every line that suppresses a warning gives a reason."""
     assert without_reason(path.read_text(encoding="utf-8")) == []
 
 
 def test_a_suppression_without_a_reason_is_found():
-    """A reason is a text in parentheses at the end of the line."""
+    """A suppression is reported if the line does not end with a text in parentheses."""
     noqa, ignore = "# " + "noqa: S603", "# " + "type: ignore[misc]"
     lines = [noqa, f"{noqa}  (our own program)", ignore, f"{ignore}  # (untyped)"]
 

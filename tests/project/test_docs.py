@@ -72,7 +72,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if blocks(page, "yaml")]))
 def test_yaml_is_valid(page, tmp_path, monkeypatch):
-    """Every YAML block on a page is a valid recipe, or is valid as part of one."""
+    """Every YAML block on a page is a valid recipe, or valid sections of a recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"measurements": [1.0], "price": 2.0}\n')
     for text in blocks(page, "yaml"):

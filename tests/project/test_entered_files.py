@@ -1,4 +1,4 @@
-"""A reader meets few files on the way of one training step."""
+"""One training step runs code in few files, so that a reader can follow it."""
 
 import logging
 
@@ -9,7 +9,7 @@ from support.entered_files import LOOPS
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_step_enters_few_files(loop, tmp_path, monkeypatch, caplog):
-    """One step enters at most as many files of mfwrap as its way to train allows."""
+    """One step runs code in at most as many files of mfwrap as LOOPS allows for this loop."""
     monkeypatch.chdir(tmp_path)
     train, most = LOOPS[loop]
 

@@ -68,7 +68,7 @@ NO_READS = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_each_kind_of_read_is_counted_once(read):
-    """Each way to read a tensor's values counts as one read, even if torch calls another inside."""
+    """Each way to read a tensor's values counts as one read, even if torch reads again inside."""
     with HostReads() as counted:
         read()
 

@@ -1,4 +1,4 @@
-"""The recipe scripts run unchanged under torchrun as one training of two processes."""
+"""The recipe scripts train with two processes under torchrun, without changes."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def launch(recipe, folder, *settings):
 
 
 def test_the_cells_recipe(tmp_path):
-    """The main process alone writes the log and the model; each rank's local norms are recorded."""
+    """Only the main process logs and saves the model; local norms of both ranks are recorded."""
     printed = launch("causal_lm", tmp_path, "--max_steps=6", "--logging_steps=2")
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
@@ -56,12 +56,13 @@ def test_the_cells_recipe(tmp_path):
 
 
 def test_accelerates_loop(tmp_path):
-    """Two processes need half the updates; a checkpoint holds one step and both random states."""
+    """Two processes need half as many updates; a checkpoint has the random states of both."""
     settings = ["--num_train_epochs=1", "--max_samples=48", "--per_print_times=2"]
     printed = launch("accelerate_loop", tmp_path, *settings, "--checkpointing_steps=3")
     names = {path.name for path in (tmp_path / "step_6").iterdir()}
 
-    # 48 texts are 24 micro-batches, which are 12 per process, which are 6 updates.
+    # 48 texts make 24 micro-batches, 12 on each process. Those make 6 updates, of which every
+    # second one is printed.
     assert printed.count("{ Epoch") == 3
     assert printed.count("loss on held-out text") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step_3", "step_6"]

@@ -1,4 +1,4 @@
-"""docs/names.md covers every name of MindSpore's documents, and MindSpore's guides run in torch."""
+"""docs/names.md covers every name in MindSpore's documents, and the guides' torch versions run."""
 
 import ast
 import copy
@@ -66,7 +66,7 @@ def section(title: str) -> str:
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """Return the first cell, which holds the names, and the test of each row of a table."""
+    """Return, for each row of a table, the first cell, which has the names, and the test."""
     return re.findall(r"^\| (.+?) \| .+ \| `(tests/.+)` \|$", text, re.MULTILINE)
 
 
@@ -74,7 +74,7 @@ def rows(text: str) -> list[tuple[str, str]]:
     ("title", "name"), [(title, name) for title, names in DOCUMENTED.items() for name in names]
 )
 def test_each_name_has_a_test(title, name):
-    """Every public name of a document is in a row of its table."""
+    """Every public name in a document has a row in that document's table, with a test."""
     pattern = rf"`[^`]*(?<!\w){re.escape(name)}(?!\w)[^`]*`"
 
     assert [row for row in rows(section(title)) if re.search(pattern, row[0])]
@@ -105,7 +105,7 @@ def test_each_absent_name_stands_on_the_page(name, sentence):
 
 
 def test_the_notebook_of_the_comparison_runs():
-    """Every cell of MindSpore's comparison notebook, written for torch, gives its output."""
+    """The torch version of MindSpore's comparison notebook gives the output that it shows."""
     path = Path(__file__).with_name("comparison_notebook.txt")
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failures, cells = doctest.testfile(
@@ -117,7 +117,7 @@ def test_the_notebook_of_the_comparison_runs():
 
 
 def test_what_stands_for_operators():
-    """Operators of torch give the results of the MindSpore operators in the documents."""
+    """Operators of torch give the results of the MindSpore operators that they replace."""
     loss = torch.tensor(3.0)
     weight = nn.Parameter(torch.ones(2, 3))
 
@@ -200,7 +200,7 @@ class MyDataset(torch.utils.data.Dataset):
 
 
 def test_the_guides_training_prints_its_numbers(capsys):
-    """The guide's training prints the losses of the same steps computed by hand."""
+    """The guide's training prints the losses that a computation by hand gives."""
     dataset = MyDataset(100)
     loader = torch.utils.data.DataLoader(dataset, batch_size=25)
     assert (len(dataset), dataset[0][0].shape, float(dataset[0][1][0])) == (100, (3, 4, 5), 1.0)

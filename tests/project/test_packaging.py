@@ -1,4 +1,4 @@
-"""The three folders at the top are one package, from the tree and from a wheel."""
+"""mfwrap/, callbacks/ and recipes/ form one package, in the working tree and in a wheel."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 
 def project() -> dict:
-    """Return what pyproject.toml says of the project."""
+    """Return the content of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -26,18 +26,18 @@ def project() -> dict:
     ids=["mfwrap", "callbacks", "recipes"],
 )
 def test_packages_come_from_this_tree(package, folder):
-    """The tests import the code beside them, not another copy that is installed."""
+    """The tests import the code of this working tree, not another installed copy."""
     assert Path(package.__file__).resolve() == ROOT / folder / "__init__.py"
 
 
 @pytest.mark.parametrize("folder", ["callbacks", "recipes"])
 def test_folders_are_no_packages_of_their_own(folder):
-    """Nothing has imported a second copy of ``mfwrap.callbacks`` as ``callbacks``."""
+    """No test has imported ``callbacks`` or ``recipes``, a second copy of ``mfwrap.<name>``."""
     assert folder not in sys.modules
 
 
 def test_version_is_one():
-    """The version of the package is the version of the project."""
+    """``mfwrap.__version__`` is the version in pyproject.toml."""
     assert mfwrap.__version__ == project()["project"]["version"]
 
 
@@ -54,7 +54,7 @@ def test_every_dependency_has_a_tested_version():
 
 @pytest.mark.slow
 def test_a_wheel_holds_the_package_and_nothing_else(wheel):
-    """A wheel has all of the package with its types, recipes and page, and no tests."""
+    """A wheel has all files of the package, with types, recipes and run page, and no tests."""
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {
         (path if path.parts[0] == "mfwrap" else "mfwrap" / path).as_posix()

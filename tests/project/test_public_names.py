@@ -45,7 +45,7 @@ SCRIPTS = ("causal_lm", "accelerate_loop", "lenet")
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_are_there(module):
-    """Each public name is imported from its documented place."""
+    """Each public name can be imported from its documented module."""
     imported = importlib.import_module(module)
 
     assert [name for name in PUBLIC[module].split() if not hasattr(imported, name)] == []
@@ -53,7 +53,7 @@ def test_public_names_are_there(module):
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_packages_list_their_names(module):
-    """`__all__` holds nothing that cannot be imported."""
+    """Each name in `__all__` can be imported."""
     imported = importlib.import_module(module)
 
     assert [name for name in imported.__all__ if not hasattr(imported, name)] == []

@@ -65,7 +65,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 
 def test_snippets_are_found():
-    """A block is found with its line, without its indentation, unless it is marked no-test."""
+    """`snippets` returns each block, dedented and with its line, and leaves out no-test blocks."""
     page = (
         "# Title\n\n```python\na = 1\nb = 2\n```\n\n```bash\nmake\n```\n"
         "<!-- no-test: needs two GPUs -->\n```python\nraise\n```\n"

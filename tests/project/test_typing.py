@@ -35,7 +35,7 @@ OTHER_LIBRARIES = """
 follow_imports = skip
 ignore_missing_imports = True
 """
-"""mypy reads mfwrap alone: torch and transformers would take most of a minute."""
+"""Configuration that makes mypy skip other libraries: checking them takes most of a minute."""
 
 
 @pytest.fixture(scope="module", params=["editable", "wheel"])
@@ -50,8 +50,9 @@ def interpreter(request, tmp_path_factory) -> Path:
         sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     )
     zipfile.ZipFile(built).extractall(packages)
-    # The dependencies come from this environment. Python reads no .pth file of a folder that a
-    # .pth file names, so the editable install of this environment stays out.
+    # Take the dependencies from the environment of the tests, but not its editable install of
+    # mfwrap. That install is a .pth file, and Python ignores .pth files in a folder that is itself
+    # added by a .pth file.
     others = [path for path in sys.path if path.endswith("-packages")]
     (packages / "dependencies.pth").write_text("\n".join(others) + "\n")
     return folder / "bin" / "python"
@@ -66,7 +67,7 @@ def users_file(tmp_path) -> Path:
 
 
 def wrong_lines(output: str) -> set[int]:
-    """Return the lines of the user's file that a checker calls wrong."""
+    """Return the lines of the user's file in which a type checker reports an error."""
     return {int(number) for number in re.findall(r"train\.py:(\d+)[:\d]*(?: -)? error", output)}
 
 
@@ -79,7 +80,7 @@ def check_output(output: str) -> None:
 
 @pytest.mark.slow
 def test_mypy_sees_the_types(interpreter, users_file, tmp_path):
-    """Types are revealed, and wrong arguments are errors."""
+    """The types of mfwrap are known to mypy, which reports wrong arguments."""
     settings = tmp_path / "mypy.ini"
     settings.write_text(OTHER_LIBRARIES)
     command = [sys.executable, "-m", "mypy", "--config-file", settings]
@@ -91,7 +92,7 @@ def test_mypy_sees_the_types(interpreter, users_file, tmp_path):
 
 @pytest.mark.slow
 def test_pyright_sees_the_types(interpreter, users_file, tmp_path):
-    """Types are revealed, and wrong arguments are errors."""
+    """The types of mfwrap are known to pyright, which reports wrong arguments."""
     command = [sys.executable, "-m", "pyright", "--pythonpath", interpreter, users_file]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
@@ -99,5 +100,5 @@ def test_pyright_sees_the_types(interpreter, users_file, tmp_path):
 
 
 def test_the_package_says_that_it_is_typed():
-    """A marker tells type checkers to read the package's own annotations (PEP 561)."""
+    """The package has ``py.typed``, so that type checkers read its annotations (PEP 561)."""
     assert (ROOT / "mfwrap" / "py.typed").exists()
