@@ -30,7 +30,7 @@ def kinds(value):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_updates", [0, 3])
 def test_a_detached_accelerator_has_the_attributes_of_a_twin(num_updates, precision):
-    """Detached objects have the classes, attributes and hooks of objects never attached."""
+    """Detached objects have the classes, attributes and hooks of objects without a step."""
     settings = replace(PLAIN, precision=precision)
     twin = AttachedRun(settings, attached=False)
     twin.train(0, num_updates, APPLIED)
@@ -50,7 +50,7 @@ def test_a_detached_accelerator_has_the_attributes_of_a_twin(num_updates, precis
 
 
 def test_an_accelerator_of_a_class_of_ones_own_gets_it_back():
-    """Detaching restores the class of an accelerator of a subclass."""
+    """Detaching restores the accelerator's class if it is a subclass of Accelerator."""
 
     class Own(Accelerator):
         pass
@@ -103,7 +103,7 @@ def test_after_detaching_the_loop_goes_on_as_accelerates_own(optimizer, accumula
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_after_a_skip_too_it_goes_on_from_where_it_was(tmp_path, precision):
-    """After a skip, a detached run continues like accelerate alone from the run's checkpoint."""
+    """A run that is detached after a skip goes on like accelerate alone from its checkpoint."""
     settings = RunSettings(loss_scale="none", precision=precision)
     run = AttachedRun(settings)
     run.train(0, 6)
@@ -120,7 +120,7 @@ def test_after_a_skip_too_it_goes_on_from_where_it_was(tmp_path, precision):
 
 
 def test_a_detached_loop_steps_its_schedule_at_once():
-    """Detaching applies the pending schedule step, and later steps take effect immediately."""
+    """Detaching applies the pending schedule step; later schedule steps take effect at once."""
     run = AttachedRun(PLAIN)
     run.train(0, 2, APPLIED)
     behind = run.schedule.scheduler.last_epoch
@@ -146,7 +146,7 @@ def test_a_detached_step_can_be_flushed_and_read():
 
 
 def test_the_average_stays_as_it_is():
-    """After detaching, the average follows no update and can still be swapped in."""
+    """After detaching, updates no longer change the average, and `swap` still works."""
     run = AttachedRun()
     run.train(0, 3)
     ema = run.step.ema

@@ -159,7 +159,7 @@ OTHER_SCALES = {
 
 @pytest.mark.parametrize(("theirs", "ours", "message"), FOREIGN.values(), ids=FOREIGN)
 def test_the_state_of_another_kind_of_run_is_refused(tmp_path, theirs, ours, message):
-    """A checkpoint with another number of optimizers raises and leaves the run unchanged."""
+    """Loading a checkpoint with another number of optimizers raises and changes nothing."""
     saved_by(tmp_path, theirs)
     run = AttachedRun(ours)
     run.train(0, 3)
@@ -168,7 +168,7 @@ def test_the_state_of_another_kind_of_run_is_refused(tmp_path, theirs, ours, mes
 
 
 def test_an_average_that_the_run_has_not_is_asked_for(tmp_path):
-    """A checkpoint with an average raises if the run has no average."""
+    """Loading a checkpoint with an average raises if the run has no average."""
     saved_by(tmp_path)
     run = AttachedRun(RunSettings(ema=False))
     run.train(0, 3)
@@ -192,7 +192,7 @@ def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
 
 
 def changed_tensor(name, value):
-    """Return a function that replaces a tensor in the checkpoint, or removes it."""
+    """Return a function that replaces a tensor in a checkpoint; None as value removes it."""
 
     def damage(folder):
         path = folder / "mfwrap_step.safetensors"
@@ -207,7 +207,7 @@ def changed_tensor(name, value):
 
 
 def changed_record(key, value):
-    """Return a function that changes an entry of the checkpoint's JSON file."""
+    """Return a function that changes an entry in the JSON file of a checkpoint."""
 
     def damage(folder):
         path = folder / "mfwrap_step.json"
@@ -260,7 +260,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("error", "message", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, error, message, damage):
-    """A damaged checkpoint raises an error that names the fault and leaves the run unchanged."""
+    """Loading a damaged checkpoint raises an error that names the fault, and changes nothing."""
     saved_by(tmp_path)
     damage(tmp_path)
     run = AttachedRun()
@@ -277,7 +277,7 @@ def cut(path):
 
 @pytest.mark.parametrize("name", ["mfwrap_step.safetensors", "mfwrap_step.json"])
 def test_half_a_file_is_refused_by_its_name(tmp_path, name):
-    """A truncated file raises an error that names the file."""
+    """Loading a truncated file raises an error that names the file."""
     saved_by(tmp_path)
     cut(tmp_path / name)
     run = AttachedRun()
@@ -287,7 +287,7 @@ def test_half_a_file_is_refused_by_its_name(tmp_path, name):
 
 
 def test_without_accelerates_own_file_nothing_is_changed(tmp_path):
-    """A checkpoint without the model file raises and leaves the run unchanged."""
+    """Loading a checkpoint without the model file raises and leaves the run unchanged."""
     saved_by(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     run = AttachedRun()

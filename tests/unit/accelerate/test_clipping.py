@@ -44,7 +44,7 @@ each_time = pytest.mark.parametrize(
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD", "foreach AdamW"])
 @pytest.mark.parametrize(("way", "setting"), CASES)
 def test_clipping_is_accelerates(way, setting, optimizer):
-    """Every combination of clipping calls returns accelerate's values and gives its weights."""
+    """Every combination of clipping calls gives accelerate's return values and weights."""
     actual = ClippedTraining(optimizer, setting, attached=True).run(WAYS[way])
 
     assert_agree(clipped_alone(WAYS[way], optimizer, setting), actual)
@@ -55,7 +55,7 @@ def test_clipping_is_accelerates(way, setting, optimizer):
 @each_scale
 @each_way
 def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro_batch):
-    """Clipping at each micro-batch clips the accumulated gradients, as accelerate does."""
+    """Clipping accumulated gradients, once or at each micro-batch, agrees with accelerate's."""
     setting = Setting(scale=scale, accumulation=4)
     settings = {"each_micro_batch": each_micro_batch}
     actual = ClippedTraining("fused SGD", setting, attached=True).run(WAYS[way], **settings)

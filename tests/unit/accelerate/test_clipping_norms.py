@@ -26,7 +26,8 @@ def test_the_returned_norm_is_that_of_float64(scale, precision, accumulation, li
     The tolerance covers a float32 sum of 212 squares, whose error is about 1e-7.
     """
     training = ClippedTraining("fused SGD", Setting(precision, scale, accumulation), attached=True)
-    # The copy also computes in accelerate's precision: float16 gradients depend on the scale.
+    # A copy of the prepared network computes in accelerate's precision. Its loss is scaled like
+    # the loop's loss, because the scale changes the rounding of float16 gradients.
     network = copy.deepcopy(training.network)
     batches = labelled_batches(accumulation)
     for batch in batches:

@@ -104,7 +104,7 @@ def test_weights_moved_since_are_noticed():
 
 
 def test_a_restart_begins_from_the_weights_as_they_are():
-    """A restarted average is bitwise equal to an average that is built now."""
+    """A restarted average is bitwise equal to a newly built average."""
     network, ema = followed(warmup=True, update_every=2)
     changed(network)
     fresh = ExponentialMovingAverage(network, decay=0.5, warmup=True, update_every=2)
@@ -123,7 +123,7 @@ def test_a_restart_begins_from_the_weights_as_they_are():
 
 
 def test_a_restart_leaves_the_weights():
-    """A restart keeps the weights and copies them into the average without aliasing them."""
+    """A restart copies the weights into the average, without changing or sharing them."""
     network, ema = followed()
     before = [weight.detach().clone() for weight in network.parameters()]
 

@@ -19,7 +19,7 @@ LOOPS = [
             precision=precision,
             scale=scale,
             accumulation=accumulation,
-            # The last window is shorter: 8 updates of 1, or 5 of 4 and one of 2.
+            # 8 updates of one micro-batch, or 5 updates of four and a shorter last one of two.
             num_batches=8 if accumulation == 1 else 22,
         ),
         id=f"{optimizer}-{precision}-scale {scale:g}-accumulation {accumulation}",
@@ -40,13 +40,13 @@ def alone(loop: Loop) -> Trace:
 
 
 def changed(loop: Loop, **settings) -> Loop:
-    """Return a loop with other settings."""
+    """Return a copy of a loop with some settings changed."""
     return Loop(**{**vars(loop), **settings})
 
 
 @functools.cache
 def attached(loop: Loop) -> Trace:
-    """Return the cached trace of the attached loop, which callers must not change."""
+    """Return the trace of the attached loop. It is cached: callers must not change it."""
     return train(loop, attached=True)
 
 
@@ -62,7 +62,7 @@ def assert_bitwise(expected: Trace, actual: Trace) -> None:
 def assert_same_norms(expected: Trace, actual: Trace) -> None:
     """Check that the norms agree for equal weights.
 
-    A norm sums 212 squares in float32 in two different orders: a few units of 6e-8.
+    The two norms add up 212 float32 squares in different orders, which differ by a few 6e-8.
     """
     torch.testing.assert_close(actual.norms, expected.norms, rtol=5e-7, atol=0)
 
@@ -105,11 +105,12 @@ def test_clipped_training_agrees_with_accelerates(loop):
     """Losses, norms, rates, weights and averages agree with accelerate's under clipping.
 
     The step divides each gradient by ``scale / coefficient``, where accelerate multiplies it by the
-    coefficient, and it sums the norm in another order: together at most 4 units in the last place,
-    5e-7 of an update. No update is above 0.1: AdamW's first updates equal its rate, 0.01; SGD's are
-    at most 0.05 * 0.3 * 10. Over 8 updates that is 4e-7 if all errors have one sign (measured:
-    6e-8). In half precision such a difference may round a weight to the other side, which moves the
-    gradients by 2**-8; these runs contain no such weight.
+    coefficient, and the step sums the norm in another order. Both errors together are at most 4
+    units in the last place, or 5e-7 of an update. An update is at most 0.1: AdamW's first updates
+    equal its rate, 0.01, and SGD's are at most 0.05 * 0.3 * 10. If the errors of all 8 updates have
+    one sign, they add up to 4e-7 (measured: 6e-8). In half precision such an error can round a
+    weight to another neighbor, which changes the gradients by 2**-8. No weight of these runs is
+    rounded that way.
     """
     loop = changed(loop, max_norm=MAX_NORM)
     expected, actual = alone(loop), attached(loop)

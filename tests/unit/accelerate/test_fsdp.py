@@ -16,7 +16,8 @@ from support.small_llama import small_llama
 
 EXACT = {"rtol": 0, "atol": 0}
 ROUNDED = {"rtol": 2e-4, "atol": 5e-5}
-"""Tolerance for sums in another order; AdamW amplifies them near zero; a step is 1e-2."""
+"""Tolerance for sums in another order. AdamW amplifies errors of gradients near zero, at most to
+its step size, 1e-2."""
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -51,7 +52,7 @@ def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
-    """A resumed loop is bitwise equal to the unbroken loop, with the average saved in shards."""
+    """A resumed loop equals the uninterrupted loop bitwise; the average is saved in shards."""
     for result in two_ranks.run(resume_attached, str(tmp_path / "state"), state_dict_type):
         torch.testing.assert_close(result["resumed"], result["unbroken"], **EXACT)
         assert result["applied"] == 2 * NUM_STEPS
@@ -60,7 +61,7 @@ def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_the_trainer(two_ranks, tmp_path, state_dict_type):
-    """A sharded Trainer trains like one process, and a resumed run equals the unbroken run."""
+    """A sharded Trainer trains like one process; a resumed run equals the uninterrupted run."""
     folders = [str(tmp_path / name) for name in ("run", "resumed")]
     checkpoint = f"{folders[0]}/checkpoint-3"
     unbroken = two_ranks.run(train_with_trainer, folders[0], None, 2, state_dict_type)

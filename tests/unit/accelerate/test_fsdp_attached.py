@@ -1,4 +1,4 @@
-"""An attached step on shards agrees with the training cell on shards."""
+"""With a sharded network, an attached step agrees with the training cell."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from support.fsdp.attached import train_attached, train_by_cell
 @pytest.mark.parametrize("way", ["folded", "in place"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_attached_loop_on_shards_does_what_the_cell_does(two_ranks, accumulation, way):
-    """Norms before clipping, local norms and weights on shards equal those of the cell."""
+    """The loop's norms before clipping, local norms and weights equal those of the cell."""
     cells = two_ranks.run(train_by_cell, accumulation)
     loops = two_ranks.run(train_attached, accumulation, way)
 

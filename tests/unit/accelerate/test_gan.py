@@ -28,7 +28,7 @@ each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 BAD = {
     "none": (set(), set()),
-    # Not the first update: torch's fused SGD would then use uninitialized momentum.
+    # Update 0 is never bad: if it is skipped, torch's fused SGD leaves its momentum uninitialized.
     "both": ({1, 5, 6}, {1, 5, 6}),
     "in turn": ({1, 7}, {2, 9}),
 }
@@ -44,7 +44,7 @@ class Nets(NamedTuple):
 
 
 def nets(optimizer: str) -> Nets:
-    """Return a small discriminator and generator with optimizers of this name."""
+    """Return a small discriminator and generator, each with the named optimizer."""
     torch.manual_seed(0)
     discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
     generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -230,12 +230,13 @@ def test_losses_of_a_gan_are_reported_apart(optimizer, by_module):
 @each_zeroing
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD"])
 def test_the_scale_of_a_gan_falls_for_the_overflow_of_either(optimizer, by_module):
-    """The scale falls once for each update of either network that overflows."""
+    """Each update that overflows, of either network, lowers the scale once."""
     gan = AttachedGan(optimizer, DynamicLossScaleUpdateCell(2.0**20, 2, 1000))
     bad = ({1, 8}, {2, 5, 8})
 
     gan.train(limit=INF, by_module=by_module, bad=bad)
-    # The generator's overflow counts once the discriminator's unused gradients are zeroed.
+    # An overflow of the generator lowers the scale later: when the discriminator's unused gradients
+    # are zeroed. The second training shows that no overflow is counted after the first training.
     gan.train(limit=INF, by_module=by_module)
 
     scales = gan.scales

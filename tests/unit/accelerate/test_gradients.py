@@ -1,4 +1,4 @@
-"""Gradients are read once between backward and step, and are clipped like torch's."""
+"""Gradients are read once between backward and step, and are clipped as by torch."""
 
 import copy
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Window:
 
 
 def test_gradients_are_read_once():
-    """Gradients that have not changed are not read again."""
+    """Measuring gradients a second time reads nothing if they have not changed."""
     window = Window()
     window.backward([3.0, 0.0], [0.0, 4.0])
 
@@ -76,7 +76,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_gradients_are_read_again(change):
-    """Gradients that were changed in place or replaced are read again."""
+    """Measuring gradients again reads them if they were changed in place or replaced."""
     window = Window()
     window.backward([3.0, 4.0])
     window.window.measured()
@@ -219,7 +219,10 @@ LOSSES = {
 
 @pytest.mark.parametrize(("losses", "steps", "expected"), LOSSES.values(), ids=LOSSES)
 def test_the_loss_is_the_mean_over_micro_batches(losses, steps, expected):
-    """The reported loss is the mean over micro-batches, also in a shorter last window."""
+    """The reported loss is the mean over micro-batches, also in a shorter last window.
+
+    Each loss has already been divided by the accumulation steps. Losses of one micro-batch add up.
+    """
     assert reported_loss(losses, steps) == expected
 
 
@@ -258,7 +261,7 @@ SCALE = 2.0**10
 
 
 class Weights:
-    """Three weights with scaled gradients, of which the first two have an optimizer each."""
+    """Three weights with scaled gradients; the first and the second each have an optimizer."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -280,7 +283,7 @@ class Weights:
         return window
 
     def clip(self, indices, max_norm=0.5, **settings):
-        """Clip the gradients of the weights at these indices; return our norm and torch's."""
+        """Clip the gradients of the weights at these indices; return mfwrap's and torch's norm."""
         ours = clip_grad_norm(
             self.windows,
             (self.scaled[index] for index in indices),
@@ -378,7 +381,7 @@ def test_elements_are_clamped_unscaled(indices):
 
 @pytest.mark.parametrize("may_fold", [True, False], ids=["folded", "in place"])
 def test_clipping_reads_nothing_on_the_host(may_fold):
-    """Clipping reads nothing on the host."""
+    """Clipping, whether folded or in place, makes no host read."""
     weights = Weights()
     max_norm = 0.5
 

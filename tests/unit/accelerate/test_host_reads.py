@@ -125,7 +125,7 @@ def count_reads(loop: Loop) -> Iterator[tuple[bool, HostReads]]:
 
 
 def assert_no_reads(loop: Loop, factors: tuple[float, ...]) -> None:
-    """Check that no update reads and that exactly the updates whose factor is not 1 are skipped."""
+    """Check that no update reads on the host, and that each factor other than 1 causes a skip."""
     steps = list(count_reads(loop))
 
     assert [counted.reads for _, counted in steps] == [[]] * len(factors)
@@ -163,7 +163,7 @@ def test_no_schedule_reads(schedule):
 
 
 def test_asking_for_the_last_rate_reads_nothing():
-    """``get_last_lr`` returns the last rate that was used without reading on the host."""
+    """``get_last_lr`` makes no host read and returns the rate of the last update."""
     factors = FACTORS["applied first"]
     loop = whole_loop(FUSED["AdamW"], factors)
     rates = []
@@ -193,7 +193,7 @@ def reads_of_plain_steps(make_optimizer: Callable[..., Optimizer], num_steps: in
 @each_order
 @pytest.mark.parametrize("make_optimizer", FOREACH.values(), ids=FOREACH)
 def test_the_loop_with_a_foreach_optimizer_reads_once_an_update(make_optimizer, factors):
-    """Each update with a foreach optimizer reads once more than torch's optimizer does."""
+    """With a foreach optimizer, an update makes one host read besides those of the optimizer."""
     own_reads = iter(reads_of_plain_steps(make_optimizer, len(factors)))
 
     for skipped, counted in count_reads(whole_loop(make_optimizer, factors)):
@@ -204,7 +204,7 @@ def test_the_loop_with_a_foreach_optimizer_reads_once_an_update(make_optimizer, 
 def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
     """A loss monitor that prints every step reads nothing on the host after the first step."""
     factors = FACTORS["applied first"]
-    # Built first: TrainingArguments reset the state that all accelerators share.
+    # Create these before the loop: TrainingArguments reset the state that accelerators share.
     arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], max_steps=6)
     loop = whole_loop(FUSED["AdamW"], factors)
     caplog.set_level("INFO")
@@ -222,7 +222,7 @@ def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
         events("on_step_end", step_output=step.last_output, step_report=step.last_report)
 
     events("on_train_begin")
-    # The first update allocates the host buffers for the values of all steps.
+    # The first update is not counted: it allocates the host buffers for the values of all steps.
     monitored_update(0)
     with HostReads() as counted:
         for number in range(1, len(factors)):
@@ -248,7 +248,7 @@ def _default_sync_debug_mode() -> Iterator[None]:
 @each_order
 @each_fused
 def test_the_loop_on_cuda_waits_for_nothing(make_optimizer, factors):
-    """No update of a fused optimizer synchronizes with the device, including the first update."""
+    """No update of a fused optimizer synchronizes with the device, not even the first."""
     loop = whole_loop(make_optimizer, factors, device="cuda")
 
     torch.cuda.set_sync_debug_mode("error")

@@ -31,7 +31,7 @@ class Schedule:
 
 
 class Training:
-    """Linear networks with an optimizer each, which share one step."""
+    """Linear networks, each with an optimizer. All optimizers share one step."""
 
     def __init__(
         self, *, scale_sense=1.0, num_networks: int = 1, ema: bool = False, **config
@@ -100,7 +100,7 @@ def test_at_scale_one_a_loss_is_itself():
 
 
 def test_schedules_are_resolved_before_each_update():
-    """Each update resolves the schedules before it is applied."""
+    """The schedules are resolved before each update is applied."""
     training = Training()
     schedule = Schedule(training.step)
     training.step.schedules.append(schedule)

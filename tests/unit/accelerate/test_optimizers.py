@@ -1,4 +1,4 @@
-"""An attached loop supports several optimizers and parameters that are added or frozen."""
+"""An attached loop supports several optimizers, and parameters that are added or frozen later."""
 
 import math
 from typing import Any, NamedTuple
@@ -125,7 +125,7 @@ def test_two_optimizers_of_one_network_train_as_alone(
 @each_precision
 @each_scale
 def test_two_optimizers_are_clipped_by_one_norm(scale, precision, limit):
-    """Both optimizers are clipped and report by the norm of the whole network."""
+    """Both optimizers clip by the norm of the whole network, and report this norm."""
     expected = train_pair(precision, None, limit=limit)
 
     actual = train_pair(precision, scale, limit=limit)
@@ -138,7 +138,7 @@ def test_two_optimizers_are_clipped_by_one_norm(scale, precision, limit):
 
 @each_scale
 def test_without_clipping_each_optimizer_skips_for_itself(scale):
-    """One optimizer skips with its schedule while the other optimizer updates."""
+    """One optimizer and its schedule skip an update while the other optimizer applies one."""
     actual = train_pair("no", scale, bad_updates=(1, 4))
 
     bad = [index in {1, 4} for index in range(NUM_UPDATES)]
@@ -244,7 +244,7 @@ def test_parameters_may_be_added_to_a_prepared_optimizer(scale, optimizer):
 @each_optimizer
 @each_scale
 def test_parameters_may_be_frozen_for_a_while(scale, optimizer):
-    """Frozen parameters train as with accelerate alone and are left out of the reports."""
+    """Freezing parameters acts as with accelerate alone, and the reports leave them out."""
     config = StepConfig(local_norm=True)
     expected, _ = train_with_changes(freeze_and_thaw, None, optimizer)
 

@@ -37,11 +37,12 @@ def files_in(folder):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, name):
-    """Two ranks reach the state of one process on the whole batch, with NaN on one rank.
+    """Two ranks end in the same state as one process that trains on the whole batches.
 
-    The mean of two means is rounded once more than the mean: in float32 by 6e-8 of a gradient, over
-    six updates of at most 0.1 (measured: 3e-8). In bf16 the gradients of half a batch, which are
-    below 1, are rounded by up to 2**-9 of their size before they are reduced.
+    Some losses are NaN on the second rank. The mean over ranks is rounded once more than the mean
+    over a whole batch: in float32 by 6e-8 of a gradient, over six updates of at most 0.1 (measured:
+    3e-8). In bf16 the gradients of half a batch are rounded before they are reduced, by up to 2**-9
+    of their size, which is below 1.
     """
     run = AttachedRun(SETTINGS[name])
     run.train(0, len(FACTORS))
@@ -61,7 +62,7 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_overflow_on_one_rank_skips_on_both(ranks, name):
-    """Both ranks report the skip, and their weights, averages and scales stay equal."""
+    """Both ranks skip an update that overflows on one rank, and end in the same state."""
     first, second = (rank["trained"][name] for rank in ranks)
 
     assert first["skipped"] == second["skipped"] == SKIPS
@@ -93,7 +94,7 @@ def test_a_checkpoint_brings_both_ranks_back(ranks, way):
 
 
 def test_the_main_process_writes_for_all(folder, ranks):
-    """Only the main process writes mfwrap's files and the model into its folder."""
+    """If each rank saves to its own folder, only the main process writes the common files."""
     first, second = (files_in(folder / f"saved by {rank}") for rank in range(NUM_RANKS))
 
     assert first >= OURS | {"model.safetensors"}

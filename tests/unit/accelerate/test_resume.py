@@ -1,4 +1,4 @@
-"""A run that is saved and resumed in a new process equals the unbroken run."""
+"""A run that is saved and resumed in a new process equals the uninterrupted run."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ JOBS = {
 
 
 def stop(job, folder):
-    """Train a run up to its stop and save its checkpoint in the folder."""
+    """Train a job's run for its number of updates and save a checkpoint in the folder."""
     run_settings, first = job
     stopped = AttachedRun(run_settings)
     stopped.train(0, first)
@@ -52,7 +52,7 @@ def from_other_weights(jobs):
 
 
 def assert_resumed(job, resumed):
-    """Check that losses and final state equal those of the unbroken run."""
+    """Check that losses and final state equal those of the uninterrupted run."""
     run_settings, first = job
     unbroken = AttachedRun(run_settings)
     expected = unbroken.train(0, len(FACTORS))[first * run_settings.accumulation :]
@@ -72,7 +72,7 @@ def resumed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_resumed_run_is_the_unbroken_run(resumed, name):
-    """Losses and final state of a resumed run are bitwise equal to those of the unbroken run."""
+    """Losses and final state of a resumed run equal those of the uninterrupted run bitwise."""
     assert_resumed(JOBS[name], resumed[name])
 
 
@@ -97,9 +97,9 @@ def test_these_runs_skip_change_their_scale_and_move_their_average():
 @settings(max_examples=10)
 @given(data=st.data())
 def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_factory):
-    """A run with any settings can be stopped after any update and resumed bitwise.
+    """A run with any settings, stopped after any update and resumed, equals an uninterrupted run.
 
-    Each example draws several runs, so that few processes are started.
+    Each example draws five runs, which one new process resumes, because starting a process is slow.
     """
     run_settings = st.builds(
         RunSettings,

@@ -14,7 +14,7 @@ from support.accelerate_loops import OPTIMIZERS
 from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
 from support.small_networks import labelled_batches
 
-# torch warns if a schedule is stepped before the optimizer.
+# Some of these loops step the schedule before the optimizer, about which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -121,7 +121,7 @@ def test_a_state_between_two_micro_batches_is_that_after_the_last_update(name, b
 
 @pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
 def test_the_last_rate_is_told_without_waiting(bad_updates):
-    """``get_last_lr`` returns the last rate that was used until a flush applies the last step."""
+    """``get_last_lr`` returns the last used rate; after a flush it returns the next rate."""
     training = ScheduledTraining("LambdaLR")
     training.epoch(bad_updates, num_updates=2)
     first = OPTIMIZERS["fused SGD"]([torch.zeros(1)]).param_groups[0]["lr"]
@@ -145,7 +145,7 @@ def saved_states(training: ScheduledTraining) -> dict[str, Any]:
 @pytest.mark.parametrize("is_bad", [False, True], ids=["applied", "skipped"])
 @each_schedule
 def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad):
-    """Manually saved states continue with the same rates as accelerate's after loading.
+    """A loop that loads states which it saved by hand has the rates of accelerate alone.
 
     The optimizer's state, which holds the rate, is usually saved before the schedule's.
     """
@@ -165,7 +165,7 @@ def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad
 
 
 def test_accelerate_alone_moves_a_schedule_over_a_skip_that_it_does_not_see():
-    """With a fused optimizer in fp16, a skip lowers the rate only with accelerate alone."""
+    """Accelerate alone steps a schedule if a fused optimizer skips in fp16; mfwrap does not."""
     blind = run("LambdaLR", "fused SGD", "fp16", attached=False, bad_updates=(2,))
     seeing = run("LambdaLR", "fused SGD", "fp16", bad_updates=(2,))
 

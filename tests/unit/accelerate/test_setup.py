@@ -1,4 +1,4 @@
-"""`attach` and `prepare` reject unsupported arguments by name and change nothing."""
+"""`attach` and `prepare` name an unsupported argument in their error, and change nothing."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def of_type(distributed_type):
 
 
 def in_fp16_without_scaler():
-    """Return an accelerator in fp16, as on CUDA, without a gradient scaler."""
+    """Return an accelerator with the settings of fp16 on CUDA but without a gradient scaler."""
     accelerator = new_accelerator("fp16")
     accelerator.scaler = None
     accelerator.state.device = torch.device("cuda")
@@ -40,7 +40,7 @@ def in_fp16_without_scaler():
 
 
 def that_has_prepared(make):
-    """Return an accelerator that has prepared the object that `make` builds for a network."""
+    """Return an accelerator that has prepared ``make(network)`` for a new network."""
     accelerator = new_accelerator()
     accelerator.prepare(make(Classifier()))
     return accelerator
@@ -133,7 +133,7 @@ def refused_attach(accelerator, error, message, **settings):
 
 @pytest.mark.parametrize(("error", "message", "settings"), SETTINGS.values(), ids=SETTINGS)
 def test_a_setting_that_does_not_fit_is_refused(error, message, settings):
-    """`attach` rejects an invalid setting by name and leaves the accelerator unchanged."""
+    """`attach` raises an error that names the invalid setting, and changes nothing."""
     refused_attach(new_accelerator(), error, message, **settings)
 
 

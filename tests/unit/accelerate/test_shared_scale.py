@@ -18,7 +18,7 @@ NUM_UPDATES = 12
 
 
 def grad_scaler() -> torch.amp.GradScaler:
-    """Return a scaler that grows every third update."""
+    """Return a gradient scaler whose scale grows after three applied updates in a row."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
 
@@ -84,7 +84,7 @@ BAD = {
     "none": (set(), set()),
     "the first": ({1, 6}, set()),
     "the second": (set(), {1, 6}),
-    # Not the first update: torch's fused SGD would then use uninitialized momentum.
+    # Update 0 is never bad: if it is skipped, torch's fused SGD leaves its momentum uninitialized.
     "both": ({1, 5, 6}, {1, 5, 6}),
     "in turn": ({1, 8}, {2, 9}),
 }
@@ -153,7 +153,7 @@ def test_accelerate_alone_divides_by_a_scale_that_has_moved():
 
 
 class TwoWeights(nn.Module):
-    """A network that returns the sum of the products of two weights with the inputs."""
+    """A network that returns ``sum(first * inputs) + sum(second * inputs)``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def test_the_scale_waits_until_all_gradients_are_used():
 
 @pytest.mark.parametrize("flags", [(YES, YES), (YES, NO), (NO, YES)], ids=str)
 def test_an_overflow_of_any_lowers_it_once(flags):
-    """Overflows of one or both optimizers in a round lower the scale once."""
+    """Overflows of one or both optimizers in a round of updates lower the scale once."""
     first, second = flags
     scale = Scale()
 
@@ -48,7 +48,7 @@ def test_an_overflow_of_any_lowers_it_once(flags):
 
 
 def test_updates_of_several_count_as_one_towards_growth():
-    """One round of updates of all optimizers counts as one step towards growth."""
+    """A round, in which each optimizer updates once, counts as one step towards growth."""
     scale = Scale(window=2)
 
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_the_average_of_one_optimizer_follows_each_update():
 
 
 def test_the_average_follows_when_all_have_done_their_update():
-    """The average is updated once per round, whatever the order of the optimizers."""
+    """The average is updated once both optimizers have done their updates, in any order."""
     average = Average(2)
 
     values = [average.update(part) for part in (0, 1, 1, 0)]
@@ -137,7 +137,8 @@ def test_an_optimizer_that_comes_again_ends_the_round():
 
     values = [average.update(part) for part in (0, 0, 0, 1)]
 
-    # The second update ends the first round, and so on; the fourth completes the third.
+    # Optimizer 0 ends the first round by its second update, and the second round by its third
+    # update. Optimizer 1 completes the third round.
     assert values == [0, 1, 2, 3]
 
 
@@ -171,7 +172,7 @@ def test_an_average_that_nobody_updates_is_known():
 
 
 def test_inside_a_swap_updates_are_refused():
-    """Inside a swap, an update of the average raises an error for every optimizer."""
+    """Inside a swap, `refuse_inside_swap` of the shared average and of its parts raises."""
     average = Average(1)
 
     with average.ema.swap():

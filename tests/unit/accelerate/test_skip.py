@@ -18,7 +18,7 @@ NOT_FUSED = ["foreach AdamW", "SGD", "Adafactor"]
 
 
 def loop_with(bad_update: int, **settings) -> Loop:
-    """Return a loop of `NUM_UPDATES` updates, one of them bad."""
+    """Return a loop of `NUM_UPDATES` updates, one of which has a non-finite gradient."""
     accumulation = settings.get("accumulation", 1)
     return Loop(
         **{
@@ -32,7 +32,7 @@ def loop_with(bad_update: int, **settings) -> Loop:
 
 @functools.cache
 def attached(loop: Loop) -> Trace:
-    """Return the cached trace of the attached loop, which callers must not change."""
+    """Return the trace of the attached loop. It is cached: callers must not change it."""
     return train(loop, attached=True)
 
 
@@ -42,7 +42,7 @@ def applied_rates(skipped: list[bool], first: float) -> list[float]:
 
 
 def weights_are_finite(trace: Trace, update: int) -> list[bool]:
-    """Return, for each weight after an update, whether all of it is finite."""
+    """Return, for each weight after an update, whether all its elements are finite."""
     return [w.isfinite().all().item() for w in weights_of(trace.states[update + 1]).values()]
 
 
@@ -186,7 +186,7 @@ def test_a_scale_that_is_too_high_falls_as_accelerates_does(optimizer):
 
 @each_place
 def test_accelerate_alone_denies_a_skip_in_fp16_with_a_fused_optimizer(bad_update):
-    """Accelerate alone misses a fused optimizer's skip in fp16, where the step reports the skip.
+    """In fp16 accelerate alone does not report a skip of a fused optimizer; the step reports it.
 
     Accelerate checks whether the optimizer's ``step`` was called; a fused optimizer skips inside
     that call. So accelerate still moves the schedule.
@@ -206,7 +206,7 @@ def test_accelerate_alone_denies_a_skip_in_fp16_with_a_fused_optimizer(bad_updat
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @each_optimizer
 def test_accelerate_alone_loses_the_model_to_a_bad_element(optimizer, precision, bad_update):
-    """A NaN gradient spoils the weights with accelerate alone, and the step prevents that."""
+    """A non-finite gradient spoils the weights with accelerate alone, but not with the step."""
     settings = {"optimizer": optimizer, "precision": precision, "scale": 1.0}
     loop = loop_with(bad_update, max_norm=0.3, **settings)
     stock, ours = train_alone(loop), attached(loop)
@@ -236,7 +236,7 @@ def test_norm_and_loss_of_a_skipped_update_are_reported_as_they_were(optimizer, 
 
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
 def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
-    """A norm above the spike threshold skips the update and keeps rate and loss scale."""
+    """A norm at or above the spike threshold skips the update and keeps rate and loss scale."""
     loop = Loop(optimizer=optimizer, precision="fp16", scale=2.0**10, max_norm=INF, num_batches=6)
     threshold = sorted(train_alone(loop).norms)[2].item()
     config = StepConfig(

@@ -24,7 +24,7 @@ def files_in(folder):
 
 
 def own_state(run):
-    """Return the entries of the run's state that belong to the step, by name."""
+    """Return the part of a run's state that belongs to the step."""
     return {name: value for name, value in run.state().items() if name.startswith("/step/")}
 
 
@@ -78,7 +78,7 @@ def test_a_person_can_read_the_record(tmp_path):
 
 
 def test_nothing_of_ours_is_a_pickle(tmp_path, monkeypatch):
-    """The step is restored from its files without unpickling."""
+    """Restoring the step from its files unpickles nothing."""
     saved = AttachedRun()
     saved.train(0, AFTER_SKIPPED)
     saved.accelerator.save_state(tmp_path)
@@ -146,7 +146,7 @@ def test_what_is_pending_is_settled_before_it_is_saved(tmp_path, stop, position)
 
 
 def test_loading_drops_what_is_pending(tmp_path):
-    """An update that was made before loading does not move the loaded schedule."""
+    """An update before loading does not step the schedule after loading."""
     run = AttachedRun()
     run.accelerator.save_state(tmp_path)
     run.train(0, 1)

@@ -1,4 +1,4 @@
-"""The average follows applied updates only, exactly, and never waits for the device."""
+"""The average follows exactly the applied updates and never synchronizes with the device."""
 
 import copy
 import io
@@ -32,7 +32,7 @@ decays = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999, 0.9999])
 
 
 def flat(state: dict) -> dict[str, Tensor]:
-    """Return copies of a state's tensors."""
+    """Return copies of all tensors of a state in one dictionary."""
     return {f"{part}.{k}": v.clone() for part, tensors in state.items() for k, v in tensors.items()}
 
 
@@ -52,7 +52,7 @@ def training(network: Network, num_steps: int, ema: ExponentialMovingAverage, se
 
 @given(decay=decays, num_steps=st.integers(1, 12), dtype=st.sampled_from(DTYPES))
 def test_equals_torch_bitwise(decay, num_steps, dtype):
-    """Without warm-up the averages are those of torch's own function, bit by bit."""
+    """Without warm-up the averages are bitwise equal to those of torch's own function."""
     weights = weights_of((3, 5), (), (0,), (17,), dtype=dtype)
     expected = [weight.clone() for weight in weights]
     follow = get_ema_multi_avg_fn(decay)
@@ -76,7 +76,7 @@ def test_equals_torch_bitwise(decay, num_steps, dtype):
     dtype=st.sampled_from([*DTYPES, torch.bfloat16]),
 )
 def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
-    """For any decay and skips, the averages follow the formula in float64."""
+    """For any decay and any skips, the averages agree with the formula in float64."""
     weights = weights_of((4, 3), (5,), dtype=dtype)
     expected = [weight.double().clone() for weight in weights]
     ema = ExponentialMovingAverage(weights, decay, warmup, update_every)
@@ -98,7 +98,7 @@ def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
 
 
 def test_skipped_updates_change_nothing():
-    """A skipped update changes neither averages nor copied buffers nor the count of updates."""
+    """A skipped update leaves averages, copied buffers and the count of updates unchanged."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.5, warmup=True)
     training(network, 4, ema, seed=0)
@@ -125,7 +125,7 @@ def test_warmup_counts_applied_updates():
         ema.update(FLAGS[applied])
         steps.append((averages(ema)["0"] - before).item())
 
-    # 1 - 1/10, skipped, 1 - 2/11, skipped, then the decay is 3/12 and stays.
+    # 1 - 1/10, skipped, 1 - 2/11, skipped, then 1 - 3/12: 3/12 is the full decay of 0.25.
     assert steps == pytest.approx([0.9, 0.0, 9 / 11, 0.0, 0.75, 0.75])
 
 
@@ -142,7 +142,7 @@ def test_warmup_counts_updates_that_are_not_averaged():
 
 
 def test_update_every_counts_calls():
-    """Every third call averages; calls for skipped updates count."""
+    """With `update_every=3` every third call averages; calls for skipped updates count too."""
     weight = torch.zeros(2)
     ema = ExponentialMovingAverage([weight], 0.5, update_every=3)
     changed = []
@@ -158,7 +158,7 @@ def test_update_every_counts_calls():
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_swap_restores_bitwise(error):
-    """The module has the averages inside the block and its own values afterwards, even on error."""
+    """Inside `swap` a module has the averages; afterwards its own values, even after an error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -187,7 +187,7 @@ def test_swap_restores_bitwise(error):
 
 
 def test_swap_keeps_bits_of_bfloat16_weights():
-    """Weights in bfloat16 are restored bitwise after the block."""
+    """Weights in bfloat16 are restored bitwise after `swap`."""
     weight = torch.randn(5).bfloat16()
     ema = ExponentialMovingAverage([weight], 0.9)
     train([weight])
@@ -200,7 +200,7 @@ def test_swap_keeps_bits_of_bfloat16_weights():
 
 
 def test_calls_refused_inside_swap():
-    """Calls that would change the averages, or be undone, are errors inside the block."""
+    """Inside `swap`, calls raise that would change the averages or that `swap` would undo."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -222,7 +222,7 @@ def test_calls_refused_inside_swap():
 
 
 def test_copy_to_own_parameters():
-    """By default averages and copied buffers replace the values of the module."""
+    """Without a target, `copy_to` writes averages and buffers into the averaged module."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -235,7 +235,7 @@ def test_copy_to_own_parameters():
 
 
 def test_copy_to_another_module():
-    """Averages and buffers are written into another module by name."""
+    """`copy_to` writes averages and buffers into another module by name."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -256,7 +256,7 @@ def test_copy_to_another_module():
 
 @pytest.mark.parametrize("of_module", [True, False])
 def test_copy_to_by_position(of_module):
-    """If the source or the target is an iterable, averages are matched by position."""
+    """If the source or the target is an iterable, `copy_to` matches averages by position."""
     source, target = nn.Linear(3, 2), nn.Linear(3, 2)
     ema = ExponentialMovingAverage(source if of_module else source.parameters(), 0.9)
     train(source.parameters())
@@ -279,7 +279,7 @@ def test_copy_to_by_position(of_module):
     ],
 )
 def test_copy_to_what_does_not_fit(target, error, message):
-    """If one target does not fit, nothing is written."""
+    """If one target does not fit, `copy_to` raises and writes nothing."""
     ema = ExponentialMovingAverage(nn.Linear(3, 2))
     tensors = list(target.parameters()) if isinstance(target, nn.Module) else target
     before = copy.deepcopy(tensors)
@@ -292,7 +292,7 @@ def test_copy_to_what_does_not_fit(target, error, message):
 
 @pytest.mark.parametrize("update_every", [1, 2])
 def test_resumed_run_equals_unbroken_one(update_every):
-    """A run resumed in new objects from a torch.save file ends bitwise the same."""
+    """A run resumed from a torch.save file ends bitwise equal to the uninterrupted run."""
     unbroken = Network()
     ema = ExponentialMovingAverage(unbroken, 0.9, warmup=True, update_every=update_every)
     training(unbroken, 5, ema, seed=0)
@@ -337,7 +337,7 @@ def test_loaded_state_is_not_shared():
 
 
 def replaced(part: str, name: str, value: object):
-    """Return a change of one entry of a state."""
+    """Return a function that replaces an entry of a state."""
 
     def change(state: dict) -> None:
         state[part][name] = value
@@ -346,7 +346,7 @@ def replaced(part: str, name: str, value: object):
 
 
 def removed(*path: str):
-    """Return a change that takes an entry out of a state."""
+    """Return a function that removes an entry from a state."""
 
     def change(state: dict) -> None:
         *parts, name = path
@@ -381,7 +381,7 @@ def removed(*path: str):
     ],
 )
 def test_foreign_state_changes_nothing(change, error, message):
-    """A state that does not fit is an error that names the entry, and nothing is changed."""
+    """Loading a state that does not fit raises an error that names the entry, without changes."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 2, ema, seed=0)
@@ -397,7 +397,7 @@ def test_foreign_state_changes_nothing(change, error, message):
 
 
 def test_state_must_be_a_mapping():
-    """A state that is not a mapping is a TypeError."""
+    """Loading a state that is not a mapping raises a TypeError."""
     with pytest.raises(TypeError, match="`state` must be a mapping, got None"):
         ExponentialMovingAverage([torch.zeros(1)]).load_state_dict(None)
 
@@ -428,7 +428,7 @@ def test_state_must_be_a_mapping():
     ],
 )
 def test_bad_arguments(arguments, error, name):
-    """Each wrong argument is an error at construction that names it."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=f"`{name}` must "):
         ExponentialMovingAverage(**{"parameters": [torch.zeros(1)], **arguments})
 
@@ -442,7 +442,7 @@ def test_bad_arguments(arguments, error, name):
     ],
 )
 def test_bad_flag(applied, error):
-    """A flag of a wrong type or shape is an error, and the call is not counted."""
+    """A flag of a wrong type or shape raises an error, and the call is not counted."""
     ema = ExponentialMovingAverage([torch.zeros(1)])
     with pytest.raises(error, match="`applied` must "):
         ema.update(applied)

@@ -23,7 +23,7 @@ from support.averages import (
 
 @pytest.mark.parametrize("decay", [0.999, 0.9999, 1 - 1e-7])
 def test_decay_close_to_one_is_not_rounded(decay):
-    """The step of an average is 1 - decay in float64, rounded once."""
+    """The weight of a new value is 1 - decay, computed in float64 and rounded once."""
     weight = torch.zeros(())
     ema = ExponentialMovingAverage([weight], decay)
     weight.fill_(1.0)
@@ -33,7 +33,7 @@ def test_decay_close_to_one_is_not_rounded(decay):
 
 
 def test_trainable_weights_of_a_module_once():
-    """Trainable weights of a module are averaged once, persistent buffers are copied."""
+    """Each trainable weight of a module is averaged once; persistent buffers are copied."""
     ema = ExponentialMovingAverage(Network())
     state = ema.state_dict()
 
@@ -55,7 +55,7 @@ def test_tied_weights_of_an_iterable_once():
 
 
 def test_average_of_bfloat16_weights_is_float32():
-    """The average of bfloat16 weights is float32, because one in bfloat16 would not move."""
+    """The average of half-precision weights is float32: a bfloat16 average would not move."""
     weights = [torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float16)]
     ema = ExponentialMovingAverage(weights, 0.999)
     stalled = ExponentialMovingAverage(weights, 0.999, dtype=torch.bfloat16)
@@ -139,7 +139,7 @@ def test_buffers_are_copied_when_averaging():
 
 
 def test_names_are_those_without_torch_compile():
-    """The average of compiled layers loads into layers that are not compiled."""
+    """An average of compiled layers has plain names and loads into an average without compile."""
     plain, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     compiled[0] = torch.compile(compiled[0], backend="eager")
     ours, theirs = ExponentialMovingAverage(plain), ExponentialMovingAverage(compiled)
