@@ -61,7 +61,7 @@ FINE = {
     ],
 )
 def test_reasons(values, num_reasons):
-    """Each fault is one reason; after an overflow, norms give no reason."""
+    """Each fault gives one reason; if the step has overflowed, its norms give none."""
     assert len(health_of(**FINE | values)) == num_reasons
 
 

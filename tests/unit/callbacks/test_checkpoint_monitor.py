@@ -32,7 +32,7 @@ def records(folder) -> list[dict]:
 
 
 def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **settings):
-    """Train a tiny Llama, one micro-batch an update, under a monitor."""
+    """Train a tiny Llama with a monitor and one micro-batch per update; return the trainer."""
     extras = {"step": StepConfig(local_norm=True)} if kind is MFTrainer else None
     arguments = {"gradient_accumulation_steps": 1, "max_steps": 6} | settings
     trainer = new_trainer(kind, folder, callbacks=[*callbacks, monitor], extras=extras, **arguments)
@@ -42,7 +42,7 @@ def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **settings):
 
 @pytest.mark.parametrize("kind", [MFTrainer, Trainer])
 def test_by_steps(kind, tmp_path):
-    """Due steps and the last step are saved, the newest two kept, and each has a record."""
+    """Due steps and the last step are saved and recorded; the newest two are kept."""
     trained(tmp_path, CheckpointMonitor(2, keep_checkpoint_max=2), kind=kind, max_steps=7)
 
     assert steps_of(tmp_path) == [6, 7]
@@ -53,7 +53,7 @@ def test_by_steps(kind, tmp_path):
 
 
 def test_by_time(tmp_path):
-    """A checkpoint is saved one step after the time is over, and the clock restarts."""
+    """A checkpoint is saved one step after the interval has passed; then a new interval starts."""
     clock = Clock()
 
     class Seconds(TrainerCallback):
@@ -83,7 +83,7 @@ def test_an_unhealthy_checkpoint(tmp_path, caplog):
 
 
 def test_a_resume_from_the_newest_healthy_one(tmp_path):
-    """A run resumed from the newest healthy checkpoint replaces the unhealthy ones."""
+    """A run resumed from the newest healthy checkpoint replaces the unhealthy checkpoints."""
     trained(tmp_path, CheckpointMonitor(1), model=spoilt_llama([1.0] * 3 + [NAN] * 3))
     healthy = newest_healthy_checkpoint(tmp_path)
     extras = {"step": StepConfig(local_norm=True)}
@@ -103,7 +103,7 @@ def test_a_resume_from_the_newest_healthy_one(tmp_path):
 
 
 def test_what_is_usual_goes_on_after_a_resume(tmp_path):
-    """A resumed run has the state of an unbroken run, and JSON can hold it."""
+    """A resumed run ends with the same state of the monitor as an uninterrupted run."""
     spoilt = [1.0, NAN, 1.0, 1.0, NAN, NAN]
     whole = CheckpointMonitor(3)
     trained(tmp_path / "whole", whole, model=spoilt_llama(spoilt))
@@ -125,7 +125,7 @@ def test_what_is_usual_goes_on_after_a_resume(tmp_path):
     assert [r["skips_since_last"] for r in records(tmp_path / "parts")] == [1, 2]
     assert [r["skips_since_last"] for r in records(tmp_path / "whole")] == [1, 2]
     assert (ours["global_norm"]["num_steps"], ours["skipped_updates"]) == (3, 3)
-    # The schedule of the first part is shorter, so its norms differ a little.
+    # The first part has `max_steps=3`, which shortens its schedule, so its norms differ a little.
     assert theirs["global_norm"] == pytest.approx(ours["global_norm"], rel=0.5)
     assert theirs["skipped_updates"] == 3
     assert CheckpointMonitor.from_state(states[0])._settings == whole._settings
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite(tmp_path):
 
 
 def test_the_embeddings_gradient(tmp_path):
-    """The norm of the embedding's gradient is compared, not its square."""
+    """The threshold is compared with the norm of the embedding's gradient, not its square."""
     norms = []
 
     class Note(TrainerCallback):
@@ -181,7 +181,10 @@ def test_the_embeddings_gradient(tmp_path):
     ],
 )
 def test_what_is_left(num_kept, best, healthy, left, tmp_path):
-    """The newest, the best and the newest healthy checkpoints are kept, and other folders."""
+    """The newest, the best and the newest healthy checkpoints are kept.
+
+    Other folders stay too, but the remains of an interrupted removal are deleted.
+    """
     for step in (1, 2, 3, 4, 10):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
         name = f"checkpoint-{step}"
@@ -221,19 +224,19 @@ def test_what_is_left(num_kept, best, healthy, left, tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=re.escape(message)):
         CheckpointMonitor(**settings)
 
 
 def test_two_that_delete(tmp_path):
-    """A Trainer with a ``save_total_limit`` is refused."""
+    """A Trainer with a ``save_total_limit`` raises an error, because both delete checkpoints."""
     with pytest.raises(ValueError, match="save_total_limit=3 and keep_checkpoint_max=5 would"):
         trained(tmp_path, CheckpointMonitor(1), save_total_limit=3)
 
 
 def test_a_step_reads_nothing(tmp_path):
-    """A step starts no synchronizing read."""
+    """A step makes no host read that synchronizes with the device."""
     monitor = CheckpointMonitor(100, save_checkpoint_seconds=1e6, embedding_local_norm_threshold=1)
     outputs = []
 
@@ -251,7 +254,7 @@ def test_a_step_reads_nothing(tmp_path):
         state.global_step = number
         monitor.on_step_end(args, state, trainer.control, **values)
 
-    # The first step allocates the buffers that values are copied into.
+    # The first step is not counted: it allocates the buffers that values are copied into.
     step(1)
     with HostReads() as counted:
         for number in (2, 3, 4):

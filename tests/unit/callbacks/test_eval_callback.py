@@ -11,7 +11,7 @@ from support.monitored_loop import Clock
 
 
 def evaluated(callback, calls, *, num_epochs=3, steps_per_epoch=4, epoch=0.0, main=True):
-    """Return the events and steps at which a callback has evaluated."""
+    """Run a loop; return the events and steps at which the callback evaluates."""
     state = TrainerState(epoch=epoch, is_world_process_zero=main)
     handler = CallbackHandler([callback], None, None, None, None)
     control = TrainerControl()
@@ -44,7 +44,7 @@ def evaluated(callback, calls, *, num_epochs=3, steps_per_epoch=4, epoch=0.0, ma
     ids=str,
 )
 def test_when(intervals, epoch, expected):
-    """Intervals count from the start of training, and no state is evaluated twice."""
+    """Intervals count from the start of training, and no step is evaluated twice."""
     calls = []
     callback = EvalCallback(lambda: calls.append(1), **intervals)
     found = evaluated(callback, calls, epoch=epoch)
@@ -80,6 +80,6 @@ def test_the_line(caplog):
     ],
 )
 def test_bad_arguments(arguments, message):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(TypeError, match=re.escape(message)):
         EvalCallback(*arguments)

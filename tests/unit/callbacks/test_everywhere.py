@@ -1,4 +1,4 @@
-"""Every monitor in every loop: what it shows, and which values it warns that it cannot show."""
+"""Every monitor in every loop shows the values it can, and warns about those it cannot show."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ SAVES = {"MFTrainer", "Trainer"}
 
 
 class Kept(GeneralTracker):
-    """A tracker that keeps what is logged."""
+    """A tracker that keeps the logged values."""
 
     name = "kept"
     requires_logging_directory = False
@@ -90,7 +90,7 @@ class Kept(GeneralTracker):
 
 
 def monitors(folder, **settings):
-    """Return one monitor of each kind, with all outputs on."""
+    """Return one monitor of each kind, with all its outputs turned on."""
     return [
         MFLossMonitor(tensorboard_dir=folder / "loss"),
         TrainingStateMonitor(
@@ -120,7 +120,7 @@ def by_a_trainer(kind, folder):
 
 
 def by_model(folder):
-    """Train with `Model` and a cell."""
+    """Train with `Model` and a cell; return the values that trackers get."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     tracker = Kept()
@@ -135,7 +135,7 @@ def by_model(folder):
 
 
 def by_attached_loop(folder):
-    """Train in a custom loop with accelerate's trackers."""
+    """Train in a custom loop; return the values that accelerate's trackers get."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     tracker = Kept()
@@ -237,7 +237,7 @@ def test_curves_and_log(run):
 
 
 def test_trackers(run):
-    """Trackers, if the loop has any, get the same values at the same steps."""
+    """If the loop has trackers, they get the same values as the JSON lines, step by step."""
     loop, folder, tracked, _ = run
     if loop not in TRACKED:
         assert not {"weight_norm"} & {name for _, values in tracked for name in values}
@@ -265,7 +265,7 @@ def test_what_cannot_be_shown_is_said_once(run):
 
 
 def test_other_monitors(run):
-    """Evaluations are logged, two steps profiled, and a Trainer saves healthy checkpoints."""
+    """Evaluations are logged, steps are profiled, and a Trainer saves healthy checkpoints."""
     loop, folder, _, said = run
     evaluations = [text for _, text in said if text.startswith("Eval result: {'answer': 42}")]
     trace = json.loads((folder / "profile" / "rank_0" / "trace.json").read_text())
@@ -292,7 +292,7 @@ def test_the_page_reads_what_was_written(run):
     if loop in {"Model", "attached loop"}:
         assert list(read.local_norms[0]) == shown
     if loop == "MFTrainer":
-        # The Trainer's log has all of them.
+        # The Trainer's log adds the norms of all other parameters.
         assert list(read.local_norms[0])[: len(shown)] == shown
     if loop in SAVES:
         assert read.curves["eval_loss"].steps == [2, 4]

@@ -10,7 +10,7 @@ from support.ranks.monitors import gather_norms
 
 
 def test_every_ranks_norms_are_in_the_record(two_ranks, tmp_path):
-    """At the steps of the interval, the files of the run hold the norms of each rank."""
+    """At each step of the interval, the run's files get the local norms of every rank."""
     folder = tmp_path / "run"
     ranks = two_ranks.run(gather_norms, str(folder), {"step_interval": 2})
     record = read_run(folder)
@@ -41,7 +41,7 @@ def test_curves_of_each_rank(two_ranks, tmp_path):
 
 
 def test_one_process_writes_its_own(tmp_path):
-    """A single process writes its norms without a message."""
+    """A single process writes its local norms without a gather."""
     trained = gather_norms(0, str(tmp_path), {})
 
     assert list(read_run(tmp_path).local_norms) == [0]
@@ -49,7 +49,7 @@ def test_one_process_writes_its_own(tmp_path):
 
 
 def test_without_local_norms_it_says_so_once(tmp_path, caplog):
-    """Without local norms, one warning says so and nothing is written."""
+    """If the step has no local norms, one warning says so and nothing is written."""
     gather_norms(0, str(tmp_path), {"local_norm": False})
 
     (record,) = caplog.records
@@ -72,6 +72,6 @@ def test_a_folder_is_needed():
     ],
 )
 def test_wrong_arguments(settings, error, message):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=message):
         LocalNormMonitor(**settings)

@@ -1,4 +1,4 @@
-"""What a run records beside its steps."""
+"""A run also records throughput, the limit of the norm, and evaluations."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_throughput_is_that_of_training(tmp_path):
 
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
-    """The limit is in the record of the run if gradients are clipped."""
+    """The record of a run has `max_grad_norm` if gradients are clipped."""
     recorder = MetricsRecorder(tmp_path, evaluates_average=False)
     recorder.on_train_begin(arguments_of(tmp_path, max_grad_norm=limit), TrainerState(), None)
     recorder.write({"step": 1, "loss": 1.0})
@@ -50,7 +50,7 @@ def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
 
 
 def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
-    """Records after the checkpoint are dropped, and the limit stays there once."""
+    """A resumed run drops the records after its checkpoint, and has `max_grad_norm` once."""
     arguments, state = arguments_of(tmp_path), TrainerState()
     recorder = MetricsRecorder(tmp_path, evaluates_average=False)
     recorder.on_train_begin(arguments, state, None)
@@ -65,7 +65,7 @@ def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
 
 @pytest.mark.parametrize("says", [False, True])
 def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
-    """Metrics of averaged weights get a prefix, and timings are left out."""
+    """Metrics of averaged weights are recorded with a prefix and without timings."""
     state = TrainerState(global_step=7)
     recorder = MetricsRecorder(tmp_path, evaluates_average=True, says_evaluations=says)
     recorder.on_train_begin(None, TrainerState(), None)
@@ -80,14 +80,14 @@ def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
 
 
 def test_results_have_no_timings():
-    """Timings and the epoch are not results of an evaluation."""
+    """`results_of` leaves out timings and the epoch."""
     metrics = {"eval_loss": 1.0, "eval_runtime": 2.0, "eval_samples_per_second": 3.0, "epoch": 4.0}
 
     assert results_of(metrics) == {"eval_loss": 1.0}
 
 
 def test_only_the_main_process_writes(tmp_path):
-    """Other processes write no file."""
+    """Only the main process writes files."""
     recorder = MetricsRecorder(tmp_path, evaluates_average=False)
     state = TrainerState(is_world_process_zero=False)
     recorder.on_train_begin(arguments_of(tmp_path), state, None)

@@ -1,4 +1,4 @@
-"""An import of a callback that mfwrap leaves out says what to use instead."""
+"""Importing a callback that mfwrap does not have raises an error that says what to use instead."""
 
 import pkgutil
 import re
@@ -11,7 +11,7 @@ from mfwrap.names import ABSENT_CALLBACKS
 
 @pytest.mark.parametrize("name", ABSENT_CALLBACKS)
 def test_an_import_says_what_to_write(name):
-    """An import and an attribute lookup raise the same advice."""
+    """An import and an attribute lookup raise an error with the same advice."""
     with pytest.raises(ImportError, match=f"^mfwrap.callbacks has no `{name}`; write ") as raised:
         exec(f"from mfwrap.callbacks import {name}", {})  # noqa: S102  (the test's own text)
     assert ABSENT_CALLBACKS[name] in str(raised.value)
@@ -20,7 +20,7 @@ def test_an_import_says_what_to_write(name):
 
 
 def test_any_other_name_is_an_ordinary_error():
-    """A misspelled name is an ordinary ImportError."""
+    """A misspelled name raises an ordinary ImportError."""
     with pytest.raises(ImportError, match="cannot import name 'SumaryCollector'"):
         exec("from mfwrap.callbacks import SumaryCollector", {})  # noqa: S102  (the test's own text)
     assert not hasattr(callbacks, "SumaryCollector")
@@ -28,7 +28,7 @@ def test_any_other_name_is_an_ordinary_error():
 
 @pytest.mark.parametrize("sentence", ABSENT_CALLBACKS.values(), ids=ABSENT_CALLBACKS)
 def test_what_to_write_exists(sentence):
-    """Every class and module that an advice names exists."""
+    """Every class and module that the advice names exists."""
     for path in re.findall(r"`(mfwrap(?:\.\w+)+)", sentence):
         assert pkgutil.resolve_name(path) is not None
     named = re.findall(r"`([A-Z]\w+)", sentence)

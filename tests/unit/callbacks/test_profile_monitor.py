@@ -41,7 +41,7 @@ def test_steps(first, last, expected, tmp_path):
 
 
 def test_each_run_is_profiled(tmp_path):
-    """Each training of the same callback is profiled into its own run folder."""
+    """If one callback is used in several trainings, each profile is in its own run folder."""
     monitor = ProfileMonitor(2, 2, profile_memory=True, with_stack=True)
     for name in ("first", "second"):
         run(monitor, args=TrainingArguments(str(tmp_path / name), use_cpu=True))
@@ -70,7 +70,7 @@ def test_other_ranks(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=re.escape(message)):
         ProfileMonitor(**settings)
 

@@ -1,4 +1,4 @@
-"""One differing bit is found, with the rank that it differs on."""
+"""A single bit that differs between replicas is found, and its rank is named."""
 
 import re
 
@@ -22,7 +22,7 @@ DTYPES = [
 
 
 def plain_hash(tensor) -> int:
-    """Return the same hash, computed with Python's unbounded integers."""
+    """Return the hash of a tensor, computed with Python's unbounded integers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = real.contiguous().reshape(-1).view(sizes[real.element_size()]).tolist()
@@ -32,7 +32,7 @@ def plain_hash(tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hashes(dtype, monkeypatch):
-    """Hashes equal exact integer arithmetic, for every dtype and layout, also in chunks."""
+    """Hashes agree with exact integer arithmetic, for every dtype and layout, also in chunks."""
     tensors = [
         (torch.randn(5, 7) * 50).to(dtype),
         (torch.randn(7, 5) * 50).to(dtype).t(),
@@ -52,7 +52,7 @@ def test_a_flipped_bit(index, bit, seed):
     torch.manual_seed(seed)
     tensor = torch.randn(100)
     flipped, exchanged = tensor.clone(), tensor.clone()
-    # The highest bit is the sign of the integer.
+    # The highest bit is the sign of an int32, so its mask is the lowest int32.
     flipped.view(torch.int32)[index] ^= (1 << bit) if bit < 31 else -(2**31)
     exchanged[[index, (index + 1) % 100]] = exchanged[[(index + 1) % 100, index]]
     hashes = bitwise_hashes([tensor, flipped, exchanged]).tolist()
@@ -61,7 +61,7 @@ def test_a_flipped_bit(index, bit, seed):
 
 
 def test_zeros_of_both_signs():
-    """Zeros of different sign have different hashes."""
+    """Positive and negative zeros have different hashes."""
     first, second = bitwise_hashes([torch.zeros(2), -torch.zeros(2)]).tolist()
 
     assert first != second
@@ -89,7 +89,7 @@ def test_one_process(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=re.escape(message)):
         ReplicaCheck(**settings)
 
@@ -104,7 +104,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.slow
 def test_replicas_that_are_the_same(ranks):
-    """With identical replicas, nothing is written and no rank stops."""
+    """If the replicas are identical, nothing is written and no rank stops."""
     folder, results = ranks
 
     assert records_of(folder / "same") == []
@@ -114,7 +114,7 @@ def test_replicas_that_are_the_same(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "rank"), [("weight", 2), ("gradient", 1)])
 def test_a_bit_on_one_rank(case, rank, ranks):
-    """A flipped bit has one record with step, weight and rank."""
+    """A flipped bit on one rank gives one record with step, weight and rank."""
     folder, _ = ranks
     (record,) = records_of(folder / case)
     expected = {"step": 4, "kind": "replicas_differ", "ranks": [rank], "layer": "1"}
@@ -124,7 +124,7 @@ def test_a_bit_on_one_rank(case, rank, ranks):
 
 @pytest.mark.slow
 def test_stop(ranks):
-    """With ``stop=True``, all ranks raise, before the next update."""
+    """With ``stop=True`` all ranks raise before the next update."""
     _, results = ranks
 
     assert [result["stop"] for result in results] == [
@@ -137,7 +137,7 @@ def test_stop(ranks):
 
 @pytest.mark.slow
 def test_time_is_the_main_processs(ranks):
-    """All ranks request a checkpoint at the same step, by the main process's clock."""
+    """All ranks request a checkpoint at the same step, which the main process's clock sets."""
     _, results = ranks
 
     assert [result["saves"] for result in results] == [[4, 8, 12]] * NUM_RANKS

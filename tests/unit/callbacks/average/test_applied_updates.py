@@ -24,7 +24,7 @@ BAD = (False, True, True, False, True, False, False)
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_scaled_optimizer(make, clips):
-    """An update counts as applied exactly if it changed the weights."""
+    """An update counts as applied if and only if it changed the weights."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
     network, optimizer = accelerator.prepare(*pair(make))
@@ -51,7 +51,7 @@ def pair(make):
 
 
 def test_an_optimizer_without_scaler():
-    """Without a gradient scaler every update is applied, even of a NaN gradient."""
+    """Without a gradient scaler every update counts as applied, even one of a NaN gradient."""
     network, optimizer = pair(OPTIMIZERS["sgd"])
     updates = AppliedUpdates(optimizer)
     for value in (1.0, torch.nan):
@@ -81,7 +81,10 @@ class Foreign:
 
 
 def test_an_optimizer_of_another_kind():
-    """A foreign optimizer is asked for ``step_was_skipped``; without one, all is applied."""
+    """A foreign optimizer's ``step_was_skipped`` decides whether its update was applied.
+
+    Without an optimizer every update counts as applied.
+    """
     assert not AppliedUpdates(Foreign(step_was_skipped=True)).last()
     assert AppliedUpdates(Foreign(step_was_skipped=False)).last() is None
     assert AppliedUpdates(None).last() is None

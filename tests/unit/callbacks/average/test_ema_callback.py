@@ -1,4 +1,4 @@
-"""Evaluation, choice and export with averaged weights, in both Trainers."""
+"""Both Trainers evaluate averaged weights, choose the best checkpoint by them and export them."""
 
 import functools
 from pathlib import Path
@@ -27,7 +27,7 @@ from support.training_state import assert_same_state
 
 
 def run(folder, kind, settings=PLAIN, arguments=STEPS, *, callbacks=(), **switches):
-    """Train; return the trainer, its follower and the callback."""
+    """Train; return the trainer, its `Follower` and the tested callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, callback = Follower(), EMACallback(**callback_arguments, **switches)
     order = [follower, callback, *callbacks]
@@ -37,7 +37,7 @@ def run(folder, kind, settings=PLAIN, arguments=STEPS, *, callbacks=(), **switch
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return a function that runs each kind of training once, for several tests."""
+    """Return a function that runs a kind of training once and keeps the result for later calls."""
 
     @functools.cache
     def get(kind, *, epochs=False):
@@ -56,7 +56,7 @@ def evaluations(trainer):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_average(runs, kind):
-    """The average of applied updates equals torch's own."""
+    """The average over applied updates equals that of torch's own function."""
     _, follower, callback = runs(kind)
 
     assert_same_state(follower.averages[NUM_STEPS], dict(callback.ema.named_averages()))
@@ -79,7 +79,7 @@ def test_evaluation(runs, tmp_path, kind, epochs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [False, True], ids=["steps", "epochs"])
 def test_raw_weights(runs, kind, epochs):
-    """The raw weights are back before a checkpoint is saved."""
+    """The raw weights are restored before a checkpoint is saved."""
     trainer, follower, _ = runs(kind, epochs=epochs)
 
     for step, weights in follower.saved.items():
@@ -90,7 +90,7 @@ def test_raw_weights(runs, kind, epochs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_itself(runs, tmp_path, kind):
-    """Losses and weights of the training are those of a run without the callback."""
+    """Losses and weights of the training equal those of a training without the callback."""
     trainer, follower, _ = runs(kind)
     alone = Follower()
     settings = SKIPPING if kind != "stock" else PLAIN
@@ -117,7 +117,7 @@ def test_export(runs, kind, epochs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_best_model(runs, kind):
-    """The best checkpoint is the one with the best averages, and the model ends with them."""
+    """The averages with the best metric decide the best checkpoint and are loaded at the end."""
     trainer, follower, _ = runs(kind)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)
@@ -129,7 +129,7 @@ def test_best_model(runs, kind):
 
 
 def test_evaluation_without_averages(tmp_path):
-    """With ``evaluate=False``, raw weights are evaluated and loaded, and averages exported."""
+    """With ``evaluate=False``, raw weights are evaluated and loaded; averages are exported."""
     trainer, follower, _ = run(tmp_path, "own average", evaluate=False)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)
@@ -169,7 +169,7 @@ def test_nothing_is_loaded_that_the_trainer_does_not_load(tmp_path):
 
 
 def test_settings_of_its_own_average(tmp_path):
-    """Decay, warm-up and stride reach the callback's own average."""
+    """The callback creates its average with `decay`, `warmup` and `update_every`."""
     by_hand = []
 
     class ByHand(TrainerCallback):
@@ -186,7 +186,7 @@ def test_settings_of_its_own_average(tmp_path):
 
 
 def test_evaluation_by_hand(tmp_path):
-    """``trainer.evaluate()`` uses the current weights; inside ``swap()``, the averages."""
+    """``trainer.evaluate()`` uses raw weights after training, and averages inside ``swap()``."""
     arguments = STEPS | {"load_best_model_at_end": False}
     trainer, follower, callback = run(tmp_path, "its average", arguments=arguments)
     raw = trainer.evaluate()["eval_loss"]
@@ -198,7 +198,7 @@ def test_evaluation_by_hand(tmp_path):
 
 
 def test_loading_needs_evaluation_and_export():
-    """``load_best`` without ``evaluate`` or ``export`` is refused."""
+    """``load_best`` without ``evaluate`` or ``export`` raises an error."""
     for switches in ({"evaluate": False}, {"export": False}):
         with pytest.raises(ValueError, match="`load_best` needs evaluate=True and export=True"):
             EMACallback(load_best=True, **switches)
@@ -215,7 +215,7 @@ def test_loading_needs_evaluation_and_export():
     ],
 )
 def test_settings_beside_an_average(tmp_path, settings, given):
-    """Settings are refused at the start of training if the Trainer has an average."""
+    """Settings of the callback raise an error if the Trainer has an average of its own."""
     trainer_kind, _, extras = KINDS["its average"]
     trainer = new_trainer(
         tmp_path, PLAIN, kind=trainer_kind, callbacks=[EMACallback(**settings)], **extras
@@ -243,13 +243,13 @@ def test_settings_beside_an_average(tmp_path, settings, given):
     ],
 )
 def test_bad_arguments(arguments, error, message):
-    """A wrong argument is refused at construction."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=message):
         EMACallback(**arguments)
 
 
 def test_sharded_weights(tmp_path):
-    """Sharded weights are refused at the start of training, not at the first checkpoint."""
+    """Sharded weights raise an error at the start of training, before the first checkpoint."""
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -267,5 +267,5 @@ def test_sharded_weights(tmp_path):
 
 
 def test_before_training():
-    """Before training there is no average."""
+    """Before training the callback's average is None."""
     assert EMACallback().ema is None

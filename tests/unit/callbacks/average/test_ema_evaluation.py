@@ -1,4 +1,4 @@
-"""Which weights an evaluation uses: of one data set or several, at the start, interrupted."""
+"""Evaluations use the right weights: with several data sets, at the start, when interrupted."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ class Seen(TrainerCallback):
         self.evaluated = []
 
     def on_evaluate(self, _args, state, _control, model=None, **_) -> None:
-        """Keep a copy."""
+        """Keep the step and a copy of the weights."""
         self.evaluated.append((state.global_step, weights_of(model)))
 
 
@@ -53,7 +53,7 @@ class At(TrainerCallback):
     """Call functions at events of one step.
 
     Args:
-        step: Number of updates done.
+        step: Number of updates done when the functions are called.
         actions: Functions by the name of their event, called with control and model.
     """
 
@@ -71,7 +71,7 @@ class At(TrainerCallback):
 
 
 def trainer_of(folder, kind, *, after=(), before=(), data=None, **keywords):
-    """Return an untrained trainer, its two watching callbacks, and the tested callback."""
+    """Return an untrained trainer, its `Follower` and `Seen`, and the tested callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, seen, callback = Follower(), Seen(), EMACallback(**callback_arguments)
     best = {"metric_for_best_model": "eval_one_loss"} if data else {}
@@ -89,7 +89,7 @@ def trainer_of(folder, kind, *, after=(), before=(), data=None, **keywords):
 
 
 def assert_seen(seen, follower, num_datasets):
-    """Fail unless each data set was evaluated with the averages of its step."""
+    """Check that each data set was evaluated with the averages of its step."""
     steps = [step for step, _ in seen.evaluated]
     assert len(steps) == num_datasets * len(set(steps)) > 0
     for step, weights in seen.evaluated:
@@ -112,7 +112,7 @@ def losses(trainer):
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 @pytest.mark.parametrize("arguments", [{}, BEST, SHORT_EPOCHS], ids=["steps", "best", "epochs"])
 def test_several_datasets(tmp_path, kind, arguments):
-    """All data sets are evaluated with averages; raw weights are saved, averages loaded."""
+    """Averages are evaluated on all data sets and loaded at the end; raw weights are saved."""
     trainer, follower, seen, _ = trainer_of(tmp_path, kind, data=TWO, **arguments)
     trainer.train()
 
@@ -138,7 +138,8 @@ def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
     """The raw weights that were put aside do not overwrite the loaded best model."""
-    # The first evaluation is the best one, so nothing is saved after the last one.
+    # The first evaluation is the best. So no save after the last evaluation restores raw weights
+    # before the best model is loaded.
     trainer, follower, _, _ = trainer_of(tmp_path, kind, data=TWO, **(SHORT_EPOCHS | BEST))
     trainer.args.greater_is_better = True
     trainer.train()
@@ -151,7 +152,7 @@ def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("data", [None, TWO], ids=["one dataset", "two datasets"])
 def test_at_the_start(tmp_path, kind, data):
-    """After a resume, the evaluation at the start uses averages, and training the raw weights."""
+    """After a resume, the evaluation at the start uses averages; training uses raw weights."""
     stopped, follower, _, _ = trainer_of(tmp_path, kind, after=[StopAfter(4)], data=data)
     stopped.args.load_best_model_at_end = False
     stopped.train()
@@ -184,7 +185,7 @@ def test_at_the_start_without_averages(tmp_path):
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_that_is_called_off(tmp_path, kind):
-    """If a later callback cancels the evaluation, raw weights are saved and trained."""
+    """If a later callback cancels an evaluation, saving and training use the raw weights."""
 
     def call_off(control, _model):
         control.should_evaluate = False
@@ -199,13 +200,13 @@ def test_an_evaluation_that_is_called_off(tmp_path, kind):
 
 
 def interrupt(_control, _model):
-    """Raise what Ctrl-C raises."""
+    """Raise KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_that_is_interrupted(tmp_path, kind):
-    """The same trainer resumes from the weights and averages of the checkpoint."""
+    """After an interrupted evaluation the same trainer resumes exactly from its checkpoint."""
     begun = []
 
     def begin(_control, model):
@@ -228,7 +229,10 @@ def test_an_evaluation_that_is_interrupted(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["own average", "stock"])
 def test_raw_weights_after_an_interruption(tmp_path, kind):
-    """An `MFTrainer` puts raw weights back; after a stock Trainer, ``put_weights_back`` does."""
+    """If an evaluation is interrupted, an `MFTrainer` restores the raw weights by itself.
+
+    After a stock Trainer ``put_weights_back`` restores them.
+    """
     trainer, follower, _, callback = trainer_of(
         tmp_path, kind, after=[At(4, on_prediction_step=interrupt)]
     )
@@ -293,7 +297,7 @@ def test_evaluation_and_prediction_after_training(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_trainings(tmp_path, kind):
-    """A second training starts a new average from the weights that the first one left."""
+    """A second training starts a new average from the final weights of the first training."""
     trainer, follower, seen, callback = trainer_of(tmp_path, kind)
     trainer.train()
     first = dict(callback.ema.named_averages())[WEIGHT].clone()
@@ -307,7 +311,7 @@ def test_two_trainings(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_callbacks(tmp_path, kind):
-    """Two callbacks in one Trainer are refused at the start of training."""
+    """The start of training raises an error if a Trainer has two of the callbacks."""
     trainer_kind, arguments, extras = KINDS[kind]
     callbacks = [EMACallback(**arguments), EMACallback(**arguments, evaluate=False)]
     trainer = new_trainer(tmp_path, PLAIN, kind=trainer_kind, callbacks=callbacks, **extras)
@@ -323,7 +327,7 @@ def test_two_callbacks(tmp_path, kind):
 
 
 def test_one_callback_after_another(tmp_path):
-    """After a Trainer has failed, another Trainer of the same model may have a callback."""
+    """After a Trainer has failed, a new Trainer of the same model can use a new callback."""
     failed, _, _, _ = trainer_of(tmp_path, "stock", after=[At(1, on_step_end=interrupt)])
     with pytest.raises(KeyboardInterrupt):
         failed.train()

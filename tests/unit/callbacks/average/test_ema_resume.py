@@ -1,4 +1,4 @@
-"""Averages of resumed runs, and of runs with skipped updates."""
+"""Resumed runs continue their averages, and averages ignore skipped updates."""
 
 import os
 import shutil
@@ -43,9 +43,10 @@ def run(folder, kind, *, before=(), callbacks=(), **keywords):
 
 
 def end(trainer, callback):
-    """Return copies of the final state, the average included."""
+    """Return copies of a run's final state and of its averages."""
     averages = {name: value.clone() for name, value in callback.ema.named_averages()}
-    # The stock Trainer does not keep the order of a resumed epoch's random numbers.
+    # A stock Trainer draws the random numbers of a resumed epoch in another order, so these entries
+    # differ.
     of_stock = ("generator", "log", "callbacks", "losses")
     left_out = () if isinstance(trainer, MFTrainer) else of_stock
     rest = {k: v for k, v in end_of(trainer).items() if not any(word in k for word in left_out)}
@@ -56,7 +57,7 @@ def end(trainer, callback):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [4, 6, 10])
 def test_resumed(tmp_path, kind, step):
-    """A resumed run ends with the average and the best metric of an unbroken run."""
+    """A resumed run ends with the average and the best metric of an uninterrupted run."""
     unbroken, average = run(tmp_path / "unbroken", kind)
     unbroken.train()
     stopped, _ = run(tmp_path / "stopped", kind, callbacks=[StopAfter(step)])
@@ -104,7 +105,7 @@ def test_told_to_end(tmp_path, kind, step, arguments):
 
 
 def test_an_average_is_not_lost_in_silence(tmp_path):
-    """Resuming a checkpoint without an average warns and starts a new one."""
+    """Resuming a checkpoint without an average gives a warning and starts a new average."""
     stopped, _ = run(tmp_path, "stock", callbacks=[StopAfter(2)], load_best_model_at_end=False)
     stopped.train()
     checkpoint = tmp_path / "checkpoint-2"
@@ -117,7 +118,7 @@ def test_an_average_is_not_lost_in_silence(tmp_path):
 
 
 def test_a_truncated_average(tmp_path):
-    """A truncated average is an error, not a missing average."""
+    """Resuming raises an error that names the file of averages if that file is truncated."""
     stopped, _ = run(tmp_path, "stock", callbacks=[StopAfter(2)], load_best_model_at_end=False)
     stopped.train()
     path = tmp_path / "checkpoint-2" / "mfwrap_ema.safetensors"
@@ -131,7 +132,7 @@ def test_a_truncated_average(tmp_path):
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_saved_again(tmp_path, kind):
-    """An export replaces an older one and ignores the remains of an interrupted one."""
+    """An export replaces an older export and removes what an interrupted export left."""
     stopped, _ = run(tmp_path, kind, callbacks=[StopAfter(4)])
     stopped.train()
     folder = tmp_path / "checkpoint-2"

@@ -1,4 +1,4 @@
-"""Averages are in a model during an evaluation, and not when it is saved, loaded or trained."""
+"""A model has the averages during an evaluation, and its raw weights at all other times."""
 
 import copy
 
@@ -13,7 +13,7 @@ ONE, TWO = {"eval_runtime": 1.0, "eval_loss": 1.0}, {"eval_two_runtime": 1.0}
 
 
 def held(*, is_due=False):
-    """Return a network that holds the average 0.5 of its raw weight 1, at step 4."""
+    """Return a network whose raw weight 1 is replaced by the average 0.5, at step 4."""
     network = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(network.weight)
     ema = ExponentialMovingAverage(network, 0.5)
@@ -26,7 +26,7 @@ def held(*, is_due=False):
 
 
 def test_the_only_dataset():
-    """After the only data set, the raw weights are back."""
+    """After the evaluation of the only data set, the raw weights are restored."""
     network, averages = held()
 
     assert averages.evaluated(ONE, 4)
@@ -34,7 +34,7 @@ def test_the_only_dataset():
 
 
 def test_one_dataset_of_several():
-    """After one of several data sets, the averages stay until the end."""
+    """After the evaluation of one of several data sets, the averages stay until `end`."""
     network, averages = held()
 
     assert averages.evaluated(TWO, 4)
@@ -45,7 +45,7 @@ def test_one_dataset_of_several():
 
 
 def test_metrics_without_a_time():
-    """Metrics without a run time count as those of an only data set."""
+    """Metrics without a run time count as the metrics of the only data set."""
     for metrics in (None, {}, {"loss": 1.0}):
         network, averages = held()
 
@@ -63,7 +63,7 @@ def test_a_metric_named_like_a_time():
 
 
 def test_the_state_after_the_first_dataset():
-    """After the first data set, ``state_dict`` puts the raw weights back."""
+    """After the evaluation of the first data set, ``state_dict`` restores the raw weights."""
     network, averages = held()
     averages.evaluated(TWO, 4)
 
@@ -75,7 +75,7 @@ def test_the_state_after_the_first_dataset():
 
 
 def test_the_state_within_the_first_dataset():
-    """During the first data set, ``state_dict`` returns the averages."""
+    """During the evaluation of the first data set, ``state_dict`` returns the averages."""
     network, averages = held(is_due=True)
 
     assert network.state_dict()["weight"].item() == 0.5
@@ -94,7 +94,7 @@ def test_a_state_that_is_loaded():
 
 
 def test_hooks_of_others():
-    """Hooks of others still run, and ours are removed at the end."""
+    """Hooks of the user still run, and `end` removes the hooks that `hold` has added."""
     network, averages = held()
     averages.end()
     ran = []
@@ -113,7 +113,7 @@ def test_hooks_of_others():
 
 
 def test_an_evaluation_of_another_step():
-    """An evaluation for which no averages were held is not reported."""
+    """`evaluated` returns True if no averages were held for the evaluation."""
     _, averages = held()
     averages.end()
 
@@ -121,7 +121,7 @@ def test_an_evaluation_of_another_step():
 
 
 def test_held_anew():
-    """Holding other averages first puts the raw weights back."""
+    """Holding new averages restores the raw weights first."""
     network, averages = held()
     ema = ExponentialMovingAverage([torch.zeros(1)])
     averages.hold(ema, network, 5, TrainerControl())

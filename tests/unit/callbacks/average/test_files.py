@@ -1,4 +1,4 @@
-"""Files of an average in checkpoints: of a run, of the trials of a search, of other models."""
+"""Checkpoints have averages: those of runs, of trials of a search, and of any kind of model."""
 
 import json
 import os
@@ -34,7 +34,7 @@ IN_STEP = ["its average", "own average"]
 
 
 def trainer_of(folder, kind, *, before=(), after=(), model=None, **keywords):
-    """Return an untrained trainer, its follower, and the callback."""
+    """Return an untrained trainer, its `Follower` and the tested callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, callback = Follower(), EMACallback(**callback_arguments)
     callbacks = [follower, *before, callback, *after]
@@ -46,16 +46,16 @@ def trainer_of(folder, kind, *, before=(), after=(), model=None, **keywords):
 
 
 class AtBegin(TrainerCallback):
-    """Keep the averages at the start of a training, and end it.
+    """Keep the averages at the start of a training, and end the training.
 
-    It follows the tested callback.
+    Add it after the tested callback, which loads the averages.
     """
 
     def __init__(self) -> None:
         self.callback, self.averages = None, {}
 
     def on_train_begin(self, *_, **__) -> None:
-        """Keep a copy."""
+        """Keep copies of the averages and end the training."""
         named_averages = self.callback.ema.named_averages()
         self.averages = {name: average.clone() for name, average in named_averages}
         raise KeyboardInterrupt
@@ -72,11 +72,11 @@ def begun(folder, kind, checkpoint, **keywords):
 
 @pytest.mark.parametrize("kind", IN_STEP)
 def test_they_are_part_of_the_checkpoint(tmp_path, kind):
-    """In an `MFTrainer`, a checkpoint holds the averages when it appears, and its manifest too."""
+    """A new checkpoint of an `MFTrainer` has the averages, and its manifest lists them."""
     listed = []
 
     class Looking(TrainerCallback):
-        """It precedes the tested callback."""
+        """Note the averages' files of each checkpoint before the tested callback's ``on_save``."""
 
         def on_save(self, _args, state, _control, **_) -> None:
             folder = tmp_path / f"checkpoint-{state.global_step}"
@@ -95,7 +95,7 @@ def test_they_are_part_of_the_checkpoint(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", IN_STEP)
 def test_an_end_right_after_a_checkpoint(tmp_path, kind):
-    """A checkpoint is complete even if the run ends before ``on_save`` of the callback."""
+    """A checkpoint is complete even if the run ends before the callback's ``on_save``."""
 
     class Ending(TrainerCallback):
         def on_save(self, *_, **__) -> None:
@@ -110,7 +110,7 @@ def test_an_end_right_after_a_checkpoint(tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["mfwrap_ema.safetensors", "ema/model.safetensors"])
 def test_a_damaged_file_is_refused(tmp_path, name):
-    """An `MFTrainer` names the damaged file before it loads anything."""
+    """Resuming an `MFTrainer` raises an error that names a damaged file, and loads nothing."""
     trainer, _, _ = trainer_of(tmp_path, "own average")
     trainer.train()
     path = tmp_path / "checkpoint-4" / name
@@ -126,13 +126,13 @@ def test_a_damaged_file_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("kind", ["own average", "stock"])
 def test_a_run_that_goes_on_elsewhere(tmp_path, kind):
-    """A run resumed in another folder takes the average of its checkpoint."""
+    """A run that is resumed in another folder starts with the average of its checkpoint."""
     first, follower, _ = trainer_of(tmp_path / "first", kind)
     first.train()
     other, _, _ = trainer_of(tmp_path / "other", kind, learning_rate=1e-4)
     other.train()
     checkpoint = tmp_path / "first" / "checkpoint-2"
-    # A stock Trainer passes its checkpoint to callbacks in no other way.
+    # Callbacks of a stock Trainer learn of a checkpoint in another folder only by this argument.
     told = {"resume_from_checkpoint": str(checkpoint)} if kind == "stock" else {}
 
     averages = begun(tmp_path / "other", kind, checkpoint, **told)
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_elsewhere(tmp_path, kind):
 
 
 def test_an_average_of_another_run_is_not_taken(tmp_path):
-    """A checkpoint of another run, with another log, is not used."""
+    """The average in a checkpoint of another run is ignored, because its log differs."""
     for name, rate in (("first", 1e-2), ("other", 1e-4)):
         trainer, _, _ = trainer_of(tmp_path / name, "stock", learning_rate=rate)
         trainer.train()
@@ -154,7 +154,7 @@ def test_an_average_of_another_run_is_not_taken(tmp_path):
 
 
 def test_the_state_that_a_checkpoint_holds(tmp_path):
-    """A checkpoint is recognized by step and log, also if the log has a NaN."""
+    """The checkpoint with the same step and log is found, even if the log has a NaN."""
     trainer = trained(tmp_path, PLAIN, kind=Trainer, **SAVING)
     trainer.state.log_history.append({"loss": float("nan")})
     for step in (2, 4):
@@ -167,7 +167,7 @@ def test_the_state_that_a_checkpoint_holds(tmp_path):
 
 
 def searching_trainer(folder, kind, **keywords):
-    """Return a trainer with a new model for each trial, its follower, and the callback."""
+    """Return a trainer with a new model for each trial, its `FollowerOfTrials` and the callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
     follower, callback = FollowerOfTrials(), EMACallback(**callback_arguments)
     template = new_trainer(folder, PLAIN, **(SAVING | keywords))
@@ -202,7 +202,7 @@ class FollowerOfTrials(Follower):
 
 
 def assert_exported(run_folder, averages, *, is_own):
-    """Fail unless each checkpoint of a trial holds the averages of its step."""
+    """Check that each checkpoint of a trial has the averages of its step."""
     folders = sorted(run_folder.glob("checkpoint-*"))
     assert [folder.name for folder in folders] == ["checkpoint-2", "checkpoint-4"]
     for folder in folders:
@@ -218,7 +218,7 @@ SEARCHES = [("its average", None), ("own average", None), ("stock", None), ("sto
 @pytest.mark.parametrize(("kind", "name"), SEARCHES)
 @pytest.mark.filterwarnings("ignore")  # (warnings of optuna, not ours)
 def test_a_search(tmp_path, kind, name):
-    """A search chooses the best trial by averages; each checkpoint holds those of its trial."""
+    """A search chooses the best trial by averages; each checkpoint has its trial's averages."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     trainer, follower, _ = searching_trainer(tmp_path, kind, eval_strategy="steps")
@@ -246,7 +246,7 @@ def test_a_search(tmp_path, kind, name):
 
 
 def test_a_trial_that_is_resumed(tmp_path):
-    """A resumed trial of a stock Trainer finds the average in its own folder."""
+    """A resumed trial of a stock Trainer starts with the average in the trial's folder."""
     optuna = pytest.importorskip("optuna")
     trainer, follower, _ = searching_trainer(tmp_path, "stock")
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
@@ -260,7 +260,7 @@ def test_a_trial_that_is_resumed(tmp_path):
 
 
 def test_the_newest_trial_is_what_was_just_saved(tmp_path):
-    """Of several trials with the same step and log, the newest is the saved one."""
+    """If several trials have the same step and log, the newest is the one just saved."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     state = TrainerState(global_step=2, is_hyper_param_search=True)
     assert saved_checkpoint(arguments, state) is None
@@ -347,7 +347,7 @@ def test_nothing_to_load(tmp_path):
 
 
 def test_a_checkpoint_that_has_gone(tmp_path):
-    """If a stock Trainer's checkpoint is missing, a warning says so and nothing is written."""
+    """If a stock Trainer's checkpoint is missing, a warning names it and nothing is written."""
 
     class Removing(TrainerCallback):
         def on_save(self, *_, **__) -> None:
@@ -361,7 +361,7 @@ def test_a_checkpoint_that_has_gone(tmp_path):
 
 
 def test_files_are_written_once(tmp_path):
-    """``on_save`` writes nothing right after ``save_into``, and writes at the next save."""
+    """``on_save`` writes nothing if ``save_into`` has just written; the next ``on_save`` does."""
     trainer, _, callback = trainer_of(tmp_path, "own average", max_steps=2)
     trainer.train()
     assert isinstance(trainer, MFTrainer)

@@ -1,4 +1,4 @@
-"""How an anomaly reads in the log, and how it is stored."""
+"""An anomaly is written as one line to the log and as one record to a file."""
 
 import math
 
@@ -148,7 +148,7 @@ LINES = {
 
 @pytest.mark.parametrize(("fields", "line"), LINES.values(), ids=LINES)
 def test_one_line(fields, line, tmp_path, caplog):
-    """The log gets one line; the file gets one record, without the fields that are unknown."""
+    """The log gets one line; the file gets one record, in which unknown fields are left out."""
     anomaly = Anomaly(**{"step": 7, "ranks": (1,), "layer": "a.0", **fields})
     AnomalyLog(tmp_path, rank=2).write(anomaly)
     (record,) = read_json_lines(tmp_path / "anomalies_rank2.jsonl")
@@ -164,7 +164,7 @@ def test_one_line(fields, line, tmp_path, caplog):
 
 @pytest.mark.parametrize("norm", [None, math.inf, math.nan])
 def test_gradients_are_called_finite_only_if_their_norm_is(norm):
-    """With a non-finite or unknown global norm, the line says nothing about gradients."""
+    """If the global norm is non-finite or unknown, the line does not mention gradients."""
     anomaly = Anomaly(step=9, kind="loss_not_finite", ranks=(1,), layer=None, global_norm=norm)
 
     assert str(anomaly) == "step 9: non-finite loss on rank 1"

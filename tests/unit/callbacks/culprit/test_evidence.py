@@ -1,4 +1,4 @@
-"""When a loss scale explains non-finite gradients."""
+"""`is_explained_by_scale` distinguishes a loss scale that is too high from a fault."""
 
 import math
 
@@ -25,7 +25,7 @@ def evidence(**fields) -> RankEvidence:
 
 
 def test_groups_of_a_rank():
-    """Non-finite groups are found by number; a rise is the ratio to the usual norm."""
+    """`bad_groups` has the numbers of non-finite groups; `rise` is the ratio to the usual norm."""
     rank = evidence(norms=(8.0, NAN), usual_norms=(2.0, NAN), rank=3)
 
     assert rank.bad_groups == [1]
@@ -44,7 +44,7 @@ def test_groups_of_a_rank():
     ids=["all finite", "gradient", "loss", "no local norms"],
 )
 def test_a_rank_with_a_fault(fields, has_fault):
-    """A rank may be at fault if a value is non-finite, or if its gradients are unknown."""
+    """`has_fault` is true for a non-finite loss or local norm, or if there are no local norms."""
     assert evidence(**fields).has_fault is has_fault
 
 
@@ -53,7 +53,7 @@ def test_a_rank_with_a_fault(fields, has_fault):
     [(None, False), (1.0, False), (FLOAT16 / 64 / 3.0 * 0.99, False), (FLOAT16 / 64 / 3.0, True)],
 )
 def test_a_scale_that_is_too_high(scale, explained):
-    """64 times the usual norm, times the scale, must reach the limit."""
+    """A scale explains an overflow if scale * 64 * usual norm reaches the limit of the dtype."""
     assert is_explained_by_scale([evidence()], scale, None, FLOAT16) is explained
 
 
@@ -67,7 +67,10 @@ def test_a_scale_that_is_too_high(scale, explained):
     ids=["another group", "the global norm", "no local norms"],
 )
 def test_a_group_without_a_usual_norm(fields, usual_global_norm, threshold):
-    """1e4 times the largest finite group decides, or else 64 times the usual global norm."""
+    """A group without a usual norm is judged by 1e4 times the largest finite norm.
+
+    Without finite norms it is judged by 64 times the usual global norm.
+    """
     for factor, explained in ((0.99, False), (1.01, True)):
         scale = factor * threshold
         assert is_explained_by_scale([evidence(**fields)], scale, usual_global_norm, FLOAT16) is (
@@ -76,7 +79,7 @@ def test_a_group_without_a_usual_norm(fields, usual_global_norm, threshold):
 
 
 def test_without_any_usual_norm_every_scale_explains_an_overflow():
-    """In the first steps, an overflow with a loss scale above 1 is taken for the scale's."""
+    """As long as no usual norm is known, every loss scale above 1 explains an overflow."""
     unknown = evidence(names=(), norms=(), usual_norms=())
 
     assert is_explained_by_scale([unknown], 2.0, None, FLOAT16)
@@ -88,7 +91,7 @@ def test_without_any_usual_norm_every_scale_explains_an_overflow():
     ids=["loss", "weight"],
 )
 def test_a_fault_that_no_scale_explains(fields):
-    """A non-finite loss, or a weight that has risen, on any rank is a fault."""
+    """No scale explains an overflow if any rank has a non-finite loss or a risen weight."""
     ranks = [evidence(), evidence(rank=1, **fields)]
 
     assert not is_explained_by_scale(ranks, 2.0**40, None, FLOAT16)

@@ -34,7 +34,7 @@ def test_planted_faults(seed, tmp_path):
     records = records_of(tmp_path)
 
     assert monitor.num_scale_overflows == 0
-    # A weight that has blown up keeps failing: look at the steps up to the first failure.
+    # A weight that has blown up spoils all later steps, so compare the steps up to the blow-up.
     first = {record["step"]: record for record in reversed(records)}
     blow_up = faults[-1].step if faults[-1].kind == "blow-up" else 99
     assert [step for step in sorted(first) if step <= blow_up] == [f.step for f in faults]
@@ -44,7 +44,7 @@ def test_planted_faults(seed, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_replay(kind, tmp_path):
-    """Without a replay, a backward fault has its layer, a forward fault only its step."""
+    """Without a replay, a record names the layer of a backward fault, not of a forward fault."""
     fault = Fault(25, kind, block=1)
     train_blocks(TrainingStateMonitor(folder=tmp_path), [fault], num_steps=26)
     (record,) = records_of(tmp_path)
@@ -56,7 +56,7 @@ def test_without_a_replay(kind, tmp_path):
     "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 10))]
 )
 def test_clean_runs(seed, tmp_path):
-    """Warm-up, clipping and a loss scale that is too high raise no alarm."""
+    """Warm-up, clipping and a loss scale that is too high are not recorded as anomalies."""
     monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
     scale = DynamicLossScaleUpdateCell(2.0**70, 2, 3)
     train_blocks(monitor, num_steps=45, num_micro_batches=1, seed=seed, scale=scale)
@@ -93,7 +93,7 @@ def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
 
 
 def test_a_weight_that_spoils_the_loss(tmp_path):
-    """Without a replay, a weight that has risen until the loss overflows is named."""
+    """Without a replay, the record names a weight that has grown until the loss overflows."""
 
     class BlowUp(TrainerCallback):
         def on_step_begin(self, _args, state, *_, model, **__):
@@ -111,7 +111,7 @@ def test_a_weight_that_spoils_the_loss(tmp_path):
 
 
 def test_usual_norms_go_on_after_a_resume(tmp_path):
-    """A spike right after a resume is detected by the usual norms from before."""
+    """A resumed run restores the usual norms, so it detects a spike right after the resume."""
     first = TrainingStateMonitor(folder=tmp_path / "first")
     network = train_blocks(first, num_steps=25)
     later = TrainingStateMonitor(folder=tmp_path / "later")
@@ -129,7 +129,7 @@ def test_usual_norms_go_on_after_a_resume(tmp_path):
 
 
 def test_without_local_norms(tmp_path, caplog):
-    """Without local norms, step and rank are recorded, and one warning explains it."""
+    """Without local norms a record has no layer, and one warning says how to get the layer."""
     monitor = TrainingStateMonitor(folder=tmp_path)
     train_blocks(monitor, [Fault(25, "weight gradient")], local_norm=False)
     (record,) = records_of(tmp_path)
@@ -145,7 +145,7 @@ def test_without_local_norms(tmp_path, caplog):
 
 
 def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
-    """Without ``on_pre_optimizer_step``, the replay has later weights, and the record says so."""
+    """Without ``on_pre_optimizer_step`` the record says that the replay used later weights."""
     fault = Fault(25, "activation", block=3, micro_batch=1)
     train_blocks(
         TrainingStateMonitor(folder=tmp_path, replay=True), [fault], sends_pre_optimizer_step=False
@@ -158,7 +158,7 @@ def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
 
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
 def test_a_loss_of_one_rank(loss):
-    """A non-finite loss of one rank is recorded there, and its norms are still learned."""
+    """A step with a non-finite loss is recorded, and its finite norm adds to the usual norm."""
     finder = CulpritFinder(None, spike_factor=10.0, limit=1e19)
     found = []
     for step, norm in enumerate([2.0] * 25 + [500.0], start=1):
@@ -180,7 +180,7 @@ def test_a_loss_of_one_rank(loss):
 
 
 def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
-    """A non-finite loss with finite gradients is recorded without a replay and a name."""
+    """A non-finite loss with finite gradients is not replayed, and its record names no module."""
 
     class Offset(torch.nn.Module):
         """Network whose loss has a term without a gradient."""
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
 
 
 def test_monitoring_changes_nothing(tmp_path):
-    """A replay changes no weight, bit for bit."""
+    """The weights of a training with replays are bitwise equal to those without replays."""
     faults = [Fault(10, "activation", block=1), Fault(14, "gradient", block=2)]
     watching = TrainingStateMonitor(folder=tmp_path, replay=True)
     watched = train_blocks(watching, faults, num_steps=16)
@@ -219,7 +219,7 @@ def test_monitoring_changes_nothing(tmp_path):
 
 
 def small_networks() -> dict[str, torch.nn.Module]:
-    """Return networks whose parameters have names of every shape, by model type."""
+    """Return small transformers models with different patterns of parameter names, by type."""
     vocabulary = {"vocab_size": 8, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     vit = ViTConfig(image_size=4, patch_size=2, intermediate_size=8, **sizes)

@@ -9,11 +9,11 @@ from support.spoilt.ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
 
 
 def check_planted(folder, seed):
-    """Fail unless the records of a run are those of its planted faults."""
+    """Check that a run has the records of its planted faults and a clean run has none."""
     planted = random_faults(seed, NUM_RANKS)
     records = records_of(folder / f"faults_{seed}")
     last = planted[-1][1]
-    # A weight that has blown up or drifted keeps failing.
+    # A weight that has blown up or drifted spoils all later steps, so they are not compared.
     end = last.step if last.kind in LASTING else 30
     by_step = {}
     for record in records:
@@ -25,7 +25,7 @@ def check_planted(folder, seed):
         *before, record = by_step[fault.step]
         check_record(record, fault, rank=rank, seed=rank)
         if fault.kind == "blow-up":
-            # The replicas differ by then, which is recorded as well.
+            # The blow-up is on one rank, so there is also a record that the replicas differ.
             (differ,) = before
             check_record(differ, fault._replace(kind="drift"), rank=rank)
         else:
@@ -41,7 +41,7 @@ def check_planted(folder, seed):
     ids=["five", "ninety-five"],
 )
 def test_planted_faults(two_ranks, seeds, tmp_path):
-    """Planted faults are recorded with layer, rank, step and micro-batch; clean runs have none."""
+    """Records name layer, rank, step and micro-batch of planted faults; clean runs have none."""
     two_ranks.run(run_planted, str(tmp_path), tuple(seeds))
 
     for seed in seeds:
@@ -59,7 +59,7 @@ def runs(two_ranks, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RANK_FAULTS)
 def test_each_fault_is_named_with_its_rank(run, runs):
-    """The main process's file names step, rank, micro-batch and layer, in order."""
+    """The main process records step, rank, micro-batch and layer of each fault, in order."""
     faults = sorted((f.step, rank, f) for rank, fs in RANK_FAULTS[run].items() for f in fs)
     steps = sorted({step for step, _, _ in faults})
     records = records_of(runs / run)

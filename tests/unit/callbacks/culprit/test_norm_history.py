@@ -18,7 +18,7 @@ norms = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([NAN, INF, 0.0]))
 
 @given(steps=st.lists(st.tuples(norms, norms, st.booleans()), max_size=40))
 def test_running_norms(steps):
-    """The mean is bias-corrected, over applied finite steps, with each rise limited to four."""
+    """A usual norm is a bias-corrected mean of applied, finite norms; rises are capped at 4."""
     running = RunningNorms(["a", "b"], torch.device("cpu"))
     expected: list[list[float]] = [[0.0, 0.0], [0.0, 0.0]]
     for *values, applied in steps:
@@ -34,7 +34,7 @@ def test_running_norms(steps):
 
 
 def test_usual_norms_of_a_step_do_not_change_later():
-    """The tensor returned before a step keeps its values when the step is added."""
+    """The tensor that `usual` returns keeps its values when a later step is added."""
     running = RunningNorms(["a"], torch.device("cpu"))
     running.add(torch.tensor([2.0]), torch.tensor(data=True))
     before = running.usual
@@ -45,7 +45,7 @@ def test_usual_norms_of_a_step_do_not_change_later():
 
 
 def test_running_norms_are_restored_by_name():
-    """A group takes the saved mean of the group of the same name; a new group starts empty."""
+    """Saved means are restored by the names of groups; a group without one starts empty."""
     running = RunningNorms(["a", "b"], torch.device("cpu"))
     running.add(torch.tensor([2.0, 3.0]), torch.tensor(data=True))
     saved = json.loads(json.dumps(running.state_dict()))
@@ -56,7 +56,7 @@ def test_running_norms_are_restored_by_name():
 
 
 def test_the_usual_global_norm_is_a_geometric_mean():
-    """The first norms have equal weights."""
+    """The usual norm is the geometric mean of the first norms, with equal weights."""
     history = GlobalNormHistory(10.0)
     values = [2.0, 8.0, 4.0, 1.0]
     for value in values:
@@ -78,7 +78,7 @@ def test_the_first_twenty_steps_have_no_spike():
 
 @pytest.mark.parametrize(("norm", "is_spike"), [(9.9, False), (10.1, True), (0.0, False)])
 def test_a_spike_is_a_factor_above_the_usual_norm(norm, is_spike):
-    """Where norms hardly scatter, the factor decides."""
+    """If norms hardly vary, a spike is a norm above the factor times the usual norm."""
     history = GlobalNormHistory(10.0)
     for number in range(50):
         history.add(1.0 + 0.01 * (number % 2))
@@ -87,13 +87,13 @@ def test_a_spike_is_a_factor_above_the_usual_norm(norm, is_spike):
 
 
 def test_where_norms_scatter_a_spike_is_six_deviations_above():
-    """Norms that change by factors of ten all the time are no spikes."""
+    """If norms vary widely, a spike is more than six standard deviations above the usual norm."""
     history = GlobalNormHistory(10.0)
     for number in range(400):
         history.add(10.0 ** (number % 3 - 1))
     deviation = math.sqrt(2 / 3) * math.log(10)
 
-    # Not exactly six: the exponential mean follows the last values a little.
+    # Test on both sides of six with a margin, because the last values shift the exponential mean.
     assert not history.is_spike(history.usual * math.exp(5.7 * deviation))
     assert history.is_spike(history.usual * math.exp(6.3 * deviation))
 
@@ -132,7 +132,7 @@ def network() -> nn.Sequential:
 
 @pytest.mark.parametrize("factor", [NAN, INF, 100.0, -5.0])
 def test_a_weight_that_blows_up_is_named(factor):
-    """The weight is named with both norms; a weight that has risen threefold is not."""
+    """A weight is named, with both norms, if it is non-finite or has risen more than fourfold."""
     model = network()
     watch = WeightWatch(model)
     before = model[1].weight.norm().item()
@@ -158,7 +158,7 @@ def test_the_worst_weight_comes_first():
 
 
 def test_a_weight_that_began_at_zero():
-    """A bias may grow to the size of the weights, and is named when it grows beyond."""
+    """A bias that began at zero is named only if it grows far beyond the size of the weights."""
     model = network()
     watch = WeightWatch(model)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_a_weight_that_began_at_zero():
 
 
 def test_a_change_of_all_weights_names_none():
-    """After a non-finite update of all weights, no weight is the cause."""
+    """If all weights are non-finite, none of them is named as the cause."""
     model = network()
     watch = WeightWatch(model)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_a_change_of_all_weights_names_none():
 
 
 def test_a_new_look_forgets_earlier_rises():
-    """A rise from before the last look is not reported."""
+    """A rise before the last call of `look` is not reported."""
     model = network()
     watch = WeightWatch(model)
     with torch.no_grad():

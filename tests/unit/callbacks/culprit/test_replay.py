@@ -24,7 +24,7 @@ class Network(nn.Module):
         self.outputs: list[torch.Tensor] = []
 
     def forward(self, inputs, targets=None, **others):
-        """Return a dict with the loss and the outputs, or the outputs alone."""
+        """Return a dict with the loss and the outputs; without targets, the outputs alone."""
         self.others = others
         outputs = self.last(self.drop(self.norm(self.first(inputs)))).squeeze(1)
         self.outputs.append(outputs.detach())
@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 def recorded(*calls, network=None):
-    """Return the recorder of a step; each call is a pair of positionals and keywords."""
+    """Return the recorder of a step with these calls: pairs of positional and keyword arguments."""
     network = Network() if network is None else network
     recorder = StepRecorder(network)
     for positional, keywords in calls:
@@ -44,7 +44,7 @@ def recorded(*calls, network=None):
 
 
 def call(rows=3, **keywords):
-    """Return a call without faults."""
+    """Return the arguments of a call in which all values are finite."""
     return (torch.randn(rows, 4), torch.randn(rows)), keywords
 
 
@@ -54,7 +54,7 @@ def test_a_step_in_order():
 
 
 def test_nothing_is_left_behind():
-    """A replay draws the numbers of the step and restores generators, buffers and gradients."""
+    """A replay draws the step's random numbers and restores generators, buffers and gradients."""
     recorder = recorded(call(), call())
     network = recorder.network
     state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -77,7 +77,7 @@ def test_nothing_is_left_behind():
 
 
 def test_a_weight():
-    """A non-finite weight is named itself."""
+    """A replay blames a non-finite weight instead of its module's output."""
     recorder = recorded(call(), call())
     with torch.no_grad():
         recorder.network.last.bias.fill_(INF)
@@ -87,7 +87,7 @@ def test_a_weight():
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_an_input(value):
-    """An input is named as in the forward, with its rows and the indices of the batch."""
+    """A non-finite input is reported with its name in ``forward``, its rows and batch indices."""
     (inputs, targets), _ = call()
     inputs[1:, 2] = value
     indices = torch.tensor([7, 3, 9])
@@ -105,14 +105,14 @@ def test_a_mask_may_be_minus_infinity():
 
 
 def test_a_loss():
-    """A loss is named if the outputs of all modules are finite."""
+    """A non-finite loss is reported as such if the outputs of all modules are finite."""
     recorder = recorded(((torch.randn(3, 4), torch.full((3,), -INF)), {}))
 
     assert replay_step(recorder, 1.0) == Origin("loss", "", 0)
 
 
 def test_a_scale_that_is_too_high():
-    """With the loss scale of the step, the gradients overflow as in the step."""
+    """A replay multiplies the loss by the step's loss scale, so a high scale overflows again."""
     recorder = recorded(call())
 
     assert replay_step(recorder, 3e38).where == "gradient"
@@ -120,7 +120,7 @@ def test_a_scale_that_is_too_high():
 
 
 def test_a_weights_gradient():
-    """A gradient that goes wrong after all modules is named by its weight."""
+    """If all modules have finite gradients, the weight with the non-finite gradient is named."""
     network = Network()
     network.first.weight.register_hook(lambda gradient: gradient * NAN)
 
@@ -130,7 +130,7 @@ def test_a_weights_gradient():
 
 
 def test_the_gradient_nearest_to_the_loss_comes_first():
-    """The module that the backward reaches first is named."""
+    """If several modules have non-finite gradients, the first in the backward is named."""
     network = Network()
     for module in (network.first, network.norm):
         module.register_forward_hook(
@@ -161,7 +161,7 @@ def test_autocast_is_that_of_the_call():
 
 
 def test_only_training_is_recorded():
-    """Only training calls are recorded, and old steps are released."""
+    """Only calls in training are recorded, and inputs of old steps are released."""
     network = Network()
     recorder = StepRecorder(network)
     positional, _ = call()
@@ -187,7 +187,7 @@ def test_what_cannot_be_recorded():
 
 
 def test_an_error_of_the_network_leaves_all_as_it_was():
-    """An error of the network is raised, and generators and recorder are restored."""
+    """If the network raises, so does the replay, after it has restored generators and recorder."""
     network = Network()
     recorder = recorded(call(), network=network)
     handle = network.drop.register_forward_pre_hook(lambda *_: 1 / 0)

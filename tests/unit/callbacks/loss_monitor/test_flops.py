@@ -32,7 +32,7 @@ class LinearMean(nn.Module):
 
 
 def test_linear_layer():
-    """A linear layer has its product and the gradient of its weights."""
+    """A linear layer counts two products: its output and the gradient of its weights."""
     assert counted(LinearMean(), torch.ones(7, 12)) == 2 * (2 * 7 * 12 * 5)
 
 
@@ -49,7 +49,7 @@ def test_all_micro_batches():
     [("eager", 6), ("sdpa", 7)],
 )
 def test_llama(attention, products):
-    """A Llama has 6 FLOPs per weight and token, and those of its attention."""
+    """A Llama counts 6 FLOPs per weight and token, plus the products of its attention."""
     network = small_llama()
     network.set_attn_implementation(attention)
     config, (pieces, length) = network.config, (3, 16)
@@ -72,7 +72,7 @@ def counting() -> bool:
 
 
 def test_every_update_but_the_first_is_left_alone():
-    """Only the first update is counted, and counting does not change its numbers."""
+    """Only the first update is counted, and counting does not change the losses."""
     losses, active = [], []
     for count in (False, True):
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_record_of_a_counted_update(caplog):
 
 
 def test_operations_that_are_given(caplog):
-    """Given FLOPs are shown without an mfu if the peak rate is unknown."""
+    """With `flops_per_step` the TFLOP/s are shown; without a peak rate there is no mfu."""
     loop = Loop(flops_per_step=3e12)
     loop.send("on_train_begin")
     loop.step(output(), seconds=2.0)
@@ -124,7 +124,7 @@ def test_operations_that_are_given(caplog):
 
 
 def compiled_module() -> nn.Module:
-    """Return a module that contains a compiled one."""
+    """Return a module that contains a compiled module."""
     return nn.Sequential(torch.compile(LinearMean(), backend="eager"))
 
 
@@ -176,7 +176,7 @@ def test_nothing_to_count(caplog):
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_train_end"])
 def test_a_count_that_broke_off(event):
-    """If an update raises, the next run or the end of this one removes the counter."""
+    """If an update raises, the end of the run or the start of the next run stops the count."""
     loop = Loop(count_flops=True)
     loop.send("on_train_begin")
     loop.send("on_step_begin")

@@ -11,7 +11,7 @@ NAN = math.nan
 
 
 def test_record_of_mindformers(caplog):
-    """From the numbers of a record that MindFormers printed, the same bytes are printed."""
+    """For the numbers of a record that MindFormers printed, the printed text is identical."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.send("on_epoch_begin")
@@ -42,7 +42,7 @@ def test_record_of_mindformers(caplog):
 
 
 def test_a_step_is_printed_at_the_end_of_the_next(caplog):
-    """A step is printed after the next one has been queued, not before."""
+    """A step is printed at the end of the next step."""
     loop = Loop()
     loop.send("on_train_begin")
     counts = []
@@ -146,7 +146,7 @@ def test_losses_that_are_not_finite(caplog):
 
 
 def test_a_second_run_begins_anew(caplog):
-    """A second run does not see means and counts of the first."""
+    """A second run starts with an empty mean."""
     loop = Loop()
     for loss in (100.0, 1.0):
         loop.state.global_step = 0
@@ -182,7 +182,7 @@ def test_no_norm_without_clipping(caplog):
 
 
 def test_a_loss_alone(caplog):
-    """A loss alone is shown without the other values; a vector of losses as its mean."""
+    """If the output is a loss alone, its mean is shown; other values are unavailable."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.step(torch.tensor([1.0, 2.0], requires_grad=True))
@@ -200,7 +200,7 @@ def test_a_loss_alone(caplog):
     "wrong", [(1.0, False), {"loss": 1.0}, 1.0], ids=["tuple", "dict", "float"]
 )
 def test_a_wrong_output(wrong):
-    """Anything but a step output raises TypeError; its length is not used to guess."""
+    """An output of another type raises a TypeError, even a tuple that starts with a loss."""
     loop = Loop()
     with pytest.raises(TypeError, match="`step_output` must be a StepOutput"):
         loop.step(wrong)

@@ -65,7 +65,7 @@ def test_no_read_on_the_host():
     loop = Loop(max_steps=6, epochs=1)
     loop.send("on_train_begin")
     first, *others = labelled_batches(6)
-    # The first step allocates the pinned host memory that all steps use.
+    # The first step is not counted: it allocates the pinned host memory that all steps use.
     loop.step(cell(*first), step_report=cell.last_report)
     with HostReads() as reads:
         for batch in others:

@@ -9,7 +9,7 @@ from support.monitored_loop import Loop, output, shown
 
 @pytest.mark.parametrize("start", [0, 100])
 def test_steps_between_records(start, caplog):
-    """With `per_print_times=3`, a record has the loss of its step and the mean time of three."""
+    """With `per_print_times=3`, a record has its step's loss and the mean time of three steps."""
     loop = Loop(per_print_times=3, max_steps=200, epochs=1)
     loop.state.global_step = start
     loop.send("on_train_begin")
@@ -23,7 +23,7 @@ def test_steps_between_records(start, caplog):
 
 
 def test_a_count_that_goes_back(caplog):
-    """A loop that restarts its count at 0 has its first step printed."""
+    """If a loop sets its step count back to 0, its next step is printed."""
     loop = Loop(per_print_times=3)
     loop.send("on_train_begin")
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_time_between_steps_does_not_count(event, caplog):
     loop.step(output(), seconds=0.25)
     loop.clock.now += 500
     loop.send(event)
-    # Without `on_step_begin`, the step time begins at the event.
+    # No `on_step_begin` follows, so the step's time starts at the event.
     loop.clock.now += 0.5
     loop.state.global_step += 1
     loop.send("on_step_end", step_output=output())
@@ -54,7 +54,7 @@ def test_time_between_steps_does_not_count(event, caplog):
 
 
 def test_time_left(caplog):
-    """The time left is extrapolated from this run's steps without the first one."""
+    """The time left is extrapolated from the steps of this run except the first."""
     loop = Loop(max_steps=1000, epochs=1)
     loop.state.global_step = 900
     loop.send("on_train_begin")
@@ -74,7 +74,7 @@ def test_time_left(caplog):
 
 
 def test_first_step_without_any_event_before(caplog):
-    """A loop that only sends `on_step_end` is printed too; its first step has no time."""
+    """A loop may send only `on_step_end`: its steps are printed, the first with time 0."""
     loop = Loop()
     for _ in range(2):
         loop.clock.now += 0.25
@@ -87,7 +87,7 @@ def test_first_step_without_any_event_before(caplog):
 
 
 def test_the_wait_for_the_step_before_is_time_of_a_step(caplog):
-    """Waiting for the values of the step before belongs to the step time."""
+    """The step time includes the wait for the values of the previous step."""
     loop = Loop()
 
     class SlowDevice(logging.Handler):

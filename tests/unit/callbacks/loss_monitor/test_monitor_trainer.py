@@ -1,4 +1,4 @@
-"""The loss monitor in a stock Trainer and in other loops that pass no output."""
+"""The loss monitor in a stock Trainer and in other loops that pass no `step_output`."""
 
 import json
 import re
@@ -88,7 +88,7 @@ THREE = ("1/  2 1/    3", "1/  2 2/    3", "1/  2 3/    3")
     ids=["part of an epoch", "max_steps", "no length"],
 )
 def test_place_in_a_stock_trainer(settings, expected, tmp_path, caplog):
-    """Epochs and steps are those of the Trainer, and the last record says 100 %."""
+    """Epochs and steps agree with the Trainer's, and the last record says 100 %."""
     trainer(tmp_path, MFLossMonitor(), **settings).train()
     epochs, steps = (shown(caplog, rf"{what}:\[ *(.*?)\]") for what in ("Epoch", "step"))
 
@@ -138,7 +138,7 @@ def test_resumed_stock_trainer(tmp_path, caplog):
 
 
 def test_a_loop_without_outputs(caplog):
-    """The logged means are printed, and one warning says what is missing."""
+    """Without `step_output` the logged means are printed, and one warning says what is missing."""
     loop = Loop(max_steps=6, epochs=1)
     for _ in range(2):
         loop.state.global_step = 0

@@ -17,7 +17,7 @@ POSITIVE = st.floats(min_value=2.0**-30, max_value=2.0**30, width=32)
 
 
 def record(*, step=1, epochs=1, steps_per_epoch=1, num_steps=None, **settings) -> StepRecord:
-    """Return a record in which everything that is not given is unknown."""
+    """Return a record with these values and a loss of 1; all other values are unknown."""
     length = RunLength(
         num_epochs=epochs,
         steps_per_epoch=steps_per_epoch,
@@ -132,7 +132,7 @@ def test_parsers_read_the_line(step, loss, norm):
 
 
 def test_unknown_values():
-    """An unknown learning rate is left out; other unknown values are named as unknown."""
+    """An unknown learning rate is left out; other values are shown as unavailable or None."""
     first, second = record_lines(record())
 
     assert first.endswith(
@@ -151,7 +151,7 @@ def test_a_time_that_is_not_known():
 
 
 def test_utilisation():
-    """If the peak rate is known, the mfu follows the throughput."""
+    """If the peak rate is known, the line shows the mfu after the throughput."""
     first, _ = record_lines(record(tflops=156.0, peak_tflops=312.0))
 
     assert first.endswith("global_norm: None, train_throughput_per_npu: 156.000T, mfu: 50.0%")

@@ -1,4 +1,4 @@
-"""One run as the loss monitor follows it, and the mean of an epoch's losses."""
+"""`MonitoredRun` makes the records of a run, and `EpochMean` averages the losses of an epoch."""
 
 import math
 
@@ -27,7 +27,7 @@ def new_run(emitted, *, global_step=0, is_main=True, saved_mean=None, **settings
 
 
 def test_records_come_a_step_later():
-    """A step is emitted at the end of the next one, or at a flush, and only once."""
+    """The record of a step is emitted once: at the end of the next step or at a flush."""
     records, counts = [], []
     run = new_run(records)
     for step in (1, 2, 3):
@@ -42,7 +42,7 @@ def test_records_come_a_step_later():
 
 
 def test_times_and_rates():
-    """Times are means since the last record, rates are per second, the rest is extrapolated."""
+    """A record has the mean step time since the last record, rates and the time left."""
     records, clock = [], Clock()
     run = new_run(records, per_print_times=2, peak_tflops=8.0, flops_per_step=6e12, clock=clock)
     run.clock.restart()
@@ -56,7 +56,7 @@ def test_times_and_rates():
     assert record.throughput == 4 / 1.5
     assert record.tflops == 6 / 1.5
     assert record.peak_tflops == 8.0
-    # The first step is warm-up: four steps of two seconds are left.
+    # The first step counts as warm-up, so the four steps left take two seconds each.
     assert record.seconds_left == pytest.approx(8.0)
 
 
@@ -71,7 +71,7 @@ def test_a_run_on_another_rank_emits_nothing():
 
 
 def test_a_logged_mean_counts_for_its_steps():
-    """A logged loss is the mean of all steps since the last log, and is weighted by them."""
+    """A logged loss is the mean since the last log, and is weighted by its number of steps."""
     records = []
     run = new_run(records)
     run.log(1, {"loss": 1.0}, None)
@@ -83,7 +83,7 @@ def test_a_logged_mean_counts_for_its_steps():
 
 @pytest.mark.parametrize(("global_step", "mean"), [(2, 2.0), (1, 3.0)])
 def test_a_saved_mean_is_used_at_its_own_step(global_step, mean):
-    """The mean continues only if the run begins at the step at which it was saved."""
+    """A saved mean continues only in a run that starts at the step of the save."""
     records = []
     first = new_run(records)
     for step in (1, 2):
@@ -98,14 +98,14 @@ def test_a_saved_mean_is_used_at_its_own_step(global_step, mean):
 
 
 def test_one_process_does_not_average():
-    """Without other ranks, losses are not averaged over ranks."""
+    """A single process does not average losses over ranks."""
     assert not averages_loss(LossMonitorSettings())
     assert not averages_loss(LossMonitorSettings(loss_over_ranks=False))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
 def test_mean_of_an_epoch(losses):
-    """The mean is that of the losses so far; a new epoch begins a new mean."""
+    """The mean covers the losses of the epoch so far; a new epoch starts a new mean."""
     mean = EpochMean()
     mean.add(123.0, epoch=(1, 0))
     for number, loss in enumerate(losses, start=1):
@@ -115,7 +115,7 @@ def test_mean_of_an_epoch(losses):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_loss(loss):
-    """A non-finite loss is counted and left out; a mean of no other losses is nan."""
+    """A non-finite loss is counted but left out of the mean; a mean of no losses is nan."""
     mean = EpochMean()
     mean.add(loss, epoch=(1, 0))
     assert math.isnan(mean.value)
@@ -135,7 +135,7 @@ def test_a_loss_that_stands_for_several_steps():
 
 
 def test_a_saved_mean_continues():
-    """A saved mean continues within its epoch; the next epoch begins a new one."""
+    """A saved mean continues within its epoch; the next epoch starts a new mean."""
     mean = EpochMean()
     assert mean.save(0) is None
     for loss in (1.0, math.nan, 2.0):

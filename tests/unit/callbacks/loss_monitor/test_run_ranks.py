@@ -18,7 +18,7 @@ def shown(records):
 
 
 def test_the_main_process_prints_means_over_ranks(two_ranks):
-    """Only the main process prints, and both numbers are means over ranks."""
+    """Only the main process prints, and its losses and means are means over ranks."""
     first, second = two_ranks.run(losses_shown, LOSSES, [], [], {})
 
     assert shown(first["records"]) == [
@@ -34,19 +34,19 @@ def test_the_main_process_prints_means_over_ranks(two_ranks):
 
 
 def test_messages_are_sent_at_logging_steps_only(two_ranks):
-    """A message has two numbers for each step since the last message; no step is lost."""
+    """At a logging step the ranks exchange two numbers for each step since the last message."""
     settings = {"per_print_times": 4}
     first, second = two_ranks.run(losses_shown, LOSSES, [], [5], settings)
 
     assert first["sent"] == second["sent"] == [[], [], [], [8], [2], []]
     assert shown(first["records"]) == [(2.0, 2.0)]
-    # The loop ends without logging, so the last of three losses is the main process's own.
+    # No message follows step 6, so its loss in the mean is the loss of the main process alone.
     assert first["mean"]["total"] == pytest.approx(MEANS[3] + MEANS[4] + LOSSES[0][5])
     assert first["mean"]["num_losses"] == 3
 
 
 def test_a_rank_without_targets_is_left_out(two_ranks):
-    """A nan loss of a rank without targets is left out; that of an overflow is shown."""
+    """A nan loss of a rank without targets is left out, but a nan loss of an overflow is shown."""
     losses = [[1.0, 2.0, NAN, NAN], [3.0, NAN, NAN, 1.0]]
     first, _ = two_ranks.run(losses_shown, losses, [4], [], {})
 
@@ -57,7 +57,7 @@ def test_a_rank_without_targets_is_left_out(two_ranks):
 
 
 def test_of_one_rank_without_a_message(two_ranks):
-    """With `loss_over_ranks=False`, the main process shows its own loss and sends nothing."""
+    """With `loss_over_ranks=False`, no message is sent and the main process shows its own loss."""
     first, second = two_ranks.run(losses_shown, LOSSES, [], [], {"loss_over_ranks": False})
 
     assert [loss for loss, _ in shown(first["records"])] == LOSSES[0]
@@ -75,7 +75,7 @@ def test_one_process_sends_nothing():
 
 @pytest.mark.parametrize("kind", ["MFTrainer", "Trainer"])
 def test_in_the_trainer(two_ranks, tmp_path, kind):
-    """The losses equal those that the Trainer averages and logs."""
+    """The printed losses equal those that the Trainer averages and logs."""
     first, second = two_ranks.run(train_monitored, str(tmp_path), kind, {"per_print_times": 1})
     logged = (tmp_path / "logged_0.txt").read_text(encoding="utf-8").split()
 

@@ -37,7 +37,7 @@ def with_twins(tags) -> set[str]:
 
 
 def test_curves_of_a_run(tmp_path):
-    """Each record is a point over steps and a point over samples."""
+    """Each record adds a point to the curves over steps and to the curves over samples."""
     found = run(tmp_path, [output(2.0, rate=0.5, norm=3.0), output(1.0, rate=0.25, norm=4.0)])
 
     assert found.keys() == with_twins(TWICE)
@@ -81,7 +81,7 @@ def test_operations_need_no_timers(tmp_path):
 
 
 def test_values_that_are_not_known(tmp_path):
-    """Without norm and batch size, their curves and those over samples are missing."""
+    """Without norm and batch size, their curves and all curves over samples are missing."""
     found = run(
         tmp_path,
         [output(norm=None)],
@@ -109,7 +109,7 @@ def test_steps_before_this_run(tmp_path):
 
 
 def test_stock_loop(tmp_path):
-    """A loop that logs no loss scale has no curve of it."""
+    """In a loop that logs no loss scale, there is no curve of the loss scale."""
     loop = Loop(tensorboard_dir=tmp_path, log_loss_scale_to_tensorboard=True)
     loop.send("on_train_begin")
     loop.step(None)
@@ -120,7 +120,7 @@ def test_stock_loop(tmp_path):
 
 
 def test_no_file_before_the_first_record(tmp_path):
-    """Other processes than the main one create no events file."""
+    """Only the main process creates an events file."""
     folder = tmp_path / "events"
     loop = Loop(tensorboard_dir=folder)
     loop.state.is_world_process_zero = False
@@ -139,12 +139,12 @@ def test_a_second_run(tmp_path):
         loop.step(output())
         loop.send("on_train_end")
 
-    # TensorBoard reads files that were created in the same second in the order of their names.
+    # Sorted, because TensorBoard reads files of the same second in the order of their names.
     assert sorted(x for x, _ in curves(tmp_path)["loss"]) == [1, 2]
 
 
 def test_without_tensorboard(tmp_path, monkeypatch):
-    """Without TensorBoard, construction raises and says how to install it."""
+    """Without TensorBoard, the constructor raises an error that says how to install it."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r'pip install "mfwrap\[tensorboard\]"'):
         MFLossMonitor(tensorboard_dir=tmp_path)

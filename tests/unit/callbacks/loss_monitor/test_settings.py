@@ -35,7 +35,7 @@ def test_a_saved_mean_continues(caplog):
 
 
 def test_a_saved_mean_of_another_step(caplog):
-    """A mean saved at another step than the run begins at is ignored."""
+    """A saved mean is ignored if the run starts at another step than the step of the save."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.step(output(100.0))
@@ -49,7 +49,7 @@ def test_a_saved_mean_of_another_step(caplog):
 
 
 def test_state_makes_the_same_monitor(tmp_path):
-    """A monitor made from the saved state has the same settings; JSON can hold the state."""
+    """The saved state survives JSON, and a monitor made from it has the same settings."""
     monitor = MFLossMonitor(
         5, origin_epochs=2, dataset_size=3, flops_per_step=1e12, tensorboard_dir=tmp_path
     )
@@ -59,7 +59,7 @@ def test_state_makes_the_same_monitor(tmp_path):
 
 
 def test_the_length_must_be_known():
-    """A loop of unknown length raises ValueError when it begins."""
+    """The start of a loop of unknown length raises a ValueError."""
     loop = Loop(max_steps=0, epochs=0)
     with pytest.raises(ValueError, match=r"`state.max_steps` must be set"):
         loop.send("on_train_begin")
@@ -98,6 +98,6 @@ def test_the_length_must_be_known():
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """A wrong argument raises at construction, with its name and value."""
+    """A wrong argument raises an error with the argument's name and value."""
     with pytest.raises(error, match=re.escape(message)):
         MFLossMonitor(**settings)

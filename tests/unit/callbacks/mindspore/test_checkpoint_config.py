@@ -31,11 +31,11 @@ from mfwrap.callbacks import CheckpointConfig
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, error, match):
-    """Wrong, unsupported and contradictory settings are refused by name."""
+    """Wrong, unsupported and contradictory settings raise an error that names the setting."""
     with pytest.raises(error, match=match):
         CheckpointConfig(**settings)
 
 
 def test_info_is_all_mappings_together():
-    """`info` has the entries of all mappings, without MindSpore's names."""
+    """`info` merges all mappings in `append_info` and leaves out MindSpore's names."""
     assert CheckpointConfig(append_info=["epoch_num", {"a": 1}, {"b": 2}]).info == {"a": 1, "b": 2}

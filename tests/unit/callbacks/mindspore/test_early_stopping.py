@@ -1,4 +1,4 @@
-"""A training ends when its value no longer improves."""
+"""A training ends when its monitored value no longer improves."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.model_runs import Notes, batches, classifier, sgd
 
 
 def epochs_of(values, name="eval_loss", **settings) -> int:
-    """Return the number of epochs of a training."""
+    """Return the number of epochs after which a training with these values ends."""
     notes = Notes()
     fit_with_values(values, [EarlyStopping(name, **settings), notes], name=name)
     return notes.calls.count("on_train_epoch_end")
@@ -44,7 +44,7 @@ def test_epochs(values, settings, epochs):
     patience=st.integers(0, 3),
 )
 def test_it_ends_after_patience_epochs_without_a_new_best(values, patience):
-    """The patience counts from the best value so far."""
+    """Training ends `patience` epochs, but at least one, after the best value so far."""
     expected = len(values)
     for epoch in range(1, len(values) + 1):
         since_best = epoch - 1 - min(range(epoch), key=lambda i: (values[i], i))
@@ -62,7 +62,7 @@ def test_auto_knows_errors(name, downward):
 
 
 def test_the_best_weights_are_restored(capsys):
-    """The model ends with the weights of the best epoch, and a line has its value."""
+    """The model ends with the weights of the best epoch, and a line shows the best value."""
     seen = []
 
     class Sees(Callback):
@@ -113,6 +113,6 @@ def test_an_unknown_value_does_not_count(caplog):
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=f"`{next(iter(settings))}` must be"):
         EarlyStopping(**settings)

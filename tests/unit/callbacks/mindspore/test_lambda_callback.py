@@ -9,7 +9,7 @@ from support.model_runs import HOOKS, Notes, batches, classifier, sgd
 
 
 def test_each_function_is_called_at_its_event():
-    """All twelve functions are called in the order of a callback's methods."""
+    """Each of the twelve functions is called at its event, like the methods of a callback."""
     calls = []
     functions = {hook: lambda _, hook=hook: calls.append(hook) for hook in HOOKS}
     notes = Notes()
@@ -22,6 +22,6 @@ def test_each_function_is_called_at_its_event():
 
 
 def test_what_cannot_be_called_is_refused():
-    """A function that is not callable is refused by the name of its event."""
+    """An argument that is not callable raises an error that names its event."""
     with pytest.raises(TypeError, match="`on_eval_end` must be callable, got 3 of type int"):
         LambdaCallback(on_eval_end=3)

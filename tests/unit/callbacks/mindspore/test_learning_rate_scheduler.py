@@ -11,7 +11,7 @@ from support.model_runs import batches, classifier
 
 @pytest.mark.parametrize("in_cell", [False, True])
 def test_each_group_has_its_own_rate(in_cell):
-    """Each group is set from its own rate, also in a cell; a tensor is changed in place."""
+    """Each group's rate is computed from its last rate; a rate in a tensor changes in place."""
     network = classifier()
     tensor = torch.tensor(8.0)
     groups = [
@@ -39,6 +39,6 @@ def test_each_group_has_its_own_rate(in_cell):
 
 
 def test_what_cannot_be_called_is_refused():
-    """A function that is not callable is refused at construction."""
+    """An argument that is not callable raises an error."""
     with pytest.raises(TypeError, match=r"`learning_rate_function` must be callable, got 0\.1"):
         LearningRateScheduler(0.1)

@@ -29,7 +29,7 @@ def train(callbacks, data=None, epochs=1, manager=None):
 
 @pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(2.0**10)])
 def test_a_line_for_each_step(capsys, manager):
-    """Each step prints its number in the epoch and the loss in full."""
+    """Each step prints its epoch, its number in the epoch and the loss in full precision."""
     train(LossMonitor(), epochs=2, manager=manager)
     network = classifier()
     losses = losses_by_hand(network, sgd(network), batches(3), 2)
@@ -55,7 +55,7 @@ def test_steps_between_lines_count_over_epochs(capsys):
 
 
 def test_zero_prints_none(capsys):
-    """With 0, no step is printed, but the metrics of an evaluation are."""
+    """With `per_print_times=0`, only the metrics of evaluations are printed."""
     network = classifier()
     model = Model(network, nn.CrossEntropyLoss(), sgd(network), metrics={"loss"})
     model.fit(1, batches(2), batches(1), callbacks=LossMonitor(0))
@@ -65,7 +65,7 @@ def test_zero_prints_none(capsys):
 
 
 def with_a_nan():
-    """Return three batches; the second is NaN."""
+    """Return three batches; the second has NaN inputs."""
     data = batches(3)
     return [data[0], (torch.full((8, 8), torch.nan), data[1][1]), data[2]]
 
@@ -100,7 +100,7 @@ def plain_step(scale):
 
 
 def test_a_skipped_update_of_a_plain_tuple_does_not(capsys):
-    """The second value of a plain tuple is the overflow flag."""
+    """The second value of a plain tuple is the overflow flag: after an overflow nothing raises."""
     model = plain_step(DynamicLossScaleUpdateCell(8.0, 2, 1000))
     model.train(1, with_a_nan(), callbacks=LossMonitor())
 
@@ -139,7 +139,7 @@ def test_a_step_waits_for_no_loss():
     names = []
 
     class Counted(Callback):
-        # From the second step on: the first step allocates the buffers that values are copied into.
+        # Count from the second step on: the first step allocates the buffers for copied values.
         def on_train_step_begin(self, run_context):
             if run_context.original_args().cur_step_num == 2:
                 counter.__enter__()
@@ -155,7 +155,7 @@ def test_a_step_waits_for_no_loss():
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
 def test_bad_arguments_are_refused_by_name(value):
-    """A wrong argument is a ValueError, as in MindSpore."""
+    """A wrong argument raises a ValueError, as in MindSpore."""
     with pytest.raises(ValueError, match="`per_print_times` must be an int >= 0"):
         LossMonitor(value)
 

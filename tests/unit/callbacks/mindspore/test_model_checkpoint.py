@@ -48,7 +48,7 @@ def whole_model():
 
 
 def test_a_training_goes_on_from_a_checkpoint(tmp_path):
-    """A resumed training ends bitwise with the weights, loss scale and average of one run."""
+    """A resumed training ends with the weights, loss scale and average of an uninterrupted one."""
     data = batches(8)
     whole, whole_cell, network, *_ = whole_model()
     whole.train(1, data)
@@ -84,7 +84,7 @@ class WithCentres(nn.Module):
 
 @pytest.mark.parametrize("in_cell", [False, True])
 def test_weights_of_a_loss_function_are_saved(tmp_path, in_cell):
-    """Weights of the loss function have an entry of their own, those of the network no prefix."""
+    """A checkpoint has the network's weights by plain names, and the loss function's apart."""
     network, loss_fn = classifier(), WithCentres()
     optimizer = torch.optim.SGD([*network.parameters(), *loss_fn.parameters()], lr=0.1)
     cell = TrainOneStepCell(WithLossCell(network, loss_fn), optimizer)
@@ -98,7 +98,7 @@ def test_weights_of_a_loss_function_are_saved(tmp_path, in_cell):
 
 
 def test_the_schedule_and_scale_of_a_model_are_saved(tmp_path):
-    """Schedule and loss scale are those after the step of the checkpoint."""
+    """A checkpoint has the schedule and the loss scale as they are after its step."""
     network = classifier()
     optimizer = sgd(network, lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -126,7 +126,7 @@ def test_the_schedule_and_scale_of_a_model_are_saved(tmp_path):
 
 
 def test_when_and_which(tmp_path):
-    """Due steps and the last step are saved, and only the newest files are kept."""
+    """Due steps and the last step are saved, and only the newest checkpoints are kept."""
     callback = ModelCheckpoint("a", tmp_path / "new", CheckpointConfig(3, **KEEP_ALL))
     model().train(2, batches(4), callbacks=callback)
     assert names(tmp_path / "new") == ["a-1_3.ckpt", "a-2_2.ckpt", "a-2_4.ckpt"]
@@ -141,7 +141,7 @@ def test_when_and_which(tmp_path):
 
 
 def test_by_time(tmp_path):
-    """By time, the first checkpoint of each span is kept, and the newest."""
+    """With saving by time, the first checkpoint of each period and the newest one are kept."""
     now = [0.0]
 
     def pass_half_a_minute(_):
@@ -154,12 +154,12 @@ def test_by_time(tmp_path):
     ]
     model().train(1, batches(10), callbacks=callbacks)
 
-    # Saved at 30, 60, ... 300 seconds; a span is two minutes.
+    # Saved at 30, 60, ... 300 seconds; a period is two minutes.
     assert names(tmp_path) == ["a-1_1.ckpt", "a-1_10.ckpt", "a-1_5.ckpt", "a-1_9.ckpt"]
 
 
 def test_another_training_has_names_of_its_own(tmp_path):
-    """Checkpoints of an earlier training are not overwritten."""
+    """A new training uses new file names and keeps checkpoints of earlier trainings."""
     for _ in range(3):
         model().train(1, batches(1), callbacks=ModelCheckpoint("a", tmp_path))
     (tmp_path / "ab-1_1.ckpt").touch()
@@ -198,7 +198,7 @@ def test_when_a_training_raises(tmp_path, saves):
 
 
 def test_weights_alone(tmp_path):
-    """The safetensors format has weights only, of `saved_network` if given."""
+    """A checkpoint in the safetensors format has only weights: those of `saved_network`."""
     network = classifier()
     config = CheckpointConfig(format="safetensors", saved_network=network[0])
     trained = Model(network, nn.CrossEntropyLoss(), sgd(network))
@@ -210,7 +210,7 @@ def test_weights_alone(tmp_path):
 
 
 def test_additional_information(tmp_path):
-    """``append_info`` adds entries and must not replace any."""
+    """``append_info`` adds entries, and raises for an entry that checkpoints already have."""
     config = CheckpointConfig(append_info=["epoch_num", {"dataset": "digits"}])
     model().train(1, batches(1), callbacks=ModelCheckpoint("a", tmp_path, config))
     assert torch.load(tmp_path / "a-1_1.ckpt", weights_only=True)["dataset"] == "digits"
@@ -229,6 +229,6 @@ def test_additional_information(tmp_path):
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error, name):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=f"`{name}` must be"):
         ModelCheckpoint(*settings)

@@ -56,7 +56,7 @@ def test_the_loss_in_an_output(outputs, loss):
     ],
 )
 def test_the_value_of_an_epoch(known, monitor, value):
-    """A metric of this epoch comes first; without one, "loss" is the mean of the last loss."""
+    """A metric of this epoch has priority; otherwise "loss" is the mean of the last step's loss."""
     assert watched_value(CallbackParameters(known), monitor) == value
 
 
@@ -68,7 +68,7 @@ def test_a_metric_that_is_not_a_number(metric):
 
 
 def test_an_unknown_value_is_logged_with_the_callback(caplog):
-    """The warning has the class of the callback, the epoch and the name of the value."""
+    """The warning names the class of the callback, the epoch and the unknown value."""
     known = CallbackParameters({"cur_epoch_num": 3})
 
     assert value_of_epoch(caplog, known, "F1") is None
@@ -81,7 +81,7 @@ def test_an_unknown_value_is_logged_with_the_callback(caplog):
     min_delta=st.floats(0, 3),
 )
 def test_an_improvement_exceeds_the_best_value_by_more_than_min_delta(value, best, min_delta):
-    """``"max"`` is ``"min"`` of the negative values, and NaN never improves."""
+    """An improvement exceeds `min_delta`; ``"max"`` mirrors ``"min"``; NaN never improves."""
     falls, rises = Improvement("F1", "min", min_delta), Improvement("F1", "max", min_delta)
 
     assert falls.improves(value, best) == (value < best - min_delta)
@@ -111,6 +111,6 @@ def test_auto_knows_losses_and_errors(monitor, is_downward):
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, error, message):
-    """A wrong setting is refused at construction."""
+    """A wrong setting raises an error that names the setting."""
     with pytest.raises(error, match=message):
         Improvement(*settings)

@@ -1,4 +1,4 @@
-"""Rates fall as with torch's own scheduler."""
+"""Learning rates fall as with torch's own scheduler."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_rates_are_those_of_torch(values, patience, cooldown, mode):
 
 
 def test_every_group_falls_from_its_own_rate(capsys):
-    """Each group falls from its own rate, not below `min_lr`; a tensor is changed in place."""
+    """Each group's rate falls on its own, at most to `min_lr`; a tensor is changed in place."""
     network = classifier()
     tensor = torch.tensor(0.5)
     groups = [
@@ -79,6 +79,6 @@ def test_every_group_falls_from_its_own_rate(capsys):
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=f"`{next(iter(settings))}` must be"):
         ReduceLROnPlateau(**settings)

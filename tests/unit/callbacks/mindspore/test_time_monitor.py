@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
     def pass_seconds(self, seconds):
-        """Return a hook that moves the clock."""
+        """Return a hook that advances the clock by `seconds`."""
 
         def hook(_):
             self.now += seconds
@@ -43,7 +43,7 @@ def lines(capsys, *settings, **keywords):
 
 
 def test_times_of_an_epoch(capsys):
-    """The evaluation has a line of its own, and its time is part of the epoch's."""
+    """The evaluation has a line of its own, and the epoch's time includes the evaluation."""
     assert lines(capsys) == [
         "Eval epoch time: 2000.000 ms, per step time: 2000.000 ms",
         "Train epoch time: 5250.000 ms, per step time: 2625.000 ms",
@@ -63,6 +63,6 @@ def test_times_of_data_and_another_number_of_steps(capsys):
     [((0,), ValueError, "data_size"), ((None, 1), TypeError, "data_time")],
 )
 def test_bad_arguments_are_refused_by_name(settings, error, name):
-    """A wrong argument is refused at construction, by name."""
+    """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=f"`{name}` must be"):
         TimeMonitor(*settings)

@@ -46,7 +46,7 @@ def size(length: RunLength) -> tuple[int, int, int]:
     ids=["whole", "short last group", "1.5 epochs", "max_steps", "no length", "one step"],
 )
 def test_trainer(loop, batches, accumulation, expected):
-    """In a Trainer, an epoch has the loader's batches in groups of the accumulation steps."""
+    """In a Trainer, an epoch has one update for each group of accumulated batches."""
     loader = iter(()) if batches is None else range(batches)
     args = arguments(gradient_accumulation_steps=accumulation)
 
@@ -65,7 +65,7 @@ def test_trainer(loop, batches, accumulation, expected):
     ids=["state alone", "steps alone", "two batches an update", "no epochs", "no steps"],
 )
 def test_own_loop(loop, loader, expected):
-    """In a loop without Trainer, the state decides, and the loader if it agrees with the state."""
+    """Without a Trainer, the state sets the length; a loader that contradicts it is ignored."""
     assert size(run_length(RunSettings(), loop, None, loader)) == expected
 
 
@@ -80,7 +80,7 @@ def test_own_loop(loop, loader, expected):
     ids=["both", "an end before", "updates of an epoch", "epochs"],
 )
 def test_what_is_given_comes_first(given, loop, expected):
-    """Settings of the monitor override what the loop says."""
+    """The monitor's settings override the lengths of the loop."""
     assert size(run_length(RunSettings(**given), loop, None, None)) == expected
 
 
@@ -104,7 +104,7 @@ def test_a_length_that_is_not_known(loop, given):
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_positions_count_through_the_epochs(epochs, steps, data):
-    """Positions count through all epochs; finished and remaining steps add up."""
+    """Positions count through all epochs; finished and remaining steps add up to all steps."""
     length = RunLength(num_epochs=epochs, steps_per_epoch=steps, num_steps=epochs * steps)
     places = [(e, s) for e in range(1, epochs + 1) for s in range(1, steps + 1)]
     number = data.draw(st.integers(1, len(places)))
@@ -128,14 +128,14 @@ def test_steps_before_this_run():
 
 
 def test_a_loop_that_runs_too_long():
-    """A step beyond the end of the run has no steps left."""
+    """After the end of the run, 0 steps are left."""
     length = RunLength(num_epochs=1, steps_per_epoch=2, num_steps=2)
 
     assert length.position(5).steps_left == 0
 
 
 def test_global_batch_size():
-    """The batch size counts all batches of an update; it is 0 if the state has none."""
+    """The batch size counts all batches of an update; it is 0 if the state has no batch size."""
     assert global_batch_size(RunSettings(), state(train_batch_size=8), None) == 8
     args = arguments(gradient_accumulation_steps=4)
     assert global_batch_size(RunSettings(), state(train_batch_size=8), args) == 32
@@ -184,7 +184,7 @@ def test_a_lap_is_the_mean_of_its_steps():
 
 
 def test_time_between_steps_is_left_out():
-    """Time before a restart does not count."""
+    """The time between the end of a step and the next restart does not count."""
     clock = clock_of(0.0, 1.0, 100.0, 102.0)
     clock.restart()
     clock.end_step()
@@ -195,7 +195,7 @@ def test_time_between_steps_is_left_out():
 
 
 def test_a_step_that_began_unseen_has_no_time():
-    """A first step without a restart has no time; the next one does."""
+    """Without a restart the first step has no time; the second step has one."""
     clock = clock_of(50.0, 52.0)
     clock.end_step()
     assert (clock.end_lap(), clock.typical_seconds) == (0.0, 0.0)
@@ -214,7 +214,7 @@ def test_a_clock_that_is_set_back():
 
 
 def test_the_first_step_is_left_out():
-    """The first step is left out of the typical time as soon as there is another."""
+    """The first step is left out of the typical time as soon as there is another step."""
     assert run_steps(600.0).typical_seconds == 600.0
     assert run_steps(600.0, 2.0).typical_seconds == pytest.approx(2.0)
     assert run_steps(600.0, *[2.0] * 30).typical_seconds == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""Where messages of the callbacks are logged."""
+"""Messages of callbacks go to standard output, or to the logging that the program configures."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ SAY = f"from mfwrap.callbacks.shared.run_log import run_logger\nrun_logger({NAME
 
 @pytest.fixture(autouse=True)
 def _levels():
-    """Begin without levels, and restore them afterwards."""
+    """Unset the levels of mfwrap's loggers before a test, and restore them afterwards."""
     loggers = [logging.getLogger(name) for name in ("mfwrap", "mfwrap.callbacks")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -64,7 +64,7 @@ def test_import_configures_nothing():
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("early", [True, False])
 def test_logging_of_the_program(early):
-    """A program's own logging is used alone, configured before or after the first message."""
+    """If a program configures logging, messages from then on go only to that logging."""
     configure = (
         "import logging, sys\nlogging.basicConfig(stream=sys.stderr, format='%(message)s')\n"
     )
@@ -75,7 +75,7 @@ def test_logging_of_the_program(early):
 
 
 def test_a_level_that_was_set_stays(caplog):
-    """A level that the user has set stays."""
+    """`run_logger` keeps a level that the user has set."""
     logging.getLogger("mfwrap").setLevel(logging.WARNING)
     run_logger(NAME).info("hidden")
     run_logger(NAME).warning("seen")
@@ -84,7 +84,7 @@ def test_a_level_that_was_set_stays(caplog):
 
 
 def test_records_reach_the_root(caplog):
-    """Messages reach the root logger, and no handler is added if it has one."""
+    """Messages reach the root logger, and no handler is added if the root logger has one."""
     run_logger(NAME).info("seen")
 
     assert [(record.name, record.getMessage()) for record in caplog.records] == [(NAME, "seen")]

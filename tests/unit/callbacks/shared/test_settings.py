@@ -1,4 +1,4 @@
-"""Constructors that take the fields of a settings class."""
+"""A decorated constructor takes the fields of its settings class as arguments."""
 
 import inspect
 import json
@@ -80,7 +80,7 @@ def test_saved_settings_build_the_same_settings():
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])
 def test_a_flag_must_be_a_bool(value):
-    """Any other type is refused with the name of the setting, also if it equals a bool."""
+    """A flag of another type raises an error that names the flag, even 0 and 1."""
     check_bools(Settings(is_on=True))
     with pytest.raises(TypeError, match="`is_on` must be a bool, got"):
         check_bools(Settings(is_on=value))

@@ -33,7 +33,7 @@ FLOAT32 = st.floats(width=32, allow_nan=False)
     scale=st.none() | FLOAT32,
 )
 def test_unpacking_gives_back_what_was_packed(loss, overflow, norm, skipped, count, scale):
-    """Every value arrives exactly, flags as bools, counts as ints; unknown values stay unknown."""
+    """Unpacked values equal the packed values: flags as bools, counts as ints, unknowns as None."""
     extras = {"skipped": skipped, "consecutive_skips": count, "scale_before": scale}
     tensors = {n: None if value is None else torch.tensor(value) for n, value in extras.items()}
     packed = pack(output(loss, overflow=overflow, norm=norm), **tensors)
@@ -52,7 +52,7 @@ def test_unpacking_gives_back_what_was_packed(loss, overflow, norm, skipped, cou
 
 
 def test_packing_copies_without_reading():
-    """No value is read on the host, and later changes of the output do not change the copy."""
+    """Packing makes no host read, and later changes of the output do not change the copy."""
     step_output = output(2.0)
     with HostReads() as reads:
         packed = pack(step_output)
@@ -64,7 +64,7 @@ def test_packing_copies_without_reading():
 
 
 def test_a_loss_of_several_elements_is_averaged():
-    """A tensor alone is the loss; it may be of any dtype and need a gradient."""
+    """A tensor output is the loss: its elements are averaged, in any dtype and with gradient."""
     packed = pack(torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True))
 
     assert packed.names == ("loss",)
@@ -72,7 +72,7 @@ def test_a_loss_of_several_elements_is_averaged():
 
 
 def test_local_norms_are_not_packed():
-    """Of an output with local norms, only the fields of StepOutput are packed."""
+    """Only the fields of StepOutput are packed, also if the output has local norms."""
     norms = {"local_norm": torch.ones(3), "size": torch.ones(3, dtype=torch.int64)}
     packed = pack(LocalNormStepOutput(**output()._asdict(), **norms))
 
@@ -83,13 +83,13 @@ def test_local_norms_are_not_packed():
     "wrong", [(1.0, False), {"loss": 1.0}, 1.0, None], ids=["tuple", "dict", "float", "none"]
 )
 def test_a_wrong_output(wrong):
-    """Anything but a tensor or a named tuple with a loss is refused with its type."""
+    """An output that is neither a tensor nor a named tuple raises an error that names its type."""
     with pytest.raises(TypeError, match=rf"`step_output` must be .*, got {type(wrong).__name__}"):
         pack(wrong)
 
 
 def test_skip_flag():
-    """The report decides; without one the overflow does; a loss alone says nothing."""
+    """The skip flag comes from the report, else from the overflow; for a loss alone it is None."""
     network = Classifier()
     cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
     (batch,) = labelled_batches(1)
@@ -102,7 +102,7 @@ def test_skip_flag():
 
 
 def test_values_of_the_trainers_log():
-    """An entry with a loss has its numbers; other entries and other types are ignored."""
+    """An entry with a loss gives its numbers; an entry without a loss gives None."""
     logs = {"loss": 2, "learning_rate": 1e-3, "grad_norm": 0.5, "epoch": 1.0}
 
     assert values_of_logs(logs) == StepValues(loss=2.0, learning_rate=1e-3, global_norm=0.5)
@@ -111,14 +111,14 @@ def test_values_of_the_trainers_log():
 
 
 def test_record_of_known_values():
-    """A record has the known values by the names of the step's output and report."""
+    """A record has the known values under their names in the step's output and report."""
     values = StepValues(loss=1.0, overflow=False, skipped=True, consecutive_skips=3)
 
     assert values.to_record() == {"loss": 1.0, "overflow": False, "skipped": True}
 
 
 def test_numbers_for_the_judgment():
-    """The scale is that before the step; without it, the scale after the step before."""
+    """The loss scale is that of the step or, if unknown, the scale after the previous step."""
     values = StepValues(
         loss=1.0,
         overflow=True,
@@ -144,7 +144,7 @@ def test_numbers_for_the_judgment():
 
 
 def test_unknown_numbers_do_not_accuse():
-    """A step with nothing but a loss counts as neither overflowed nor skipped."""
+    """If only the loss is known, the step counts as an applied update without overflow."""
     numbers = numbers_of(1, StepValues(loss=1.0))
 
     assert (numbers.overflow, numbers.skipped, numbers.consecutive_skips) == (False, False, 0)

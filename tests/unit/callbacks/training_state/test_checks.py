@@ -39,7 +39,7 @@ def numbers(**values) -> StepNumbers:
     ],
 )
 def test_what_is_not_finite(values, message):
-    """The error names the value, what it is of, and the step; finite numbers pass."""
+    """A non-finite number raises an error with its name and step; finite numbers pass."""
     check_finite(numbers())
     check_finite(numbers(global_norm=None))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -47,7 +47,7 @@ def test_what_is_not_finite(values, message):
 
 
 def test_a_training_ends_at_a_nan(tmp_path):
-    """A nan stops the training before the next update, and the anomaly is on record."""
+    """A nan stops the training before the next update, and the anomaly is recorded."""
     monitor = TrainingStateMonitor(check_for_nan_in_loss_and_grad=True, folder=tmp_path)
     with pytest.raises(ValueError, match="there is nan in loss of step 5"):
         train_blocks(monitor, [Fault(5, "activation")], num_steps=9)
@@ -65,7 +65,7 @@ def test_an_ordinary_overflow_does_not_end_a_training(tmp_path):
 
 
 def test_a_spike_ends_a_training_once(tmp_path):
-    """A second run continues over a spike at the same step; both norms are in the file."""
+    """A second run ignores a spike at the same step; the file has the norms of both runs."""
     settings = {"check_for_global_norm": True, "global_norm_spike_threshold": 1e3}
     fault = Fault(4, "blow-up", block=1)
     with pytest.raises(RuntimeError, match=r"`global_norm` of step 4 must be < 1000.0, got \d+"):
@@ -79,7 +79,7 @@ def test_a_spike_ends_a_training_once(tmp_path):
 
 
 def test_a_norm_at_the_threshold_is_a_spike(tmp_path, caplog):
-    """A norm equal to the threshold is a spike; a repeated spike is logged and passes."""
+    """A norm equal to the threshold is a spike; a second spike at the same step is only logged."""
     guard = SpikeGuard(3.0, tmp_path, writes=False)
     guard.check(1, 2.999)
     for step in (2, 3):

@@ -1,4 +1,4 @@
-"""Shares of experts, compared with the choices of the routers."""
+"""The load of each expert, compared with the choices of the routers."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def chosen_by_routers(model, batches) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("make", [mixtral, gpt_oss, deepseek])
 def test_shares(make):
-    """Shares cover all micro-batches, by layer; evaluation and later forwards do not count."""
+    """Each layer's shares cover all micro-batches, but no evaluation and no later forward."""
     model = make()
     batches = [torch.randint(32, (2, 6)), torch.randint(32, (1, 5))]
     load = ExpertLoad(model)
@@ -113,7 +113,7 @@ def test_shares(make):
 
 
 def test_against_the_logits_of_the_router():
-    """Mixtral's shares equal those of the two highest router logits."""
+    """Mixtral's shares agree with the two highest router logits of each token."""
     model, tokens = mixtral(), torch.randint(32, (3, 6))
     load = ExpertLoad(model)
     load.begin()
@@ -151,7 +151,7 @@ def test_a_forward_that_is_repeated_in_the_backward():
     [([0.25] * 4, 1.0, 0.0), ([1.0, 0, 0, 0], 4.0, 0.625), ([0.5, 0.4, 0.1, 0], 2.0, 0.15)],
 )
 def test_balance(shares, busiest, dropped):
-    """Imbalance and drop rate, at a capacity of 1.5, have the values of the formulas."""
+    """Imbalance and drop rate, at a capacity of 1.5, agree with their formulas."""
     tensor = torch.tensor(shares)
 
     assert imbalance(tensor).item() == pytest.approx(busiest)

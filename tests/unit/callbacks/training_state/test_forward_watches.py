@@ -1,4 +1,4 @@
-"""Which forward passes are watched, and the warnings if they cannot be."""
+"""Attention and experts are watched in forward passes, or a warning says why they cannot be."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def watches(network, *, is_compiled=False, **settings):
 
 
 def test_both_are_watched():
-    """Logits and shares are seen between begin and end; afterwards no hook is left."""
+    """Logits and shares are recorded between `begin` and `end`; afterwards no hook is left."""
     network, inputs = Network().train(), torch.eye(4)
     both = watches(network, **BOTH)
     both.begin()
@@ -48,7 +48,7 @@ def test_both_are_watched():
     seen = both.end()
     network(inputs)
 
-    # Attention divides by the square root of 4, the width; the rows are unit vectors.
+    # The rows are unit vectors of width 4, so the largest logit is 1 / sqrt(4).
     assert {name: logits.tolist() for name, logits in seen.max_attention_logits.items()} == {
         "": [0.5]
     }
@@ -60,7 +60,7 @@ def test_both_are_watched():
 
 @pytest.mark.parametrize("name", BOTH)
 def test_only_what_is_asked_for_is_watched(name, caplog):
-    """With one format set, only its numbers are seen, and there is no warning."""
+    """With one format set, only its numbers are recorded, and there is no warning."""
     network = Network().train()
     one = watches(network, **{name: "log"})
     one.begin()
@@ -92,7 +92,7 @@ def test_forward_passes_that_cannot_be_watched(network, is_compiled, reason, cap
 
 
 def test_a_network_without_attention_and_experts(caplog):
-    """One warning says that there are no experts, another one that there is no attention."""
+    """One warning says that there are no experts, and one that there is no attention."""
     network = nn.Linear(3, 3).train()
     both = watches(network, **BOTH)
     for _ in range(2):

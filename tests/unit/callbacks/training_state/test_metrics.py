@@ -51,7 +51,7 @@ def test_nothing_is_computed_without_a_format(step):
 
 
 def test_local_norms_and_losses(step):
-    """Norms and losses are those of the output; the device norm is over all groups."""
+    """Norms and losses equal those of the output; the device norm covers all groups."""
     report = step[2]
     found = of_step(
         step,
@@ -72,7 +72,7 @@ def test_local_norms_and_losses(step):
 
 
 def test_moments_and_weights(step):
-    """Adam's moments have a norm per parameter, the weights one norm."""
+    """Adam's moments have one norm per parameter; the weights have one norm together."""
     network, optimizer, _ = step
     found = of_step(step, optimizer_state_format="log", weight_state_format="log")
     expected = {}
@@ -87,7 +87,7 @@ def test_moments_and_weights(step):
 
 @pytest.mark.parametrize("invert", [False, True])
 def test_target_selects_parameters(step, invert):
-    """`target` selects the parameters in whose names it is found, `invert` all others."""
+    """`target` selects the parameters whose name it matches; `invert` selects all others."""
     first, *others = step[2].local_norm_names
     found = of_step(
         step,
@@ -107,14 +107,14 @@ def test_target_selects_parameters(step, invert):
 
 
 def test_each_metric_has_its_own_formats(step):
-    """A metric keeps the formats of its setting."""
+    """Each metric has the formats of its own setting."""
     found = of_step(step, local_loss_format=["jsonl", "log"], weight_state_format="trackers")
 
     assert found.metrics == (("local_loss", ("jsonl", "log")), ("weight_norm", ("trackers",)))
 
 
 def test_intervals(step):
-    """Metrics follow `step_interval`; stable ranks follow their own."""
+    """Metrics follow `step_interval`; stable ranks follow their own interval."""
     settings = {
         "step_interval": 3,
         "weight_state_format": "log",
@@ -150,13 +150,13 @@ def test_forward_passes(step):
         "expert_load/experts/expert_0": 0.75,
         "expert_load/experts/expert_1": 0.25,
         "expert_imbalance/experts": 1.5,
-        # An expert may take 1.25 / 2 of the tokens: 0.125 of them are dropped.
+        # Each of the two experts may take 1.25 / 2 of the tokens, so 0.75 - 0.625 are dropped.
         "drop_rate/experts": 0.125,
     }
 
 
 def test_a_loop_that_knows_little():
-    """Without output, optimizer state or network, the other metrics are shown."""
+    """Metrics that need a missing output, optimizer state or network are left out."""
     settings = TrainingStateSettings(
         local_norm_format="log", optimizer_state_format="log", weight_state_format="log"
     )
@@ -170,7 +170,7 @@ def test_a_loop_that_knows_little():
 
 
 def test_values_are_copies_and_nothing_is_read(step):
-    """No value is read on the host, and a later change of the output does not show."""
+    """Metrics are copied without a host read; later changes of the output do not affect them."""
     report = step[2]
     before = report.output.local_norm.tolist()
     with HostReads() as reads:

@@ -35,7 +35,7 @@ EVERYTHING = {
 
 
 class Reference(TrainerCallback):
-    """Compute what the monitor shows, from the tensors themselves, in float64."""
+    """Compute the monitor's metrics from the tensors themselves, in float64."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -69,7 +69,7 @@ def lines(folder):
 
 
 def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **arguments):
-    """Train a tiny Llama, with local norms, under a monitor."""
+    """Train a tiny Llama with a monitor; in an MFTrainer its step has local norms."""
     extras = {"step": StepConfig(local_norm=True)} if kind is MFTrainer else None
     return train(
         new_trainer(kind, folder, callbacks=[monitor, *callbacks], extras=extras, **arguments)
@@ -90,7 +90,7 @@ def test_every_number(tmp_path):
 
 @pytest.mark.parametrize("invert", [False, True])
 def test_target(invert, tmp_path):
-    """`target` selects parameters by name, `invert` the others; totals are over all."""
+    """`target` selects parameters by name, `invert` the others; totals cover all parameters."""
     patterns = [r"layers\.0\.", "norm"]
     settings = {"target": patterns, "invert": invert, **EVERYTHING}
     reference = Reference()
@@ -202,7 +202,7 @@ def test_a_resumed_run_appends(tmp_path):
 
 
 def test_a_stock_trainer(tmp_path, caplog):
-    """A stock Trainer shows weights and optimizer state; one warning names the rest."""
+    """A stock Trainer shows weights and optimizer state; one warning names missing values."""
     monitor = TrainingStateMonitor(**EVERYTHING)
     run = trained(tmp_path, monitor, kind=Trainer)
     records = lines(tmp_path)
@@ -223,7 +223,7 @@ def test_a_stock_trainer(tmp_path, caplog):
 
 
 def test_a_resumed_stock_trainer(tmp_path):
-    """With transformers' restore option, settings and state come from the checkpoint."""
+    """With transformers' option to restore callbacks, the checkpoint has settings and state."""
     settings = {"save_strategy": "steps", "save_steps": 2, "kind": Trainer}
     trained(
         tmp_path, TrainingStateMonitor(weight_state_format="jsonl"), **settings | {"max_steps": 2}
@@ -297,7 +297,7 @@ def test_the_culprit_in_mftrainer(tmp_path):
 
 
 def reads_per_run(folder, callbacks) -> list[str]:
-    """Return the host's reads in updates three to five of a run without logging."""
+    """Return the names of the host reads in updates 3 to 5 of a run without logging."""
 
     class Counts(TrainerCallback):
         names: tuple[str, ...] = ()
@@ -324,7 +324,7 @@ def reads_per_run(folder, callbacks) -> list[str]:
 
 
 def test_nothing_more_is_read_on_the_host(tmp_path):
-    """With all monitors and metrics on, a step has no host reads of its own."""
+    """All monitors and metrics together add no host read to a step."""
     monitor = TrainingStateMonitor(
         **EVERYTHING,
         max_attention_logit_format="jsonl",

@@ -1,4 +1,4 @@
-"""One run as the training state monitor follows it: when values are used, and what is judged."""
+"""`TrainingStateRun` writes and judges the values of a step one step later."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def steps_of(path) -> list[int]:
 
 
 def test_values_are_written_a_step_later(tmp_path):
-    """A step is written at the end of the next one, or at a flush, and only once."""
+    """A step is written once: at the end of the next step or at a flush."""
     run = new_run(local_loss_format="jsonl", folder=tmp_path)
     written = []
     for step in (1, 2):
@@ -102,7 +102,7 @@ def test_logged_values_are_judged(settings, logs, error, tmp_path):
 
 
 def test_state_of_a_resumed_run(tmp_path):
-    """The counts continue if the run begins at the step of the state, and not otherwise."""
+    """Saved counts continue only in a run that starts at the step of the save."""
     settings = {
         "folder": tmp_path,
         "use_skip_data_by_global_norm": True,
@@ -123,13 +123,13 @@ def test_state_of_a_resumed_run(tmp_path):
 
 
 def test_jsonl_needs_a_folder():
-    """Without Trainer and `folder`, records have no place: the error names the argument."""
+    """The format 'jsonl' without a Trainer and without `folder` raises an error."""
     with pytest.raises(ValueError, match="`folder` must be given for the format 'jsonl'"):
         new_run(local_loss_format="jsonl")
 
 
 def test_the_folder_of_the_trainer(tmp_path):
-    """With a Trainer, records go to its output folder."""
+    """With a Trainer, records are written to its output folder."""
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     run = new_run(local_loss_format="jsonl", args=args)
     end_step(run, 1, output())
@@ -149,7 +149,7 @@ def test_a_network_that_cannot_be_replayed(caplog):
 
 
 def test_the_largest_gradient():
-    """float16 overflows at 65504, float32 where the square of the norm overflows."""
+    """The largest gradient is 65504 in float16, and the root of the largest number in float32."""
     network = nn.Linear(2, 2)
     half = TrainingArguments(output_dir="unused", report_to=[])
     half.fp16 = True

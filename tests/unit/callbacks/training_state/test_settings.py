@@ -45,7 +45,7 @@ def test_defaults_are_those_of_mindformers():
 
 
 def test_a_configuration_of_mindformers(tmp_path):
-    """The keys of MindFormers' ``monitor_config`` are accepted, with null and single words."""
+    """MindFormers' ``monitor_config`` is accepted; a format is null, a word or a list."""
     both = ["log", "tensorboard"]
     settings = TrainingStateMonitor(
         **json.loads(
@@ -65,7 +65,7 @@ def test_a_configuration_of_mindformers(tmp_path):
 
 
 def test_state_makes_the_same_monitor(tmp_path):
-    """A monitor made from the saved state has the same settings; JSON can hold the state."""
+    """The saved state survives JSON, and a monitor made from it has the same settings."""
     monitor = TrainingStateMonitor(
         target=["a", "b"],
         local_norm_format=["log", "jsonl"],
@@ -167,6 +167,6 @@ def test_state_makes_the_same_monitor(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(settings, error, message):
-    """A wrong argument raises at construction, with its name and value."""
+    """A wrong argument raises an error with the argument's name and value."""
     with pytest.raises(error, match=re.escape(message)):
         TrainingStateMonitor(**settings)

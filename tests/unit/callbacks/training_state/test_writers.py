@@ -1,4 +1,4 @@
-"""Where metrics are written."""
+"""Metrics are written to the log, curves, records and trackers, each in its own formats."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def logged(caplog) -> list[str]:
 
 
 def test_each_format_gets_its_metrics(tmp_path, caplog):
-    """Log, curves, records and trackers have the metrics with their format, and no others."""
+    """Log, curves, records and trackers each get exactly the metrics with their format."""
     tracked = []
     target = MetricWriters(
         logs=True,
@@ -58,7 +58,7 @@ def test_each_format_gets_its_metrics(tmp_path, caplog):
 
 
 def test_without_targets_values_for_trackers_are_kept(caplog):
-    """Without log, folders and `log_to`, only the newest values for trackers remain."""
+    """Without log, folders and `log_to`, only the newest values for trackers are kept."""
     target = MetricWriters(logs=False)
     write(target)
     target.close()
@@ -68,7 +68,7 @@ def test_without_targets_values_for_trackers_are_kept(caplog):
 
 
 def test_the_limit_of_the_norm_is_in_the_first_record_only(tmp_path):
-    """`max_grad_norm` does not change during a run, so one record has it."""
+    """Only the first record of a run has `max_grad_norm`, which does not change."""
     target = MetricWriters(logs=False, json_lines=tmp_path / "state.jsonl", max_grad_norm=0.5)
     write(target, step=1)
     write(target, step=2)
@@ -78,7 +78,7 @@ def test_the_limit_of_the_norm_is_in_the_first_record_only(tmp_path):
 
 
 def test_evaluations_have_records_of_their_own(tmp_path):
-    """Results of an evaluation are a record; an evaluation without results is none."""
+    """The results of an evaluation are one record; without results nothing is written."""
     target = MetricWriters(logs=False, json_lines=tmp_path / "state.jsonl")
     target.write_evaluation(3, {"eval_loss": 2.0})
     target.write_evaluation(4, {})
@@ -115,7 +115,7 @@ def test_files_of_each_rank(rank, lines, curves, tmp_path, monkeypatch, caplog):
 
 
 def test_no_records_without_their_format(tmp_path):
-    """A known folder alone creates no file."""
+    """Without the format 'jsonl', a known folder gets no file."""
     write(metric_writers(TrainingStateSettings(), None, tmp_path, is_main=True))
 
     assert list(tmp_path.iterdir()) == []
