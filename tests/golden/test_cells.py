@@ -119,7 +119,7 @@ def test_local_norm(family, name, fused):
 
 @mf_only
 def test_counters(family, name, fused):
-    """Applied updates equal MindSpore's global step, and all other steps count as skipped."""
+    """The count of applied updates equals MindSpore's global step; other steps count as skipped."""
     run = run_of(family, name, fused)
     applied = run.reported("applied_updates")
     assert_same(applied, run.recorded("global_step"))

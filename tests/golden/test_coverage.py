@@ -1,4 +1,4 @@
-"""Each recorded case is compared with mfwrap, or has a test of how mfwrap differs from it."""
+"""Each recorded case is compared with mfwrap, or has a test of how mfwrap differs."""
 
 import importlib
 import inspect

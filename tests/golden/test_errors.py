@@ -118,7 +118,7 @@ CALLS = {
 }
 
 ON_PURPOSE = {"err_49": ValueError, "err_62": None}
-"""Cases in which mfwrap differs from the recording, and the exception that it raises, or None.
+"""By case: what mfwrap raises where it differs from the recording; None if it raises nothing.
 
 err_49: `set_sense_scale` raises for a tensor of a wrong shape, as the constructor does.
 err_62: An int is accepted as a threshold.
@@ -166,7 +166,7 @@ def named_argument(case):
 
 
 def test_set_sense_scale_of_the_mf_cell():
-    """`set_sense_scale` of MindFormers' cell raises for a number, as that of MindSpore's cell."""
+    """`set_sense_scale` of MindFormers' cell raises a TypeError for a number."""
     with pytest.raises(TypeError, match="`sens` must be a tensor"):
         mf_cell().set_sense_scale(2.0)
 

@@ -47,7 +47,7 @@ def norm_overflows(replay: Replay, batch: list[Tensor]) -> bool:
 
 @far_scales
 def test_far_scale_overflows_with_the_norm(family, name, fused):
-    """Above a loss scale of 2**60, an update is skipped if and only if its norm overflows."""
+    """Above a scale of 2**60, an update is skipped if and only if its scaled norm overflows."""
     replay = Replay(cases(family)[name], fused=fused)
     for index in range(replay.case["steps"]):
         replay.set_scale(index)

@@ -30,7 +30,7 @@ def test_unscaling(case, fused):
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    # A fused optimizer writes the unscaled gradients to `grad` too, so both can be compared.
+    # The unscaled gradients are in `grad`, whether the optimizer is fused or not.
     optimizer = SkippableOptimizer(torch.optim.Adam(parameters, lr=1.0, fused=fused))
 
     optimizer.step(floats(case["scale"]).float(), NO_SKIP)

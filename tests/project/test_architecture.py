@@ -110,7 +110,7 @@ def place_of(module: str) -> str:
 
 
 def rank_inside(module: str) -> int:
-    """Return the position in ORDER_INSIDE of a module of callbacks/ or recipes/, lowest first."""
+    """Return the level of a module in ORDER_INSIDE; the lowest is 0."""
     _, folder, *rest = module.removesuffix(".__init__").split(".")
     order = ORDER_INSIDE[folder]
     package = rest[0] if rest and f"mfwrap.{folder}.{rest[0]}" in MODULES else ""
@@ -128,7 +128,7 @@ def fault(importer: str, name: str) -> str | None:
     if library == "mfwrap":
         return fault_of_module(importer, module_of(name))
     first = FIRST_LEVEL_OF.get(library, 0)
-    return f"`{library}` must be imported on level >= {first}" if LEVEL[place] < first else None
+    return f"only levels >= {first} may import `{library}`" if LEVEL[place] < first else None
 
 
 def fault_of_module(importer: str, module: str) -> str | None:
@@ -267,7 +267,7 @@ def test_no_circle_inside_a_package():
 
 
 def test_a_circle_is_found():
-    """`circles` finds a circle of three modules and leaves out a module that only imports one."""
+    """`circles` finds a circle of three modules and leaves out a module outside of it."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 

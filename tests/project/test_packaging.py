@@ -32,7 +32,7 @@ def test_packages_come_from_this_tree(package, folder):
 
 @pytest.mark.parametrize("folder", ["callbacks", "recipes"])
 def test_folders_are_no_packages_of_their_own(folder):
-    """No test has imported ``callbacks`` or ``recipes``, a second copy of ``mfwrap.<name>``."""
+    """The packages are not imported a second time, as top-level ``callbacks`` or ``recipes``."""
     assert folder not in sys.modules
 
 

@@ -30,7 +30,7 @@ def kinds(value):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_updates", [0, 3])
 def test_a_detached_accelerator_has_the_attributes_of_a_twin(num_updates, precision):
-    """Detached objects have the classes, attributes and hooks of objects without a step."""
+    """Detached objects have the classes, attributes and hooks of objects that never had a step."""
     settings = replace(PLAIN, precision=precision)
     twin = AttachedRun(settings, attached=False)
     twin.train(0, num_updates, APPLIED)
@@ -103,7 +103,7 @@ def test_after_detaching_the_loop_goes_on_as_accelerates_own(optimizer, accumula
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_after_a_skip_too_it_goes_on_from_where_it_was(tmp_path, precision):
-    """A run that is detached after a skip goes on like accelerate alone from its checkpoint."""
+    """A run detached after a skip continues like plain accelerate from the same checkpoint."""
     settings = RunSettings(loss_scale="none", precision=precision)
     run = AttachedRun(settings)
     run.train(0, 6)

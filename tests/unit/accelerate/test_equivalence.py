@@ -62,7 +62,7 @@ def assert_bitwise(expected: Trace, actual: Trace) -> None:
 def assert_same_norms(expected: Trace, actual: Trace) -> None:
     """Check that the norms agree for equal weights.
 
-    The two norms add up 212 float32 squares in different orders, which differ by a few 6e-8.
+    Both norms sum 212 float32 squares, in different orders, so they differ by a few units of 6e-8.
     """
     torch.testing.assert_close(actual.norms, expected.norms, rtol=5e-7, atol=0)
 

@@ -16,8 +16,8 @@ from support.small_llama import small_llama
 
 EXACT = {"rtol": 0, "atol": 0}
 ROUNDED = {"rtol": 2e-4, "atol": 5e-5}
-"""Tolerance for sums in another order. AdamW amplifies errors of gradients near zero, at most to
-its step size, 1e-2."""
+"""Tolerance for sums in another order. AdamW amplifies differences of gradients near zero; one of
+its steps is 1e-2."""
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -230,7 +230,7 @@ def test_losses_of_a_gan_are_reported_apart(optimizer, by_module):
 @each_zeroing
 @pytest.mark.parametrize("optimizer", ["fused SGD", "SGD"])
 def test_the_scale_of_a_gan_falls_for_the_overflow_of_either(optimizer, by_module):
-    """Each update that overflows, of either network, lowers the scale once."""
+    """Each overflowing update of either network lowers the scale once."""
     gan = AttachedGan(optimizer, DynamicLossScaleUpdateCell(2.0**20, 2, 1000))
     bad = ({1, 8}, {2, 5, 8})
 

@@ -244,7 +244,7 @@ def test_parameters_may_be_added_to_a_prepared_optimizer(scale, optimizer):
 @each_optimizer
 @each_scale
 def test_parameters_may_be_frozen_for_a_while(scale, optimizer):
-    """Freezing parameters acts as with accelerate alone, and the reports leave them out."""
+    """Freezing parameters has the same effect as with accelerate alone; reports omit them."""
     config = StepConfig(local_norm=True)
     expected, _ = train_with_changes(freeze_and_thaw, None, optimizer)
 

@@ -94,7 +94,7 @@ def test_a_checkpoint_brings_both_ranks_back(ranks, way):
 
 
 def test_the_main_process_writes_for_all(folder, ranks):
-    """If each rank saves to its own folder, only the main process writes the common files."""
+    """If each rank saves to its own folder, only the main process writes model and step state."""
     first, second = (files_in(folder / f"saved by {rank}") for rank in range(NUM_RANKS))
 
     assert first >= OURS | {"model.safetensors"}

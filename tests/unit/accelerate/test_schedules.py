@@ -145,7 +145,7 @@ def saved_states(training: ScheduledTraining) -> dict[str, Any]:
 @pytest.mark.parametrize("is_bad", [False, True], ids=["applied", "skipped"])
 @each_schedule
 def test_states_that_a_loop_saves_by_itself_go_on_as_accelerates_do(name, is_bad):
-    """A loop that loads states which it saved by hand has the rates of accelerate alone.
+    """A loop that saves and loads states by hand has the same rates as with accelerate alone.
 
     The optimizer's state, which holds the rate, is usually saved before the schedule's.
     """

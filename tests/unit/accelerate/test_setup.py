@@ -1,4 +1,4 @@
-"""`attach` and `prepare` name an unsupported argument in their error, and change nothing."""
+"""`attach` and `prepare` raise errors that name an unsupported argument, and change nothing."""
 
 import pytest
 import torch

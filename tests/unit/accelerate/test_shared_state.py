@@ -48,7 +48,7 @@ def test_an_overflow_of_any_lowers_it_once(flags):
 
 
 def test_updates_of_several_count_as_one_towards_growth():
-    """A round, in which each optimizer updates once, counts as one step towards growth."""
+    """One update by every optimizer counts as one step towards growth of the scale."""
     scale = Scale(window=2)
 
     for _ in range(2):

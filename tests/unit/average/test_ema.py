@@ -98,7 +98,7 @@ def test_agrees_with_float64(decay, pattern, update_every, warmup, dtype):
 
 
 def test_skipped_updates_change_nothing():
-    """A skipped update leaves averages, copied buffers and the count of updates unchanged."""
+    """A skipped update leaves averages, copied buffers and count of applied updates unchanged."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.5, warmup=True)
     training(network, 4, ema, seed=0)
@@ -200,7 +200,7 @@ def test_swap_keeps_bits_of_bfloat16_weights():
 
 
 def test_calls_refused_inside_swap():
-    """Inside `swap`, calls raise that would change the averages or that `swap` would undo."""
+    """Inside `swap`, calls that change the averages, or that `swap` would undo, raise an error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 3, ema, seed=0)
@@ -381,7 +381,7 @@ def removed(*path: str):
     ],
 )
 def test_foreign_state_changes_nothing(change, error, message):
-    """Loading a state that does not fit raises an error that names the entry, without changes."""
+    """Loading a state that does not fit raises an error that names the entry; nothing changes."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     training(network, 2, ema, seed=0)

@@ -1,4 +1,4 @@
-"""A run also records throughput, the limit of the norm, and evaluations."""
+"""In addition to its steps, a run records throughput, `max_grad_norm` and evaluations."""
 
 import itertools
 

@@ -311,7 +311,7 @@ def test_two_trainings(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_callbacks(tmp_path, kind):
-    """The start of training raises an error if a Trainer has two of the callbacks."""
+    """Two EMACallbacks in one Trainer raise an error at the start of training."""
     trainer_kind, arguments, extras = KINDS[kind]
     callbacks = [EMACallback(**arguments), EMACallback(**arguments, evaluate=False)]
     trainer = new_trainer(tmp_path, PLAIN, kind=trainer_kind, callbacks=callbacks, **extras)

@@ -1,4 +1,4 @@
-"""Checkpoints have averages: those of runs, of trials of a search, and of any kind of model."""
+"""Checkpoints contain averages: of runs, of the trials of a search, and of every kind of model."""
 
 import json
 import os
@@ -361,7 +361,7 @@ def test_a_checkpoint_that_has_gone(tmp_path):
 
 
 def test_files_are_written_once(tmp_path):
-    """``on_save`` writes nothing if ``save_into`` has just written; the next ``on_save`` does."""
+    """The first ``on_save`` after ``save_into`` writes nothing; the second ``on_save`` writes."""
     trainer, _, callback = trainer_of(tmp_path, "own average", max_steps=2)
     trainer.train()
     assert isinstance(trainer, MFTrainer)

@@ -9,7 +9,7 @@ from support.spoilt.ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
 
 
 def check_planted(folder, seed):
-    """Check that a run has the records of its planted faults and a clean run has none."""
+    """Check that a run has the records of its planted faults, and that a clean run has none."""
     planted = random_faults(seed, NUM_RANKS)
     records = records_of(folder / f"faults_{seed}")
     last = planted[-1][1]

@@ -18,7 +18,7 @@ norms = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([NAN, INF, 0.0]))
 
 @given(steps=st.lists(st.tuples(norms, norms, st.booleans()), max_size=40))
 def test_running_norms(steps):
-    """A usual norm is a bias-corrected mean of applied, finite norms; rises are capped at 4."""
+    """A usual norm is a bias-corrected mean of applied, finite norms, with rises capped at 4x."""
     running = RunningNorms(["a", "b"], torch.device("cpu"))
     expected: list[list[float]] = [[0.0, 0.0], [0.0, 0.0]]
     for *values, applied in steps:
@@ -45,7 +45,7 @@ def test_usual_norms_of_a_step_do_not_change_later():
 
 
 def test_running_norms_are_restored_by_name():
-    """Saved means are restored by the names of groups; a group without one starts empty."""
+    """Saved means are restored by group name; a group without a saved mean starts empty."""
     running = RunningNorms(["a", "b"], torch.device("cpu"))
     running.add(torch.tensor([2.0, 3.0]), torch.tensor(data=True))
     saved = json.loads(json.dumps(running.state_dict()))
@@ -78,7 +78,7 @@ def test_the_first_twenty_steps_have_no_spike():
 
 @pytest.mark.parametrize(("norm", "is_spike"), [(9.9, False), (10.1, True), (0.0, False)])
 def test_a_spike_is_a_factor_above_the_usual_norm(norm, is_spike):
-    """If norms hardly vary, a spike is a norm above the factor times the usual norm."""
+    """If norms hardly vary, a norm above `factor` times the usual norm is a spike."""
     history = GlobalNormHistory(10.0)
     for number in range(50):
         history.add(1.0 + 0.01 * (number % 2))
@@ -87,7 +87,7 @@ def test_a_spike_is_a_factor_above_the_usual_norm(norm, is_spike):
 
 
 def test_where_norms_scatter_a_spike_is_six_deviations_above():
-    """If norms vary widely, a spike is more than six standard deviations above the usual norm."""
+    """If norms vary widely, a norm more than six standard deviations above usual is a spike."""
     history = GlobalNormHistory(10.0)
     for number in range(400):
         history.add(10.0 ** (number % 3 - 1))

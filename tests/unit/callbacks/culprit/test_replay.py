@@ -130,7 +130,7 @@ def test_a_weights_gradient():
 
 
 def test_the_gradient_nearest_to_the_loss_comes_first():
-    """If several modules have non-finite gradients, the first in the backward is named."""
+    """If several modules have non-finite gradients, the module nearest to the loss is named."""
     network = Network()
     for module in (network.first, network.norm):
         module.register_forward_hook(

@@ -11,7 +11,7 @@ NAN = math.nan
 
 
 def test_record_of_mindformers(caplog):
-    """For the numbers of a record that MindFormers printed, the printed text is identical."""
+    """The monitor prints the same text as MindFormers did for the same numbers."""
     loop = Loop()
     loop.send("on_train_begin")
     loop.send("on_epoch_begin")

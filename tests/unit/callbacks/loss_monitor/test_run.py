@@ -115,7 +115,7 @@ def test_mean_of_an_epoch(losses):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_loss(loss):
-    """A non-finite loss is counted but left out of the mean; a mean of no losses is nan."""
+    """A non-finite loss is counted but left out of the mean, which is nan without other losses."""
     mean = EpochMean()
     mean.add(loss, epoch=(1, 0))
     assert math.isnan(mean.value)

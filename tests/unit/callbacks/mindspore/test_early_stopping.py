@@ -57,7 +57,7 @@ def test_it_ends_after_patience_epochs_without_a_new_best(values, patience):
 
 @pytest.mark.parametrize(("name", "downward"), [("mae", True), ("accuracy", False)])
 def test_auto_knows_errors(name, downward):
-    """With ``mode="auto"``, errors should fall and other metrics rise."""
+    """With ``mode="auto"``, errors improve by falling and other metrics by rising."""
     assert epochs_of([1.0, 2.0, 3.0], name) == (2 if downward else 3)
 
 

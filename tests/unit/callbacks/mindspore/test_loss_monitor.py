@@ -100,7 +100,7 @@ def plain_step(scale):
 
 
 def test_a_skipped_update_of_a_plain_tuple_does_not(capsys):
-    """The second value of a plain tuple is the overflow flag: after an overflow nothing raises."""
+    """The second value of a plain tuple is the overflow flag; a skipped update does not raise."""
     model = plain_step(DynamicLossScaleUpdateCell(8.0, 2, 1000))
     model.train(1, with_a_nan(), callbacks=LossMonitor())
 

@@ -84,7 +84,7 @@ class WithCentres(nn.Module):
 
 @pytest.mark.parametrize("in_cell", [False, True])
 def test_weights_of_a_loss_function_are_saved(tmp_path, in_cell):
-    """A checkpoint has the network's weights by plain names, and the loss function's apart."""
+    """A checkpoint has one entry for the network's weights and one for the loss function's."""
     network, loss_fn = classifier(), WithCentres()
     optimizer = torch.optim.SGD([*network.parameters(), *loss_fn.parameters()], lr=0.1)
     cell = TrainOneStepCell(WithLossCell(network, loss_fn), optimizer)

@@ -48,7 +48,7 @@ def test_rates_are_those_of_torch(values, patience, cooldown, mode):
 
 
 def test_every_group_falls_from_its_own_rate(capsys):
-    """Each group's rate falls on its own, at most to `min_lr`; a tensor is changed in place."""
+    """Each group's rate falls by itself, but not below `min_lr`; a tensor changes in place."""
     network = classifier()
     tensor = torch.tensor(0.5)
     groups = [

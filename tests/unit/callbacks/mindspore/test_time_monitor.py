@@ -27,7 +27,7 @@ class Clock:
 
 
 def lines(capsys, *settings, **keywords):
-    """Return the lines of an epoch with two steps and an evaluation with one."""
+    """Return the lines printed in an epoch of two training steps and one evaluation step."""
     clock = Clock()
     monitor = TimeMonitor(*settings, clock=clock, **keywords)
     passing = LambdaCallback(

@@ -223,7 +223,7 @@ def test_a_stock_trainer(tmp_path, caplog):
 
 
 def test_a_resumed_stock_trainer(tmp_path):
-    """With transformers' option to restore callbacks, the checkpoint has settings and state."""
+    """With transformers' restore option, the monitor gets settings and state of the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "kind": Trainer}
     trained(
         tmp_path, TrainingStateMonitor(weight_state_format="jsonl"), **settings | {"max_steps": 2}
