@@ -26,13 +26,13 @@ _OPTIMIZER = "optimizer"
 
 
 class _Schedule(Protocol):
-    """Learning-rate schedule whose state JSON can represent."""
+    """Learning-rate schedule whose state can be written as JSON."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the schedule."""
+        """Return the schedule's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position."""
+        """Restore a state that `state_dict` returned."""
 
 
 def save_sharded(
@@ -41,10 +41,9 @@ def save_sharded(
     """Write a checkpoint of sharded training. Call it on every rank; each writes its own shards.
 
     The safetensors files hold the tensors of the network and the optimizer, and the state of the
-    cell: loss scale, counters and, if the cell has an `ema`, the averages. The other values of
-    the optimizer, such as its learning rates, and the state of the schedule go to
-    ``mfwrap_sharded.json``. This file is written last: a folder without it is an incomplete
-    checkpoint.
+    cell: loss scale, counters and, if the cell has an `ema`, the averages. ``mfwrap_sharded.json``
+    holds the optimizer's other values, such as its learning rates, and the state of the schedule.
+    It is written last: a folder without it is an incomplete checkpoint.
 
     Args:
         folder: Folder that all ranks share; created if it is missing, otherwise it must be empty.
@@ -53,10 +52,10 @@ def save_sharded(
 
     Raises:
         FileExistsError: If the folder is not empty.
-        TypeError: If JSON cannot represent a setting of the optimizer or the schedule, or if the
-            network's state has values other than tensors.
+        TypeError: If a setting of the optimizer or the schedule cannot be written as JSON, or the
+            network's ``state_dict`` has values other than tensors.
         ValueError: If the optimizer has parameters that are not in the network, or sharded state
-            whose shape is not that of its parameter.
+            that differs in shape from its parameter.
 
     Source: ``torch.distributed.checkpoint`` with its Hugging Face storage.
     """
@@ -78,21 +77,22 @@ def save_sharded(
         raise FileExistsError(msg)
     save_tensors(path, tensors)
     if this_rank() == 0:
-        # torch has synced the shards by now, so the record is never on the disk without them.
+        # torch has synced the shards to disk by now, so a record on disk implies all shards.
         with whole_file(path / _RECORD) as partial:
             partial.write_text(text, encoding="utf-8")
-    # Wait for the record, so that every rank can load the checkpoint from here on.
+    # Used as a barrier: every rank returns only after rank 0 has written the record, so any rank
+    # can load the checkpoint right away.
     any_rank(flag=False, device=cell.scale_sense.device)
 
 
 def load_sharded(
     folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: _Schedule | None = None
 ) -> None:
-    """Restore, bit for bit, what `save_sharded` wrote. Call it on every rank.
+    """Restore a checkpoint of `save_sharded` bit for bit. Call it on every rank.
 
     The number of ranks and the sharding of the network may differ from those at saving. Each rank
-    reads only its own shards. Nothing is unpickled. If names or shapes do not fit, an error is
-    raised and nothing has been changed.
+    reads only its own shards. Nothing is unpickled. If a name or a shape does not fit, an error is
+    raised before anything is changed.
 
     Args:
         folder: Folder of the checkpoint.
@@ -101,9 +101,9 @@ def load_sharded(
 
     Raises:
         FileNotFoundError: If the folder is not a complete checkpoint.
-        KeyError: If its names differ from the cell's.
-        ValueError: If a shape differs, the format version is unknown, or only one of the checkpoint
-            and the call has a schedule.
+        KeyError: If the names of tensors or the parameter groups differ from the cell's.
+        ValueError: If a shape differs, the format version is unknown, `lr_scheduler` is given for a
+            checkpoint without a schedule, or is missing for a checkpoint with one.
     """
     path = Path(folder)
     record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def load_sharded(
         raise ValueError(msg)
     _check_groups(record["groups"], _groups_of(cell))
     if (record["lr_scheduler"] is None) != (lr_scheduler is None):
-        found = "has no state of a schedule" if lr_scheduler else "has the state of a schedule"
+        found = "holds no schedule state" if lr_scheduler else "holds the state of a schedule"
         wanted = "leave `lr_scheduler` out" if lr_scheduler else "pass `lr_scheduler`"
         msg = f"{path / _RECORD} {found}; {wanted}"
         raise ValueError(msg)
@@ -151,8 +151,9 @@ def _optimizer_state(cell: MFTrainOneStepCell) -> dict[str, Any]:
         for key, value in state.get(parameter, {}).items():
             if is_distributed(value) and value.shape != parameter.shape:
                 msg = (
-                    f"sharded state of the optimizer must have its parameter's shape, got {key!r} "
-                    f"with {tuple(value.shape)} for {name!r} with {tuple(parameter.shape)}"
+                    "sharded optimizer state must have the shape of its parameter, got shape "
+                    f"{tuple(value.shape)} for {key!r} of {name!r}, which has shape "
+                    f"{tuple(parameter.shape)}"
                 )
                 raise ValueError(msg)
             entries[f"{_OPTIMIZER}/{name}/{key}"] = value
@@ -160,7 +161,7 @@ def _optimizer_state(cell: MFTrainOneStepCell) -> dict[str, Any]:
 
 
 def _templates(cell: MFTrainOneStepCell, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return tensors to load the optimizer's state into, sharded like the parameters."""
+    """Create zeros, sharded like the parameters, to load the optimizer's state into."""
     templates: dict[str, Tensor] = {}
     held = _held_by(cell)
     for full_name, found in stored.items():
@@ -206,7 +207,7 @@ def _held_by(cell: MFTrainOneStepCell) -> dict[str, Tensor]:
 
 
 def _groups_of(cell: MFTrainOneStepCell) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups for JSON, with names in place of parameters."""
+    """Return the optimizer's parameter groups for JSON: parameters are replaced by their names."""
     names = iter(_held_by(cell))
     return [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -219,7 +220,7 @@ def _groups_of(cell: MFTrainOneStepCell) -> list[dict[str, Any]]:
 
 
 def _setting(saved: Any, present: Any) -> Any:
-    """Return a saved setting with the type of the present one; JSON has no tuples or tensors."""
+    """Convert a setting read from JSON to the present setting's type, a tuple or a tensor."""
     if isinstance(present, Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) else saved
@@ -229,9 +230,9 @@ def _check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) ->
     names = [[group["params"] for group in groups] for groups in (saved, present)]
     if names[0] != names[1]:
         msg = (
-            "the optimizer's parameter groups differ from the saved ones; expected the same names "
-            f"in the same order, in groups of {[len(group) for group in names[0]]} parameters, "
-            f"got groups of {[len(group) for group in names[1]]}"
+            "the optimizer's parameter groups differ from the saved ones: expected the saved names "
+            f"in the saved order, in groups of {[len(group) for group in names[0]]} parameters, "
+            f"got groups of {[len(group) for group in names[1]]} parameters"
         )
         raise KeyError(msg)
 

@@ -19,19 +19,19 @@ _trainings = itertools.count()
 
 @final
 class RankTermination:
-    """Within a ``with`` block, turn a SIGTERM at any rank into one last step for all ranks.
+    """Stop all ranks after the same step if any rank receives SIGTERM within a ``with`` block.
 
-    With one process, the last step is the one during which the signal came. With several, a thread
-    of each rank asks ``torch.distributed``'s key-value store twice a second whether another rank
-    received the signal. So a training step itself sends no message and never waits.
+    With one process, the last step is the one during which the signal arrives. With several, a
+    thread of each rank asks ``torch.distributed``'s key-value store twice a second whether another
+    rank has received the signal. So until a signal arrives, training steps send no messages and do
+    not wait.
     """
 
     def __init__(self) -> None:
         self._sigterm = SigtermFlag()
         self._last_step: LastStep | None = None
         self.is_stopping = False
-        """Whether the last step that `stops_after` was asked about is the final one; the same on
-        all ranks."""
+        """Last result of `stops_after`: whether training must stop; the same on all ranks."""
 
     def __enter__(self) -> Self:
         self.is_stopping = False
@@ -52,10 +52,10 @@ class RankTermination:
             self._last_step = None
 
     def stops_after(self, step: int) -> bool:
-        """Return whether training must stop now that a step is finished.
+        """Return whether training must stop after the step that was just finished.
 
-        Call it after each step, on all ranks. Steps must count up by one, and must have the same
-        numbers on all ranks.
+        Call it after each step, on all ranks. Step numbers must increase by one, and must be the
+        same on all ranks.
         """
         is_requested = self._sigterm.is_set
         if self._last_step is None:
@@ -65,12 +65,12 @@ class RankTermination:
         return self.is_stopping
 
     def conclude(self, device: torch.device) -> bool:
-        """Return whether any rank has received a SIGTERM; later signals are not handled.
+        """Stop handling SIGTERM, and return whether any rank has received one.
 
         Call it on all ranks when the training has ended. The ranks wait for each other.
 
         Args:
-            device: Device whose tensors the ranks can exchange.
+            device: Device that the process group's backend can send from (a GPU for NCCL).
         """
         self._sigterm.__exit__(None, None, None)
         if self._last_step is None:
@@ -81,7 +81,8 @@ class RankTermination:
 
 
 def _last_step_of_all_ranks() -> "LastStep":
-    # Clone the store: on a shared connection, a rank that waits would block all other requests.
+    # Clone the store to get a connection of its own. On a shared one, a request that waits for an
+    # answer would block all other requests of this process.
     store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
     names = f"mfwrap/termination/{next(_trainings)}/"
     return LastStep(store.clone(), names, this_rank(), num_ranks())
@@ -102,18 +103,19 @@ class KeyValueStore(Protocol):
 
 @final
 class LastStep:
-    """Agreement of all ranks on the last step, once any rank has asked for an end.
+    """Let all ranks agree on the last step after any rank has received SIGTERM.
 
     1. The rank that received the signal sets the key ``asked`` in the store.
-    2. Each rank, in a thread, sees that key and answers with the number of the step it has begun.
-    3. A rank that has answered begins no further step before it has read all answers.
-    4. The largest answer is the last step. No rank has gone past it, because a rank's answer is
-       never smaller than a step it has begun; and ranks that answered less still do the steps up
-       to it.
+    2. A thread of each rank sees that key and answers with the number of the step that its rank
+       has begun.
+    3. A rank that has answered reads all answers before it begins another step.
+    4. The largest answer is the last step. A rank's answer is never smaller than a step it has
+       begun, so no rank is past the last step. Ranks with smaller answers still do the steps up to
+       the last one.
 
     Args:
         store: Key-value store that the ranks share.
-        names: Prefix of its keys, which nothing else may use.
+        names: Prefix of the keys. Nothing else may use keys with this prefix.
         rank: This rank.
         num_ranks: Number of ranks.
     """
@@ -132,7 +134,7 @@ class LastStep:
         self._thread.start()
 
     def is_reached(self, step: int, *, is_requested: bool) -> bool:
-        """Return whether a finished step is the last one. If not, the next step counts as begun.
+        """Return whether a finished step is the last one; otherwise mark the next step as begun.
 
         Args:
             step: Number of the finished step.
@@ -154,7 +156,7 @@ class LastStep:
         """Stop listening, and leave an answer for ranks that ask later."""
         self._is_over.set()
         self._thread.join()
-        # If the store is gone, no rank is waiting at it.
+        # If the store is gone, no rank can be waiting for this answer.
         with self._lock, contextlib.suppress(distributed.DistError):
             self._answer()
 
@@ -180,9 +182,9 @@ class LastStep:
 
 @final
 class SigtermFlag:
-    """Within a ``with`` block, note the first SIGTERM; the second one ends the process at once.
+    """Within a ``with`` block, record the first SIGTERM; the second one ends the process at once.
 
-    Python handles signals in the main thread only. In any other thread the block does nothing.
+    Python handles signals only in the main thread. In any other thread the block does nothing.
     """
 
     def __init__(self) -> None:
@@ -209,6 +211,6 @@ class SigtermFlag:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.is_set = True
-        # A Python handler would run only after a long call into torch has returned. The default
-        # action ends the process at once.
+        # For a second signal, set the default action, which ends the process at once. A Python
+        # handler would run only after the current call into torch has returned.
         signal.signal(number, signal.SIG_DFL)

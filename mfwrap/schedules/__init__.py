@@ -1,7 +1,7 @@
 """MindFormers' learning-rate schedules by their names, as torch schedulers.
 
-The optimizer takes the place of ``learning_rate`` or ``base_lr``. The other arguments have
-MindFormers' names and defaults and are passed by keyword.
+The first argument is the optimizer, whose learning rates replace MindFormers' ``learning_rate`` or
+``base_lr``. All other arguments have MindFormers' names and defaults and are passed by keyword.
 
 | schedule | arguments | has a warm-up |
 | --- | --- | --- |
@@ -16,8 +16,8 @@ MindFormers' names and defaults and are passed by keyword.
 | CosineAnnealingWarmRestarts | ``t_0, t_mult=1, eta_min=0`` | no |
 
 Schedules with a warm-up also take ``warmup_steps`` or ``warmup_ratio``, and ``warmup_lr_init=0``.
-With that default the first update has a rate of 0, as in MindFormers. The formulas are
-MindFormers', except where its rate would leave the range between start and end:
+With ``warmup_lr_init=0`` the first update of a warm-up has a rate of 0, as in MindFormers. The
+formulas are MindFormers', except in these cases:
 
 | schedule | where | MindFormers | mfwrap |
 | --- | --- | --- | --- |

@@ -20,7 +20,7 @@ from mfwrap.schedules.formula import (
 
 
 class _WarmUpAndCosineLR(WarmUpLR):
-    """Base of the two schedules that warm up and follow a cosine until `decay_steps`."""
+    """Base of the two schedules that warm up and then follow a cosine until `decay_steps`."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class _WarmUpAndCosineLR(WarmUpLR):
         end = steps_of("decay", decay_steps, decay_ratio, length)
         self.num_cycles = check_number("num_cycles", num_cycles)
         self.lr_end = check_number("lr_end", lr_end)
-        # After the run the cosine would rise again.
+        # Limit `decay_steps` to the run's length: after the run the cosine would rise again.
         self.decay_steps = length if end is None else min(end, length)
         super().__init__(optimizer, length, **warm_up)
 
     def rate(self, learning_rate: Any, step: int) -> Any:
-        # As in MindFormers, `decay_steps` can even cut off the warm-up.
+        # Check `decay_steps` first, as MindFormers does: a small value cuts off even the warm-up.
         return self.lr_end if step >= self.decay_steps else super().rate(learning_rate, step)
 
     def _cycles_at(self, step: int) -> float:
@@ -61,14 +61,14 @@ class CosineWithWarmUpLR(_WarmUpAndCosineLR):
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        num_cycles: Number of waves of the cosine between the warm-up and the end of the run; 0.5
-            falls once.
-        lr_end: Rate from `decay_steps` on.
-        decay_steps: Step from which the rate is `lr_end`; by default, and at the latest,
-            `total_steps`.
+        num_cycles: Number of full cosine waves between the end of the warm-up and the end of the
+            run. The default, 0.5, is a single fall.
+        lr_end: Rate from step `decay_steps` on.
+        decay_steps: Step from which the rate is `lr_end`. The default is `total_steps`; larger
+            values are reduced to `total_steps`.
         decay_ratio: `decay_steps` as a share of the run, in [0, 1]:
-            ``int(total_steps * decay_ratio)``. `decay_steps` itself is then ignored.
-        warm_up: Settings of the warm-up; see `WarmUpLR`. `warmup_steps` is 0 by default.
+            ``int(total_steps * decay_ratio)``. If it is set, `decay_steps` is ignored.
+        warm_up: Settings of the warm-up; see `WarmUpLR`. Here `warmup_steps` is 0 by default.
 
     Raises:
         TypeError: As `WarmUpLR`.
@@ -110,7 +110,7 @@ class CosineWithWarmUpLR(_WarmUpAndCosineLR):
 
 @final
 class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
-    """Warm up to the group's rate, then fall to `lr_end` along a cosine `num_cycles` times.
+    """Warm up, then fall from the group's rate to `lr_end` along a cosine, `num_cycles` times.
 
     The rate after the warm-up is
     ``lr_end + (learning_rate - lr_end) * (1 + cos(pi * (num_cycles * p % 1))) / 2``.
@@ -120,10 +120,10 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        num_cycles: Number of falls between the warm-up and the end of the run.
-        lr_end: Rate from `decay_steps` on.
-        decay_steps: Step from which the rate is `lr_end`; by default, and at the latest,
-            `total_steps`.
+        num_cycles: Number of falls between the end of the warm-up and the end of the run.
+        lr_end: Rate from step `decay_steps` on.
+        decay_steps: Step from which the rate is `lr_end`. The default is `total_steps`; larger
+            values are reduced to `total_steps`.
         warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
@@ -168,7 +168,7 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
 class ConstantWithCoolDownLR(WarmUpLR):
     """Warm up to the group's rate, keep it, fall to `lr_end1` along a cosine, end at `lr_end2`.
 
-    With ``p = (step - warmup_steps - keep_steps) / decay_steps`` the rate of the fall is
+    With ``p = (step - warmup_steps - keep_steps) / decay_steps``, the rate during the fall is
     ``lr_end1 + (learning_rate - lr_end1) * (1 + cos(2 * pi * num_cycles * p)) / 2``.
 
     Source: MindFormers, ``ConstantWithCoolDownLR``; DeepSeek-V3 Technical Report, 2024, page 23.
@@ -176,20 +176,22 @@ class ConstantWithCoolDownLR(WarmUpLR):
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
         keep_steps: Number of updates at the group's rate after the warm-up, >= 0.
-        decay_steps: Number of updates of the fall, >= 1; by default the rest of `total_steps`.
+        decay_steps: Number of updates of the fall, >= 1. The default is `total_steps` minus the
+            warm-up, `keep_steps` and `final_steps`.
         decay_ratio: `decay_steps` as a share of the run, in [0, 1]:
-            ``int(total_steps * decay_ratio)``. `decay_steps` itself is then ignored.
-        total_steps: Number of updates of the run. Needed for `warmup_ratio`, `decay_ratio`, and
-            if the length of the fall is not set.
-        num_cycles: Number of waves of the cosine during the fall; 0.5 falls once.
+            ``int(total_steps * decay_ratio)``. If it is set, `decay_steps` is ignored.
+        total_steps: Number of updates of the run. Required with `warmup_ratio` or `decay_ratio`,
+            and if `decay_steps` is not set.
+        num_cycles: Number of full cosine waves during the fall. The default, 0.5, is a single
+            fall.
         lr_end1: Rate after the fall.
         final_steps: Number of updates at `lr_end1`, >= 0.
-        lr_end2: Rate after those `final_steps`; ``None`` stays at `lr_end1`.
+        lr_end2: Rate after the `final_steps`; ``None`` keeps `lr_end1`.
         warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
-        ValueError: As `WarmUpLR`, and if both `total_steps` and the length of the fall are missing.
+        ValueError: As `WarmUpLR`, and if `total_steps` is missing but required.
 
     Example:
         >>> import torch
@@ -281,14 +283,16 @@ class CosineAnnealingWarmRestarts(FormulaLR):
     """Fall from the group's rate to `eta_min` along a cosine, then restart.
 
     The rate is
-    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * since_restart / period)) / 2``.
+    ``eta_min + (learning_rate - eta_min) * (1 + cos(pi * since_restart / period)) / 2``, where
+    ``since_restart`` is the number of updates since the last restart and ``period`` is the number
+    of updates between the last restart and the next.
 
     Source: MindFormers, ``CosineAnnealingWarmRestarts``; Loshchilov and Hutter, SGDR, 2017.
 
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
         t_0: Number of updates of the first period, >= 1.
-        t_mult: Factor by which each period is longer than the previous one, >= 1.
+        t_mult: Ratio of each period's length to that of the previous period, an int >= 1.
         eta_min: Lowest rate, >= 0.
         last_epoch: Last step of an earlier run to continue from; -1 starts at step 0.
 
@@ -319,7 +323,7 @@ class CosineAnnealingWarmRestarts(FormulaLR):
         super().__init__(optimizer, last_epoch)
 
     def rate(self, learning_rate: Any, step: int) -> Any:
-        # In integers: a logarithm in float32 misses some restarts by one period.
+        # Integer arithmetic: a float32 logarithm would pick the wrong period at some restarts.
         period, since_restart = self.t_0, step
         if self.t_mult == 1:
             since_restart = step % period

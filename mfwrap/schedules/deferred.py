@@ -1,27 +1,27 @@
-"""A torch schedule that advances when the host knows whether the last update was applied.
+"""Make a torch schedule wait until the host knows whether the last update was applied.
 
 A learning-rate schedule must not advance for an update that was skipped. But the loop calls
-``scheduler.step()`` right after ``optimizer.step()``, when only the device knows about the skip.
-To ask it at once would stop it in every step. So ``step`` is taken apart:
+``scheduler.step()`` right after ``optimizer.step()``, when only the device knows whether the update
+was skipped. Asking the device there would synchronize in every step. So the call is split in two:
 
-- ``scheduler.step()`` only notes a request (`ScheduleRequest.now`): the arguments, and the learning
-  rates at this moment.
-- Just before the next update, the result of the last one has arrived on the host. Then ``resolve``
-  does the noted steps, or drops them if that update was skipped. The next update uses the new
-  rates, exactly as if the schedule had advanced at once.
+- ``scheduler.step()`` only records a request (`ScheduleRequest.now`): the arguments of the call and
+  the learning rates at that moment.
+- Just before the next update, the result of the last update has arrived on the host. ``resolve``
+  then does the requested steps, or drops them if the last update was skipped. The next update uses
+  the new rates, exactly as if the schedule had advanced at once.
 
-Everything that looks at a schedule in between (``state_dict``, a log, a checkpoint) must flush
-first; what reads ``optimizer.param_groups`` directly sees the rates that were last used.
+Code that looks at a schedule in between (``state_dict``, a log, a checkpoint) must flush first.
+Code that reads ``optimizer.param_groups`` directly sees the rates that the last update used.
 
-A maintainer must know these three:
+A maintainer must know three facts:
 
-- A schedule computes new rates from those in ``param_groups``. The requests must therefore start
-  from the rates of the time of the call. If somebody has set a rate in between (a loop that lowers
-  the rate by hand), that rate wins, as it would if the schedule had advanced at once (`advance`).
+- A schedule computes new rates from those in ``param_groups``. So a requested step must start from
+  the rates at the time of the request. If the loop has set a rate since then (lowered it by hand,
+  for example), the loop's rate wins, as if the schedule had advanced at once (`advance`).
 - `defer_schedule` changes the schedule's class in place, because the loop holds the same object.
   The subclass keeps the name and module of the class, so logs and errors show the user's schedule.
-- Schedules put all their attributes into ``state_dict``. Our one attribute is taken out again, so
-  that a checkpoint loads without mfwrap.
+- Schedules put all their attributes into ``state_dict``. `DeferredSchedule.state_dict` removes the
+  attribute ``deferral``, so that a checkpoint loads without mfwrap.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from torch import Tensor
 
 
 class ScheduleRequest(NamedTuple):
-    """A call of a schedule's ``step`` that has not been done yet."""
+    """Recorded call of a schedule's ``step``, which is done later or dropped."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -44,16 +44,17 @@ class ScheduleRequest(NamedTuple):
     def now(
         cls, schedule: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> "ScheduleRequest":
-        """Return a request with the present learning rates."""
+        """Return a request that records the current learning rates."""
         return cls(arguments, keywords, [group["lr"] for group in _groups(schedule)])
 
 
 def advance(
     schedule: Any, requests: Sequence[ScheduleRequest], step: Callable[[ScheduleRequest], None]
 ) -> None:
-    """Do requested steps from the learning rates of the time of the request.
+    """Do requested steps as if each had been done when it was requested.
 
-    A rate that somebody has set since then stays, as if the steps had been done at once.
+    The steps start from the learning rates at the time of the last request. A rate that the loop
+    has set since then is kept.
 
     Args:
         schedule: Schedule that is stepped.
@@ -63,8 +64,8 @@ def advance(
     groups = _groups(schedule)
     set_since = {}
     for index, (group, rate) in enumerate(zip(groups, requests[-1].rates, strict=False)):
-        # A rate that is a tensor is changed in place, so it has no earlier value to restore, and
-        # a comparison would synchronize with the device.
+        # Skip rates that are tensors. They change in place, so the request holds no earlier value
+        # to restore, and comparing tensors would synchronize with the device.
         if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
             set_since[index] = group["lr"]
             group["lr"] = rate
@@ -87,16 +88,16 @@ class _Deferral:
 
 
 class DeferredSchedule:
-    """What `defer_schedule` puts before a schedule's own class."""
+    """Mixin that delays a schedule's steps; `defer_schedule` adds it to the schedule's class."""
 
     deferral: _Deferral
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Request a step, which is done later unless the last update turns out to be skipped."""
+        """Request a step. `resolve` does it later, or drops it if the last update was skipped."""
         self.deferral.requests.append(ScheduleRequest.now(self, args, keywords))
 
     def resolve(self) -> None:
-        """Do the requested steps, unless the last update was skipped.
+        """Do the requested steps, or drop them if the last update was skipped.
 
         Synchronizes with the device.
         """
@@ -113,7 +114,7 @@ class DeferredSchedule:
         return {name: value for name, value in state.items() if name != "deferral"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the schedule; requested steps are dropped."""
+        """Restore the schedule's state, and drop requested steps."""
         self.deferral.requests.clear()
         super().load_state_dict(state_dict)  # type: ignore[misc]  # (the user's schedule)
 
@@ -121,14 +122,14 @@ class DeferredSchedule:
 def defer_schedule(
     schedule: Any, was_skipped: Callable[[], bool], flush: Callable[[], None]
 ) -> DeferredSchedule:
-    """Defer the steps of a schedule, in place.
+    """Make a schedule wait until it is known whether the last update was applied; in place.
 
     Args:
-        schedule: Schedule of torch. It stays the same object and gets a subclass of its class.
+        schedule: Schedule of torch. The object stays the same; its class becomes a subclass.
         was_skipped: Function that returns whether the last update was skipped; it may synchronize
             with the device.
-        flush: Function that reads all pending results and calls `DeferredSchedule.resolve` of
-            this schedule, among others.
+        flush: Function that reads all pending results and then calls this schedule's
+            `DeferredSchedule.resolve`.
 
     Returns:
         `schedule`.
@@ -143,7 +144,7 @@ def defer_schedule(
 
 
 def undefer_schedule(schedule: Any) -> None:
-    """Undo `defer_schedule`; requested steps are dropped."""
+    """Undo `defer_schedule`, and drop requested steps."""
     schedule.__class__ = type(schedule).__mro__[2]
     del schedule.deferral
 

@@ -11,11 +11,11 @@ from mfwrap.arguments import check_int, check_number
 
 
 class FormulaLR(LRScheduler, abc.ABC):
-    """Base of schedules whose rates follow from the number of updates alone.
+    """Base of schedules that compute the rate from the number of updates alone.
 
-    The first update uses the rate of step 0. Each parameter group has its own rate: its ``lr`` at
-    construction of the schedule stands for MindFormers' ``learning_rate``. The state dict holds
-    only numbers.
+    The first update uses the rate of step 0. Each parameter group has its own rate: in the
+    formulas, ``learning_rate`` is the group's ``lr`` when the schedule is constructed. The state
+    dict holds only numbers.
 
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
@@ -27,11 +27,11 @@ class FormulaLR(LRScheduler, abc.ABC):
 
     @abc.abstractmethod
     def rate(self, learning_rate: Any, step: int) -> Any:
-        """Return the rate of a step.
+        """Return a parameter group's learning rate at a step.
 
         Args:
             learning_rate: Initial rate of the group, a number or a tensor of shape ``()``.
-            step: Number of earlier updates, >= 0.
+            step: Index of the update, from 0.
 
         Returns:
             A number, or a tensor if `learning_rate` is a tensor.
@@ -59,7 +59,7 @@ class WarmUpLR(FormulaLR):
 
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
-        total_steps: Number of updates of the run; ``None`` if nothing depends on it.
+        total_steps: Number of updates of the run; ``None`` if the schedule does not need it.
         warmup_steps: Number of updates of the warm-up, >= 0.
         warmup_lr_init: Rate of the first update, >= 0.
         warmup_ratio: Length of the warm-up as a share of the run, in [0, 1]: the warm-up has
@@ -106,12 +106,12 @@ class WarmUpLR(FormulaLR):
         """Return the rate of a step after the warm-up; arguments as for `rate`."""
 
     def progress(self, step: int, *, since: int | None = None, until: int | None = None) -> float:
-        """Return how far a step has come: 0 at `since`, 1 at `until`, beyond 1 afterwards.
+        """Return a step's relative position: 0 at `since`, 1 at `until`, above 1 afterwards.
 
         Args:
-            step: Number of earlier updates.
-            since: First step; by default the end of the warm-up.
-            until: Last step; by default the end of the run, for which `total_steps` is needed.
+            step: Index of the update, from 0.
+            since: Step at which the result is 0; by default the end of the warm-up.
+            until: Step at which the result is 1; by default `total_steps`, which must then be set.
         """
         start = self.warmup_steps if since is None else since
         end = run_length(self.total_steps) if until is None else until
@@ -121,10 +121,10 @@ class WarmUpLR(FormulaLR):
 def steps_of(
     name: str, steps: int | None, ratio: float | None, total_steps: int | None
 ) -> int | None:
-    """Return a number of updates that is set either directly or as a share of the run.
+    """Return the number of updates of a phase, set either directly or as a share of the run.
 
     Args:
-        name: Prefix of the arguments in messages, for example ``"warmup"`` for ``warmup_steps``.
+        name: Prefix of the arguments' names in errors, such as ``"warmup"`` for ``warmup_steps``.
         steps: Number of updates, >= 0; ``None`` if it is not set.
         ratio: Share of the run in [0, 1], used instead of `steps`; ``None`` if it is not set.
         total_steps: Number of updates of the run.
@@ -148,11 +148,11 @@ def steps_of(
 
 
 def run_length(total_steps: int | None) -> int:
-    """Return `total_steps`.
+    """Return `total_steps` after checking it.
 
     Raises:
-        TypeError: If it is not an int.
-        ValueError: If it is ``None`` or < 1.
+        TypeError: If `total_steps` is not an int.
+        ValueError: If `total_steps` is ``None`` or < 1.
     """
     if total_steps is None:
         msg = "`total_steps` must be given, got None"
@@ -161,10 +161,10 @@ def run_length(total_steps: int | None) -> int:
 
 
 def between(lowest: float, highest: Any, part: float) -> Any:
-    """Interpolate linearly: `lowest` where `part` is 0, `highest` where `part` is 1."""
+    """Interpolate linearly: return `lowest` for a `part` of 0, `highest` for a `part` of 1."""
     return lowest + (highest - lowest) * part
 
 
 def half_wave(halves: float) -> float:
-    """Return a cosine wave scaled to [0, 1]: 1 at 0, 0 at 1, 1 again at 2."""
+    """Return the cosine after `halves` half waves, scaled to [0, 1]: 1 at 0, 0 at 1, 1 at 2."""
     return 0.5 * (1 + math.cos(math.pi * halves))

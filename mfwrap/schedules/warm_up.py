@@ -1,4 +1,4 @@
-"""MindFormers' schedules that warm up and then stay constant, or fall along a line or a power."""
+"""MindFormers' schedules that warm up and then stay constant, or fall linearly or by a power."""
 
 from typing import Any, Unpack, final
 
@@ -76,7 +76,7 @@ class LinearWithWarmUpLR(WarmUpLR):
 
 @final
 class PolynomialWithWarmUpLR(WarmUpLR):
-    """Warm up to the group's rate, then fall to `lr_end` along a power.
+    """Warm up to the group's rate, then fall to `lr_end` following a power function.
 
     The rate after the warm-up is
     ``lr_end + (learning_rate - lr_end) * (1 - (step - warmup_steps) / decay_steps) ** power``.
@@ -86,14 +86,14 @@ class PolynomialWithWarmUpLR(WarmUpLR):
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
         total_steps: Number of updates of the run.
-        lr_end: Rate after the fall and after the run; must be below the rate of each group.
+        lr_end: Rate after the fall, and after the run. Must be below each group's initial rate.
         power: Exponent, > 0.
         decay_steps: Number of updates of the fall, >= 1; by default all updates after the warm-up.
         warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
         TypeError: As `WarmUpLR`.
-        ValueError: As `WarmUpLR`, and if `lr_end` is not below the rate of a group.
+        ValueError: As `WarmUpLR`, and if `lr_end` is not below each group's initial rate.
 
     Example:
         >>> import torch
@@ -118,7 +118,10 @@ class PolynomialWithWarmUpLR(WarmUpLR):
         self.decay_steps = None if decay_steps is None else check_int("decay_steps", decay_steps)
         for group in optimizer.param_groups:
             if not group.get("initial_lr", group["lr"]) > self.lr_end:
-                msg = f"`lr_end` must be below the rate {group['lr']} of each group, got {lr_end}"
+                msg = (
+                    f"`lr_end` must be below the rate of each group, got {lr_end} for a group with "
+                    f"rate {group['lr']}"
+                )
                 raise ValueError(msg)
         super().__init__(optimizer, run_length(total_steps), **warm_up)
 
@@ -141,12 +144,12 @@ class WarmUpStableDecayLR(WarmUpLR):
         total_steps: Number of updates of the run.
         lr_end: Rate from `total_steps` on.
         decay_start_steps: Step at which the fall begins.
-        decay_start_ratio: Begin of the fall as a share of the run, in [0, 1]: the fall begins at
-            step ``int(total_steps * decay_start_ratio)``, and `decay_start_steps` is ignored.
+        decay_start_ratio: `decay_start_steps` as a share of the run, in [0, 1]:
+            ``int(total_steps * decay_start_ratio)``. If it is set, `decay_start_steps` is ignored.
         warm_up: Settings of the warm-up; see `WarmUpLR`.
 
     Raises:
-        TypeError: As `WarmUpLR`, and if both `decay_start_steps` and `decay_start_ratio` are
+        TypeError: As `WarmUpLR`, and if `decay_start_steps` and `decay_start_ratio` are both
             missing.
         ValueError: As `WarmUpLR`, and if the fall begins before the warm-up ends or after the run.
 

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(two_ranks, tmp_path):
         "other loss scale": f"{names_differ}[] and has unknown ['cell",
         "more buffers": f"{names_differ}['network",
         "fewer parameters": "KeyError: \"the optimizer's parameter groups differ from the saved",
-        "no schedule": f"ValueError: {folder}/mfwrap_sharded.json has the state of a schedule",
+        "no schedule": f"ValueError: {folder}/mfwrap_sharded.json holds the state of a schedule",
         "no checkpoint": "FileNotFoundError",
         "not empty": "FileExistsError: `folder` must be empty, got",
     }

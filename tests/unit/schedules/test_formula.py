@@ -129,7 +129,7 @@ ERRORS = {
         PolynomialWithWarmUpLR,
         {**TEN, "lr_end": 0.3},
         ValueError,
-        "`lr_end` must be below the rate 0.3 of each group, got 0.3",
+        "`lr_end` must be below the rate of each group, got 0.3 for a group with rate 0.3",
     ),
     "power": (PolynomialWithWarmUpLR, {**TEN, "power": 0}, ValueError, "`power` must be > 0"),
     "decay": (
