@@ -1,4 +1,4 @@
-"""The half of a training step up to backward: from micro-batches to gradients."""
+"""The first half of a training step: forward and backward of all micro-batches."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class Accumulated(NamedTuple):
     """Unscaled loss of this rank, detached, shape ``()``, float32."""
 
     normalizer: Normalizer | None
-    """Divisor of the gradients in addition to the loss scale; ``None`` for 1."""
+    """Divisor of the gradients besides the loss scale; ``None`` if there is none."""
 
 
 @final
@@ -36,7 +36,7 @@ class GradientAccumulation:
         per_token: Divide the sum of numerators by the sum of denominators instead of averaging
             the losses of the micro-batches.
         accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used; ``None``
-            for none.
+            without accelerate.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GradientAccumulation:
         self._accelerator = accelerator
         self._distributed_parts = distributed_parts(network)
         self.sharded_parts = ShardedParts(network)
-        """Parts of the network that ``fully_shard`` has sharded."""
+        """Modules of the network that ``fully_shard`` has sharded."""
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
         )
@@ -60,7 +60,8 @@ class GradientAccumulation:
 
         Raises:
             TypeError: If the network returns no loss.
-            ValueError: If the loss is not one element, or depends on no trainable parameter.
+            ValueError: If the loss does not have exactly one element, or does not depend on a
+                trainable parameter.
         """
         parts: list[LossParts] = []
         try:
@@ -75,7 +76,8 @@ class GradientAccumulation:
             raise
         finally:
             if self._accelerator is not None:
-                # accelerate's scheduler does not advance while this is False.
+                # Reset it even after an error: accelerate's scheduler does not advance while
+                # `sync_gradients` is False.
                 self._accelerator.sync_gradients = True
         return self._accumulated(parts)
 
@@ -96,11 +98,11 @@ class GradientAccumulation:
         return Accumulated(total / local, self._normalizer(local))
 
     def _normalizer(self, local: Tensor) -> Normalizer:
-        """Return the divisor of gradients that were averaged over ranks.
+        """Return the remaining divisor of gradients that were averaged over ranks.
 
         The sum of numerators over all ranks must be divided by the sum of denominators over all
-        ranks. The reduction has divided by the number of ranks, so the rest of the divisor is the
-        sum of denominators divided by that number.
+        ranks. The reduction has already divided by the number of ranks. So the remaining divisor is
+        the sum of denominators divided by the number of ranks.
         """
         if not self._distributed_parts:
             is_partial = bool(self.sharded_parts.units)
@@ -117,7 +119,8 @@ class GradientAccumulation:
             if self._accelerator is not None:
                 self._accelerator.sync_gradients = last
             self.sharded_parts.reduce_gradients(now=last)
-            # Also if a micro-batch raises: later backward passes of other callers must reduce.
+            # Undo this even if a micro-batch raises: otherwise later backward passes, which may be
+            # another caller's, would not reduce their gradients.
             stack.callback(self.sharded_parts.reduce_gradients, now=True)
             if not last:
                 for part in self._distributed_parts:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _NotGiven(float):
-    """Type of the default loss scale, to tell it from the same number given by the caller."""
+    """Type of the default loss scale. Distinguishes it from a 1.0 that the caller passes."""
 
 
 DEFAULT_SCALE = _NotGiven(1.0)
@@ -44,11 +44,15 @@ DEFAULT_SCALE = _NotGiven(1.0)
 
 
 def check_accumulation(accelerator: "Accelerator", steps: int) -> None:
-    """Raise ``ValueError`` if the accelerator accumulates another number of micro-batches."""
+    """Check that the accelerator accumulates `steps` micro-batches per update.
+
+    Raises:
+        ValueError: If the accelerator accumulates a different number.
+    """
     if accelerator.gradient_accumulation_steps != steps:
         msg = (
-            "`gradient_accumulation_steps` must be the accelerator's "
-            f"{accelerator.gradient_accumulation_steps}, got {steps}"
+            "`gradient_accumulation_steps` must be "
+            f"{accelerator.gradient_accumulation_steps}, as in the accelerator, got {steps}"
         )
         raise ValueError(msg)
 
@@ -57,8 +61,8 @@ def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") 
     """Return `scale_sense`, or the accelerator's loss scale if the caller gave none.
 
     Raises:
-        ValueError: If none was given and the accelerator trains in float16 without a gradient
-            scaler.
+        ValueError: If the caller gave none, and the accelerator trains in float16 on a device other
+            than the CPU without a gradient scaler.
     """
     if isinstance(scale_sense, _NotGiven) and accelerator is not None:
         scaler = accelerator.scaler
@@ -67,14 +71,14 @@ def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") 
         if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
             msg = (
                 "`scale_sense` must be given for an accelerator that trains in fp16 without a "
-                "gradient scaler (another cell may have removed it)"
+                "gradient scaler (another cell may have removed the scaler)"
             )
             raise ValueError(msg)
     return scale_sense
 
 
 def remove_grad_scaler(accelerator: "Accelerator") -> None:
-    """Remove accelerate's gradient scaler, which would scale a second time."""
+    """Remove accelerate's gradient scaler: it would scale the loss a second time."""
     accelerator.scaler = None
     # accelerate has no public list of the optimizers that it has prepared.
     for optimizer in accelerator._optimizers:
@@ -82,15 +86,17 @@ def remove_grad_scaler(accelerator: "Accelerator") -> None:
 
 
 def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
-    """Let an accelerator call a cell's method before it saves.
+    """Make an accelerator flush a cell before it saves.
 
-    accelerate writes schedules before it asks the cell for its state, so the schedule must advance
-    first. The accelerator keeps its hooks forever, so it gets a weak reference: otherwise the cell
-    and its network would live until after the process group is destroyed.
+    The cell's ``state_dict`` flushes, too, but accelerate calls it after it has saved the schedule.
+    The saved schedule would then lack the step of the last update.
+
+    The accelerator keeps its hooks forever. The hook therefore holds a weak reference: otherwise
+    the cell and its network would live until after the process group is destroyed.
 
     Args:
         accelerator: Accelerator that saves.
-        flush: Bound method of the cell.
+        flush: Bound method ``flush`` of the cell.
     """
     method = weakref.WeakMethod(flush)
 
@@ -103,51 +109,53 @@ def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> 
 
 
 class MFTrainOneStepCell(LossScaleHooks):
-    """Do a whole update of a network in one call: MindFormers' training step.
+    """Run MindFormers' training step: each call does one whole update of a network.
 
-    A call runs forward and backward of each micro-batch with the loss scaled, and reads the
-    gradients once for norms and overflow. It then updates the weights from unscaled and clipped
-    gradients, and after them the schedule and the average of the weights; or it skips all three.
-    An update is skipped when a gradient is not finite, in any precision: float16, bfloat16 or
-    float32. The loss scale follows in both cases.
+    A call runs forward and backward of each micro-batch with a scaled loss, and reads the gradients
+    once to compute norms and detect overflow. It then unscales and clips the gradients, and updates
+    the weights, the average of the weights and the schedule. If a gradient is non-finite, all three
+    are left unchanged, in any precision: float16, bfloat16 or float32. The loss scale is adjusted
+    after applied and skipped updates alike.
 
     With torch's fused optimizers there is no host-device synchronization in the step. With any
-    other optimizer the step reads one flag on the host.
+    other optimizer the step synchronizes once, to read whether to skip.
 
-    The cell owns neither network nor data, moves no data and does not change train or eval mode.
+    The cell does not move the network or the data to a device, and does not switch between train
+    and eval mode.
 
     Source: MindFormers, ``wrapper.MFTrainOneStepCell``; the keyword-only arguments are ours.
 
     Args:
-        network: Returns a loss of one element, an output with a ``loss`` (Hugging Face models),
-            a tuple that begins with the loss, or, with `calculate_per_token_loss`,
-            ``(numerator, denominator)``.
+        network: Network that returns a loss of one element, an output with a ``loss`` (Hugging Face
+            models), or a tuple that begins with the loss. With `calculate_per_token_loss`: a
+            Hugging Face model, or a network that returns ``(numerator, denominator)``.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
         use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
         max_grad_norm: See `StepConfig`.
         scale_sense: Loss scale: a number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale
-            update cell. ``None``, which a manager with ``drop_overflow_update=False`` gives, is a
-            loss scale of 1; updates that are not finite are skipped also then.
+            update cell. ``None`` means a loss scale of 1; ``get_update_cell`` of a manager with
+            ``drop_overflow_update=False`` returns it. Even then, updates with non-finite gradients
+            are skipped.
         local_norm: See `StepConfig`.
         accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used. Its
             gradient scaler is removed; the cell takes over its scale if `scale_sense` is not given.
         gradient_accumulation_steps: See `StepConfig`.
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
-            one. `flush` steps it for the last update.
+            update. `flush` steps it for the last update.
         ema: Average that follows the weights after each applied update.
-        calculate_per_token_loss: See `StepConfig`. The targets of a Hugging Face model are counted
-            if its forward takes ``num_items_in_batch``.
+        calculate_per_token_loss: See `StepConfig`. For a Hugging Face model whose forward takes
+            ``num_items_in_batch``, the cell counts the targets itself.
         use_skip_data_by_global_norm: See `StepConfig`.
         global_norm_spike_threshold: See `StepConfig`.
         local_norm_groups: See `StepConfig`.
         max_consecutive_skips: See `StepConfig`.
-        communication_hook: ``(state, hook)``. It is registered with the network's
-            DistributedDataParallel and reduces the gradients after their local norms are taken.
-            ``None`` keeps torch's all-reduce.
+        communication_hook: ``(state, hook)``, which the cell registers with the network's
+            DistributedDataParallel. The hook reduces the gradients after their local norms are
+            taken. ``None`` keeps torch's all-reduce.
 
     Raises:
-        RuntimeError: If `local_norm` or `communication_hook` is given and the network has another
-            communication hook already.
+        RuntimeError: If `local_norm` or `communication_hook` is given, but the network already has
+            another communication hook.
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or two arguments contradict each other.
 
@@ -227,7 +235,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         if calculate_per_token_loss:
             self._accumulate.sharded_parts.check_per_token(parameters.reduction)
         self._update.agreement = agreement_of(parts, parameters.tensors)
-        # After everything that may raise, because a communication hook cannot be removed again.
+        # Register communication hooks after everything that may raise: they cannot be removed.
         self._update.local_squares = sharded_local_squares_of(
             self._accumulate.sharded_parts,
             parameters.tensors,
@@ -244,7 +252,7 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
-        """Names of the groups of local norms, in the order of ``local_norm``."""
+        """Names of the groups of local norms, in the order of the output's ``local_norm``."""
         return self._update.parameters.groups().names
 
     def __call__(self, *inputs: Any, **batch: Any) -> StepOutput | LocalNormStepOutput:
@@ -258,14 +266,15 @@ class MFTrainOneStepCell(LossScaleHooks):
             batch: Keyword arguments of the network.
 
         Returns:
-            MindFormers' 5-tuple, or with `local_norm` the 7-tuple, as a named tuple of tensors on
-            the device. Returning it does not synchronize with the device.
+            MindFormers' 5-tuple (7-tuple with `local_norm`) as a named tuple of tensors on the
+            device. Returning it does not synchronize with the device.
 
         Raises:
             RuntimeError: If too many updates in a row were skipped, no parameter has a gradient,
                 or the optimizer's parameters have changed.
             TypeError: If the network returns no loss, or a gradient is sparse.
-            ValueError: If a tensor cannot be split evenly, or the loss is not one element.
+            ValueError: If a tensor cannot be split evenly, or the loss does not have exactly one
+                element.
         """
         return self._step(split_calls(inputs, batch, self.config.gradient_accumulation_steps))
 
@@ -273,10 +282,10 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Do one update from micro-batches as a data loader yields them.
 
         Args:
-            micro_batches: At least one micro-batch, of any size. A mapping becomes keywords of the
-                network, a tuple its positional arguments, anything else its one argument. (A list
-                is one argument, also the list that torch's default collation makes of tuples: pass
-                ``tuple(batch)``.)
+            micro_batches: At least one micro-batch, of any size. The network gets a mapping as
+                keyword arguments, a tuple as positional arguments, and anything else as a single
+                argument. A list is a single argument, too. torch's default collation turns tuples
+                into lists: pass ``tuple(batch)`` to get positional arguments again.
 
         Returns:
             The same as a call of the cell.
@@ -294,12 +303,13 @@ class MFTrainOneStepCell(LossScaleHooks):
             accumulated = self._accumulate(calls, self._loss_scale.value)
             self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
-            # Also if forward or backward raises: gradients of half a step must not be left over.
+            # Even if forward or backward raises: the next step must not find the gradients of half
+            # a step.
             self._update.release_gradients()
         return self.last_report.output
 
     def flush(self) -> None:
-        """Read the results of the last update: step the schedule, count skips.
+        """Step the schedule if the last update was applied, and check for too many skips in a row.
 
         Synchronizes with the device. Call it at the end of training, and before you save or read a
         schedule.
@@ -313,11 +323,11 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Call `flush`, and return the cell's own state: loss scale, counters, average.
 
         Returns:
-            A nested dict of tensors and numbers, which ``torch.save`` writes and
-            ``torch.load(weights_only=True)`` reads. It does not hold the state of network,
-            optimizer and schedule.
+            A nested dict of tensors and numbers that ``torch.save`` can write and
+            ``torch.load(weights_only=True)`` can read. The states of the network, the optimizer and
+            the schedule are not included.
         """
-        # First, because it flushes.
+        # First, because it flushes: if that raises, nothing has been copied yet.
         counts = self._update.counts.state_dict()
         state = {"loss_scale": self._loss_scale.state_dict(), **counts}
         if self.ema is not None:
@@ -325,9 +335,10 @@ class MFTrainOneStepCell(LossScaleHooks):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if any part does not fit.
+        """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
 
-        Results of the last update that have not been read yet are dropped.
+        Results of the last update that are still pending are dropped: the schedule is not stepped
+        for it.
 
         Raises:
             KeyError: If a key is missing or unknown.

@@ -1,4 +1,4 @@
-"""Clipping: the rule of the training step, and MindSpore's two functions."""
+"""The training step's rule for clipping, and MindSpore's two clipping functions."""
 
 from typing import TypeVar
 
@@ -28,19 +28,20 @@ def clip_by_global_norm(
 ) -> _TensorSequence:
     """Scale tensors so that their global L2 norm is at most `clip_norm`.
 
-    ``x * clip_norm / max(global_norm, clip_norm)``, without the 1e-6 of the training step.
+    The result is ``x * clip_norm / max(global_norm, clip_norm)``. Unlike the training step, this
+    does not add 1e-6 to the norm.
 
     Source: MindSpore, ``ops.clip_by_global_norm``.
 
     Args:
         x: Tensors of any floating dtype; not changed.
         clip_norm: Largest norm, > 0.
-        use_norm: Only ``None``, as in MindSpore.
+        use_norm: Must be ``None``, as in MindSpore.
 
     Returns:
         New tensors with the dtypes of `x`, in a container of the same kind. If the norm is
-        infinite, finite elements become 0 and infinite ones nan; if it is nan, finite elements
-        stay. Does not synchronize with the device.
+        infinite, finite elements become 0 and infinite elements become nan. If the norm is nan,
+        all elements keep their values. Does not synchronize with the device.
 
     Raises:
         TypeError: If `x` is not a list or tuple of tensors, or `clip_norm` is not a number.
@@ -83,15 +84,15 @@ def clip_by_value(
 
     Args:
         x: A tensor, or a list or tuple of tensors; not changed.
-        clip_value_min: Lower bound; ``None`` for none.
-        clip_value_max: Upper bound; ``None`` for none. If it is below `clip_value_min`, every
-            element becomes `clip_value_max`.
+        clip_value_min: Lower bound; ``None`` for no lower bound.
+        clip_value_max: Upper bound; ``None`` for no upper bound. If it is below `clip_value_min`,
+            every element becomes `clip_value_max`.
 
     Returns:
         New tensors with the shapes and dtypes of `x`, in a container of the same kind.
 
     Raises:
-        TypeError: If `x` or a bound has another type.
+        TypeError: If `x` or a bound has the wrong type.
         ValueError: If both bounds are ``None``.
 
     Example:

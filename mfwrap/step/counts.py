@@ -1,9 +1,9 @@
-"""Count applied and skipped updates: on the device at once, on the host one update later.
+"""Count applied and skipped updates on the device, and report them to the host one update later.
 
 The host needs to know whether an update was applied: to advance a schedule, to answer
-``optimizer_step_was_skipped``, to stop a training that only skips. Asking the device at once would
-stop it. So the answer is copied in the background (`DeferredReads`), and `flush` reads it just
-before the next update.
+``optimizer_step_was_skipped``, and to stop a training that only skips. Reading the answer right
+after the update would synchronize with the device. So the answer is copied to the host in the
+background (`DeferredReads`), and `flush` reads the copy just before the next update.
 """
 
 import functools
@@ -21,7 +21,7 @@ _COUNTERS = ("applied_updates", "skipped_updates", "consecutive_skips")
 
 
 class _Arrival(NamedTuple):
-    """What the host needs to know of an update: first as tensors, after the copy as numbers."""
+    """Results of an update that the host needs: tensors on the device, numbers on the host."""
 
     skipped: Any
     consecutive_skips: Any
@@ -37,8 +37,8 @@ class UpdateCounts:
         device: Training device.
         max_consecutive_skips: As in `StepConfig`.
         on_applied: Function that `flush` calls for each update that was applied.
-        reported: Whether `last_was_skipped` is asked for. If it is not, and neither of the two
-            arguments before is given, nothing is copied to the host.
+        reported: Whether the caller reads `last_was_skipped`. If ``False``, and both
+            `max_consecutive_skips` and `on_applied` are ``None``, nothing is copied to the host.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class UpdateCounts:
         reported: bool = True,
     ) -> None:
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        # Replaced by new tensors at every step, because reports keep the old ones.
+        # Each step replaces these by new tensors, because reports keep the old ones.
         self.applied_updates = zero
         self.skipped_updates = zero
         self.consecutive_skips = zero
@@ -70,11 +70,12 @@ class UpdateCounts:
         self.consecutive_skips = (self.consecutive_skips + 1) * skipped
 
     def submit(self, report: StepReport, local_norm: Tensor) -> None:
-        """Start to copy what the host needs to know of an update.
+        """Start copying an update's results to the host.
 
         Args:
             report: Report of the update.
-            local_norm: Its local norms, which the error about skips names groups by.
+            local_norm: Local norms of the update. The error about too many skips uses them to name
+                the groups with non-finite gradients.
         """
         if not self._reported:
             return
@@ -90,9 +91,9 @@ class UpdateCounts:
         )
 
     def flush(self) -> None:
-        """Read the results of the last update, and act on them.
+        """Read the last update's results: call `on_applied`, or raise after too many skips.
 
-        Synchronizes with the device, if results are pending.
+        Synchronizes with the device if results are pending.
 
         Raises:
             RuntimeError: If the update was the ``max_consecutive_skips``-th skip in a row.
@@ -112,26 +113,26 @@ class UpdateCounts:
             msg = (
                 f"{arrival.consecutive_skips:.0f} updates in a row were skipped, the last one at "
                 f"step {arrival.step:.0f} with loss scale {arrival.loss_scale:g}; "
-                f"groups whose gradient norm is not finite: {bad}"
+                f"groups with a non-finite gradient norm: {bad}"
             )
             raise RuntimeError(msg)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the counters by name, shape ``()``, int64; they never change in place."""
+        """Return the counters by name: tensors of shape ``()``, int64, never changed in place."""
         return {name: getattr(self, name) for name in _COUNTERS}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Wait for the last update's results (`flush`), and return copies of the counters."""
+        """Call `flush`, and return copies of the counters."""
         self.flush()
         return {name: value.clone() for name, value in self.tensors().items()}
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict` would raise; change nothing."""
+        """Raise the errors that `load_state_dict` would raise, without changing anything."""
         for name in _COUNTERS:
             _check_counter(name, state_dict[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counters, and drop results that have not been read yet.
+        """Restore the counters, and drop pending results.
 
         Raises:
             KeyError: If a counter is missing.
@@ -145,7 +146,7 @@ class UpdateCounts:
         self.discard_pending()
 
     def discard_pending(self) -> None:
-        """Drop results that have not been read yet, without acting on them."""
+        """Drop results that `flush` has not read yet, without acting on them."""
         self._reads.discard()
 
 

@@ -24,8 +24,8 @@ def calls_of(micro_batches: Sequence[Any]) -> list[NetworkCall]:
     """Turn micro-batches, as a data loader yields them, into calls of the network.
 
     Args:
-        micro_batches: At least one micro-batch. A mapping becomes keywords, a tuple positional
-            arguments, anything else one argument.
+        micro_batches: At least one micro-batch. A mapping becomes keyword arguments, a tuple
+            positional arguments, and anything else a single argument.
 
     Raises:
         TypeError: If `micro_batches` is not a sequence.
@@ -43,16 +43,16 @@ def calls_of(micro_batches: Sequence[Any]) -> list[NetworkCall]:
 def split_calls(
     arguments: tuple[Any, ...], keywords: dict[str, Any], num_micro_batches: int
 ) -> list[NetworkCall]:
-    """Split the arguments of one call into equal parts.
+    """Split the arguments of one call into micro-batches of equal size.
 
     Source: MindSpore, ``nn.GradAccumulationCell``.
 
     Args:
         arguments: Positional arguments.
         keywords: Keyword arguments.
-        num_micro_batches: Number of parts. Tensors with at least one dimension are split along the
-            first dimension, also inside of mappings, lists and tuples. Everything else goes to
-            each micro-batch.
+        num_micro_batches: Number of micro-batches. Tensors with at least one dimension are split
+            along the first dimension, also inside mappings, lists and tuples. Everything else goes
+            to each micro-batch.
 
     Raises:
         ValueError: If a tensor's first dimension is not divisible by `num_micro_batches`.
@@ -76,7 +76,10 @@ def split_calls(
 
 
 class Normalizer(NamedTuple):
-    """Divisor of summed losses; zero for a batch without targets."""
+    """Divisors that turn gradients of a sum of losses into those of the mean.
+
+    Both are zero for a batch without targets.
+    """
 
     reduced: Tensor
     """Divisor of the gradients after their reduction over ranks, shape ``()``, float32."""
@@ -89,7 +92,7 @@ class Normalizer(NamedTuple):
 
 
 class LossParts(NamedTuple):
-    """Loss of one micro-batch."""
+    """Loss of one micro-batch: a mean, or a sum with the number of its targets."""
 
     numerator: Tensor
     """Tensor to differentiate, with its graph, shape ``()``, in the network's dtype."""
@@ -115,25 +118,26 @@ class MeanLoss:
 
         Raises:
             TypeError: If the network returns no loss.
-            ValueError: If the loss is not one element, or depends on no trainable parameter.
+            ValueError: If the loss does not have exactly one element, or does not depend on a
+                trainable parameter.
         """
         return LossParts(_loss_of(self._network(*call.arguments, **call.keywords)), None)
 
 
 @final
 class PerTokenLoss:
-    """Call a network for the sum of its token losses and the number of targets.
+    """Call a network to get the sum of its token losses and the number of targets.
 
-    A Hugging Face model is called with ``num_items_in_batch`` 1, which makes its loss a sum, and
-    its targets are counted as ``Trainer._get_num_items_in_batch`` does. Any other network must
+    A Hugging Face model is called with ``num_items_in_batch`` 1, which makes its loss a sum. Its
+    targets are counted as ``Trainer._get_num_items_in_batch`` counts them. Any other network must
     return ``(numerator, denominator)``.
 
     Args:
         network: Network to call.
-        inspected: The same network without wrappers, to look at its signature.
+        inspected: The same network without wrappers, whose signature is inspected.
 
     Raises:
-        ValueError: If a Hugging Face model adds the auxiliary loss of a router.
+        ValueError: If a Hugging Face model adds a router's auxiliary loss.
     """
 
     def __init__(self, network: nn.Module, inspected: nn.Module) -> None:
@@ -158,15 +162,16 @@ class PerTokenLoss:
         """Run the forward pass.
 
         Raises:
-            TypeError: If the network returns no loss or no pair, or if it is a Hugging Face model
-                that accepts ``num_items_in_batch`` and returns a mean.
-            ValueError: If the numerator or denominator is not one element, the numerator depends
-                on no trainable parameter, or a Hugging Face model gets no ``labels``.
+            TypeError: If a Hugging Face model returns no loss, or accepts ``num_items_in_batch``
+                but returns a mean; or if any other network does not return a pair.
+            ValueError: If the numerator or the denominator does not have exactly one element, the
+                numerator does not depend on a trainable parameter, or a Hugging Face model gets no
+                ``labels``.
         """
         if not self._counts_targets:
             return _pair_of(self._network(*call.arguments, **call.keywords))
         labels = self._targets(call)
-        # With dtype, because a program may have set another default.
+        # Set the dtype explicitly: the program may have changed torch's default.
         one = torch.ones((), dtype=torch.float32, device=labels.device)
         one.requires_grad_(self._divides_by_it is None)
         output = self._network(*call.arguments, **call.keywords, num_items_in_batch=one)
@@ -175,9 +180,9 @@ class PerTokenLoss:
             self._divides_by_it = _depends_on(numerator, one)
         if not self._divides_by_it:
             msg = (
-                "`network` must divide its loss by `num_items_in_batch` or return (numerator, "
-                f"denominator) with calculate_per_token_loss=True, got {self._model_name}, whose "
-                "forward accepts the number and ignores it"
+                "with calculate_per_token_loss=True, `network` must divide its loss by "
+                "`num_items_in_batch` or return (numerator, denominator), got "
+                f"{self._model_name}, whose forward accepts `num_items_in_batch` but ignores it"
             )
             raise TypeError(msg)
         return LossParts(numerator, labels.ne(_IGNORED_LABEL).sum().float())
@@ -190,7 +195,10 @@ class PerTokenLoss:
             return shifted
         labels: Tensor | None = named.get("labels")
         if labels is None:
-            msg = f"the batch must have `labels` to count targets, got {sorted(named)}"
+            msg = (
+                "the batch must have `labels` to count targets, got only the arguments "
+                f"{sorted(named)}"
+            )
             raise ValueError(msg)
         return labels[..., 1:] if self._shifts_labels else labels
 
@@ -204,7 +212,7 @@ def _call_of(micro_batch: Any) -> NetworkCall:
 
 
 def _split(name: str, value: Any, num_parts: int) -> Sequence[Any]:
-    """Return `num_parts` parts of an argument."""
+    """Split the tensors in an argument into `num_parts` parts, and repeat all other values."""
     if isinstance(value, Tensor) and value.dim() > 0:
         if value.shape[0] % num_parts:
             msg = (
@@ -262,7 +270,10 @@ def _one_element(name: str, value: Any) -> Tensor:
         msg = f"the {name} that `network` returns must be a tensor, got {described(value)}"
         raise TypeError(msg)
     if value.numel() != 1:
-        msg = f"the {name} that `network` returns must be one element, got {tuple(value.shape)}"
+        msg = (
+            f"the {name} that `network` returns must have exactly one element, got shape "
+            f"{tuple(value.shape)}"
+        )
         raise ValueError(msg)
     return value.reshape(())
 
@@ -272,33 +283,37 @@ def _differentiable(name: str, value: Any) -> Tensor:
     if not scalar.requires_grad:
         msg = (
             f"the {name} that `network` returns must depend on a trainable parameter, got a tensor "
-            "without a graph"
+            "that does not require a gradient"
         )
         raise ValueError(msg)
     return scalar
 
 
 def _without_adapters(network: nn.Module) -> nn.Module:
-    """Return the model inside a PEFT model, whose forward takes any argument."""
+    """Return the model inside a PEFT model, or `network` itself.
+
+    The forward of a PEFT model takes any argument, so its signature says nothing.
+    """
     get_base_model: Any = getattr(network, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else network
 
 
 def _accepts_num_items_in_batch(model: nn.Module) -> bool:
-    """Return whether ``num_items_in_batch`` makes the model's loss a sum; the Trainer's rule."""
+    """Return whether the model's loss takes ``num_items_in_batch``, by the Trainer's rule."""
     accepts = getattr(model, "accepts_loss_kwargs", None)
     if accepts is not None:
         return bool(accepts)
     parameters = inspect.signature(model.forward).parameters
     if "num_items_in_batch" in parameters:
         return True
-    # A network that is not of Hugging Face may take keywords for other reasons.
+    # `**kwargs` alone prove nothing: other networks take them, too. A Hugging Face model that
+    # passes them to its loss also has a `loss_function`.
     takes_keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return takes_keywords and "loss_function" in dir(type(model))
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Return whether the model predicts the next token, so that the first label is not a target."""
+    """Return whether the model predicts the next token: the first label is then not a target."""
     config = getattr(model, "config", None)
     loss_function = getattr(model, "loss_function", None)
     causal = getattr(loss_function, "__name__", None) == "ForCausalLMLoss"
@@ -306,7 +321,7 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def _depends_on(loss: Tensor, leaf: Tensor) -> bool:
-    """Return whether `loss` was computed from `leaf`, from the graph, without running it."""
+    """Return whether `loss` was computed from `leaf`, by a search of the autograd graph."""
     pending, seen = deque([loss.grad_fn]), set()
     while pending:
         node = pending.popleft()

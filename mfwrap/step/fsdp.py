@@ -1,26 +1,26 @@
 """Networks that torch's ``fully_shard`` (FSDP2) has sharded, and how their gradients are reduced.
 
-One call of ``fully_shard`` makes a *unit*: a group of parameters that are gathered together before
-their forward and whose gradients are reduced together after their backward. In between, backward
-fills *whole* gradients, which belong to torch's own unsharded parameters. The reduction
-(a reduce-scatter) averages them over the ranks, writes this rank's shard into ``parameter.grad`` as
-a DTensor, and frees the whole gradients. An optimizer, and everything outside of this file, sees
-the shards alone.
+Each call of ``fully_shard`` makes a *unit*, a group of parameters. A unit's parameters are gathered
+together before its forward, and their gradients are reduced together after its backward. Before the
+reduction the gradients are *whole*: backward writes them to torch's own unsharded parameters. The
+reduction (a reduce-scatter) averages them over the ranks, writes this rank's shard into
+``parameter.grad`` as a DTensor, and frees the whole gradients. The optimizer and all code outside
+this file see only the shards.
 
 Three tasks need more than the shards:
 
 - **Local norms.** They are norms of this rank's own whole gradients, so they must be read after
-  backward and before the reduction. torch has no public hook at this place. `ReductionSeam` stands
-  in for the method ``post_backward`` of torch's parameter group, reads the norms and then calls the
-  method (`_UnitSquares`, `ShardedLocalSquares`).
+  backward and before the reduction. torch has no public hook at this point. `ReductionSeam`
+  replaces the method ``post_backward`` of torch's parameter group: it lets its callbacks read the
+  gradients (`_UnitSquares`, `ShardedLocalSquares`), and then calls the original method.
 - **Accumulation.** Until the last micro-batch, gradients must stay whole and unreduced
-  (``set_requires_gradient_sync``); shards would already be means over ranks. While they wait, they
-  are in torch's private attributes, and ``parameter.grad`` is None.
-- **Errors.** A forward or backward that raises leaves whole weights and whole gradients behind,
-  which the next step must not find (`ShardedParts.discard_half_a_step`).
+  (``set_requires_gradient_sync``), because shards would already be means over ranks. Meanwhile the
+  whole gradients are in torch's private attributes, and ``parameter.grad`` is None.
+- **Errors.** A forward or backward that raises leaves whole weights and whole gradients behind.
+  `ShardedParts.discard_half_a_step` removes them, so that the next step does not find them.
 
-Everything private of torch's FSDP2 is used in this file and nowhere else. Names may change with any
-torch release; the tests under tests/unit/step/test_fsdp*.py fail then.
+Only this file uses private names of torch's FSDP2. Any torch release may change them; the tests
+tests/unit/step/test_fsdp*.py then fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,8 @@ class ReductionSeam:
 
     def __call__(self, *arguments: object) -> None:
         """Call the callbacks if gradients are about to be reduced, then torch's own method."""
-        # torch calls it after every backward; with `reduce_grads` off it only keeps gradients.
+        # torch calls this after every backward. With `reduce_grads` off, torch's method does not
+        # reduce the gradients but keeps them for a later backward, so it is too early to read them.
         if self._group.reduce_grads:
             for callback in self.callbacks:
                 callback()
@@ -74,7 +75,7 @@ class ShardedUnit:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Sharded parameters, as an optimizer holds them."""
+        """Sharded parameters: the ones that an optimizer holds."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
     @property
@@ -84,13 +85,16 @@ class ShardedUnit:
 
     @property
     def divisor(self) -> float:
-        """Number by which torch divides the sum over ranks."""
+        """Number by which torch divides the sum of gradients over ranks."""
         factor: float | None = self._group.gradient_divide_factor
         return float(self._group.mesh_info.mesh.size() if factor is None else factor)
 
     @property
     def is_split_further(self) -> bool:
-        """Whether parameters are distributed over more ranks than gradients are reduced over."""
+        """Whether a parameter is distributed over more ranks than its gradient is reduced over.
+
+        This is so with tensor parallelism, for example.
+        """
         ranks = self.ranks
         return any(
             is_distributed(p) and not ranks.issuperset(p.device_mesh.mesh.flatten().tolist())
@@ -98,10 +102,10 @@ class ShardedUnit:
         )
 
     def before_reduction(self) -> "ReductionSeam":
-        """Return the seam that runs each time gradients are about to be reduced."""
-        # torch has a public hook, which replaces the reduce-scatter. Norms cannot be read there:
-        # the hook gets gradients that are cut into pieces and, in float16, already divided. It is
-        # also not told which parameters had no gradient.
+        """Return the unit's `ReductionSeam`, and install it if there is none yet."""
+        # torch's public hook replaces the reduce-scatter. Norms cannot be read there: the hook gets
+        # gradients that are already cut into pieces and, in float16, already divided. It also
+        # cannot know which parameters had no gradient.
         seam = self._group.__dict__.get("post_backward")
         if not isinstance(seam, ReductionSeam):
             seam = ReductionSeam(self._group)
@@ -109,17 +113,18 @@ class ShardedUnit:
         return seam
 
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return this rank's own whole gradients, each with the shard of its parameter.
+        """Return pairs of a sharded parameter and this rank's own whole gradient of it.
 
         Call it just before a reduction. The gradients are sums over all backward passes since the
-        previous reduction. No copies are made.
+        previous reduction. They are not copied. Parameters without a gradient are left out.
         """
         present = []
         for each in self._group.fsdp_params:
             unsharded = getattr(each, "_unsharded_param", None)
             if unsharded is None:
                 continue
-            # The reduction starts with this call; the second call will have nothing to do.
+            # torch makes this call at the start of a reduction, too. Making it earlier is harmless:
+            # torch's own call then finds nothing left to accumulate.
             each.accumulate_unsharded_grad_if_needed()
             if each.unsharded_accumulated_grad is not None:
                 present.append((each.sharded_param, each.unsharded_accumulated_grad_data))
@@ -138,15 +143,15 @@ class ShardedUnit:
 
 @final
 class ShardedParts:
-    """All sharded parts of some networks; may be none.
+    """All modules of some networks that ``fully_shard`` has sharded; there may be none.
 
     Args:
-        networks: Networks that are called.
+        networks: Networks to search.
     """
 
     def __init__(self, *networks: nn.Module) -> None:
         self._parts = [part for network in networks for part in sharded_parts(network)]
-        # One call of fully_shard may take several modules, which then share a group.
+        # One call of fully_shard may take several modules. They share a group: list it once.
         groups = {
             id(group): group
             for part in self._parts
@@ -156,12 +161,12 @@ class ShardedParts:
         """Units of all networks."""
 
     def reduce_gradients(self, *, now: bool) -> None:
-        """Choose whether the backward passes that follow reduce gradients, or accumulate them."""
+        """Make the backward passes that follow reduce gradients (`now`) or accumulate them."""
         for part in self._parts:
             part.set_requires_gradient_sync(now, recurse=False)
 
     def discard_half_a_step(self) -> None:
-        """Remove what a forward or backward that raised has left: gradients, gathered weights."""
+        """Free the gathered weights and whole gradients that a failed forward or backward left."""
         for unit in self.units:
             unit.discard_gradients()
         for part in self._parts:
@@ -169,7 +174,7 @@ class ShardedParts:
                 part.reset_iter_state()
 
     def check_per_token(self, reduction: SquareReduction | None) -> None:
-        """Check that the numbers of targets can be summed over the same ranks as the gradients.
+        """Check that numbers of targets can be summed over the ranks that reduce the gradients.
 
         Args:
             reduction: Reduction of all trained parameters; ``None`` if none is distributed.
@@ -181,9 +186,9 @@ class ShardedParts:
         ranks = {unit.ranks for unit in self.units}
         if ranks != holders:
             msg = (
-                "`calculate_per_token_loss` must be False unless `fully_shard` reduces all "
-                "gradients over the ranks that hold the trained parameters, got reductions over "
-                f"ranks {sorted(map(sorted, ranks))} and parameters held by ranks "
+                "`calculate_per_token_loss` needs `fully_shard` to reduce all gradients over the "
+                "ranks that hold the trained parameters, got reductions over ranks "
+                f"{sorted(map(sorted, ranks))} and parameters held by ranks "
                 f"{sorted(map(sorted, holders))}"
             )
             raise ValueError(msg)
@@ -194,7 +199,7 @@ class ShardedParts:
         """Number by which torch divides sums of gradients over ranks; 1 without sharded parts.
 
         Raises:
-            ValueError: If it differs between units.
+            ValueError: If the number differs between units.
         """
         divisors = {unit.divisor for unit in self.units}
         if len(divisors) > 1:
@@ -208,7 +213,7 @@ class ShardedParts:
 
 @final
 class _UnitSquares:
-    """Sums of squares of one unit's gradients, taken each time before they are reduced.
+    """Compute the sums of squares of one unit's gradients just before each reduction.
 
     Args:
         unit: Unit to read.
@@ -217,19 +222,19 @@ class _UnitSquares:
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit = unit
         self.by_parameter: dict[int, Tensor] = {}
-        """Sum of squares by the ``id`` of the parameter's shard; shape ``()``, float32."""
+        """Sum of squares by the ``id`` of the sharded parameter; shape ``()``, float32."""
         self.is_repeated = False
-        """Whether a gradient was reduced a second time. This rank's own part of the first
-        reduction is gone by then, so there is no norm of the sum."""
+        """Whether a gradient was reduced more than once since the last `reset`. This rank's own
+        gradient before the first reduction is lost, so the norm of the sum cannot be computed."""
         unit.before_reduction().callbacks.add(self)
 
     def __call__(self) -> None:
-        """Read the gradients, once."""
+        """Compute the sums of squares, reading each gradient once."""
         present = self._unit.gradients()
         if not present:
             return
         device = present[0][1].device
-        # The caller's backward may run inside its autocast.
+        # Backward may run inside the caller's autocast, which must not change the result.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             squares = sum_of_squares([gradient for _, gradient in present], device).unbind()
         identities = [id(parameter) for parameter, _ in present]
@@ -237,7 +242,7 @@ class _UnitSquares:
         self.by_parameter.update(zip(identities, squares, strict=True))
 
     def reset(self) -> None:
-        """Forget what was read."""
+        """Forget the sums of squares, and start a new update."""
         self.by_parameter.clear()
         self.is_repeated = False
 
@@ -246,15 +251,15 @@ class _UnitSquares:
 class ShardedLocalSquares:
     """`LocalSquares` of parameters under ``fully_shard``.
 
-    Each unit's whole gradients are read once, before their reduction, without a message. With
-    accumulation they hold the sum over all micro-batches, if only the last backward reduces
-    (``set_requires_gradient_sync``).
+    Each unit's whole gradients are read once, before their reduction. This sends no messages. With
+    accumulation the gradients hold the sum over all micro-batches, provided that only the last
+    backward reduces (``set_requires_gradient_sync``).
 
     Args:
         parameters: ``N`` trained parameters, in order.
-        parts: Sharded parts of the network.
-        others: Source for parameters that are not distributed; ``None`` if their gradients are
-            this rank's own.
+        parts: Sharded modules of the network.
+        others: Source for parameters that are not distributed; ``None`` if the gradients of these
+            parameters are not reduced over ranks.
     """
 
     def __init__(
@@ -270,10 +275,10 @@ class ShardedLocalSquares:
     def squares(self, reduced: Tensor) -> Tensor:
         if any(unit.is_repeated for unit in self._units):
             msg = (
-                "`local_norm` needs gradients that are reduced once an update, got gradients "
-                "that were reduced several times: this rank's own part of the earlier ones is "
-                "gone; accumulate with `accelerator.accumulate` or "
-                "`set_requires_gradient_sync(False)` in all backward passes but the last"
+                "`local_norm` needs gradients that are reduced once per update, got gradients "
+                "that were reduced several times, so this rank's own gradients before the earlier "
+                "reductions are lost; accumulate with `accelerator.accumulate`, or call "
+                "`set_requires_gradient_sync(False)` for all backward passes but the last"
             )
             raise RuntimeError(msg)
         if self._others is not None:
@@ -290,13 +295,14 @@ class ShardedLocalSquares:
 
     @staticmethod
     def _square(parameter: nn.Parameter, seen: Tensor | None, other: Tensor) -> Tensor:
-        # A gradient that was set to None since, or that backward did not reach, counts as zero.
+        # A gradient that is None (set to None since, or not reached by backward) counts as zero.
+        # `other` was computed from the gradient as it is now, so it is zero, too.
         if not is_distributed(parameter) or parameter.grad is None:
             return other
         if seen is None:
             msg = (
                 f"`local_norm` must be False with torch {torch.__version__}: its `fully_shard` "
-                "reduces gradients in a way that this version of mfwrap does not know"
+                "reduces gradients in a way that this version of mfwrap does not support"
             )
             raise RuntimeError(msg)
         return on_device(seen, other.device)
@@ -318,17 +324,18 @@ def sharded_local_squares_of(
     """Return the source of local norms under ``fully_shard``.
 
     Args:
-        parts: Sharded parts of the network.
+        parts: Sharded modules of the network.
         parameters: Trained parameters, in order.
         others: As in `ShardedLocalSquares`.
         are_asked_for: Whether the step reports local norms.
 
     Returns:
-        `others` if the step reports no local norms, or if no gradient is sharded over ranks.
+        A `ShardedLocalSquares`; `others` if the step reports no local norms, or if no gradient is
+        sharded over ranks.
 
     Raises:
         ValueError: If a parameter is distributed over more ranks than its gradient is reduced
-            over, or is distributed but not in one of `parts`.
+            over, or is distributed but does not belong to one of `parts`.
     """
     if not are_asked_for or not any(is_distributed(parameter) for parameter in parameters):
         return others
@@ -336,15 +343,15 @@ def sharded_local_squares_of(
     split = {id(p) for unit in parts.units if unit.is_split_further for p in unit.parameters}
     if distributed & split:
         msg = (
-            "`local_norm` must be False with tensor parallelism, because no rank has a whole "
-            "gradient then"
+            "`local_norm` must be False with tensor parallelism, because no rank then has a whole "
+            "gradient"
         )
         raise ValueError(msg)
     if distributed - {id(p) for unit in parts.units for p in unit.parameters}:
         msg = (
             "`local_norm` must be False for distributed parameters that `fully_shard` has not "
-            "sharded; if it has sharded them and you use `attach`, pass their network to "
-            "`accelerator.prepare`"
+            "sharded; if `fully_shard` has sharded them and you use `attach`, pass their network "
+            "to `accelerator.prepare`"
         )
         raise ValueError(msg)
     if all(len(unit.ranks) == 1 for unit in parts.units):

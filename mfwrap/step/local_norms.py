@@ -1,25 +1,25 @@
 """Local norms under DistributedDataParallel: norms of a rank's own gradients.
 
 DistributedDataParallel reduces gradients while backward is still running. It collects them in
-buckets, and averages each bucket over the ranks as soon as all its gradients are there. After
-backward, no rank has its own gradients any more.
+buckets, and averages each bucket over the ranks as soon as the bucket is complete. After backward,
+no rank has its own gradients any more.
 
-torch lets one *communication hook* per model replace this reduction. Ours (`_tapping_hook`) reads
-the norms of a bucket and then calls the hook that does the reduction: torch's own all-reduce, or
-the user's. So local norms cost one read of the gradients and no message.
+torch lets one *communication hook* per model replace this reduction. Our hook (`_tapping_hook`)
+computes the norms of a bucket's gradients and then calls the hook that does the reduction: torch's
+own all-reduce, or the user's hook. So local norms cost one read of the gradients and no messages.
 
-A maintainer must know these four:
+A maintainer must know four facts:
 
-- A model takes one communication hook in its life, and the hook cannot be removed. It therefore
-  stays when nobody asks for local norms any more; then it only calls the reduction. A second step
-  on the same model finds the hook of the first one and uses it (`tap`).
-- With gradient accumulation, only the backward of the last micro-batch reduces (the others run
-  under ``no_sync``), and its buckets hold the sum over all micro-batches: the gradient whose norm
-  is wanted.
+- A model accepts only one communication hook, and the hook cannot be removed. So our hook stays
+  registered after the last step that reports local norms is gone; from then on it only calls the
+  reduction. A second step on the same model finds and uses the hook of the first step (`tap`).
+- With gradient accumulation, only the backward of the last micro-batch reduces; the others run
+  under ``no_sync``. The buckets then hold the sum over all micro-batches, which is the gradient
+  whose norm is reported.
 - The reduction overwrites the bucket, so the norms are computed before it starts. Only their
   squares are kept, one number for each parameter.
 - The hook runs inside backward, on the autograd thread, maybe under the caller's autocast and with
-  gradients enabled. Both are switched off for the read.
+  gradient recording enabled. Both are switched off for the read.
 
 The norms of networks that ``fully_shard`` has sharded come from `mfwrap.step.fsdp`.
 """
@@ -54,7 +54,7 @@ class LocalSquares(Protocol):
 
         Args:
             reduced: Sums of squares of the gradients after the reduction, shape ``(N,)``, float32.
-                They are returned for parameters whose gradients are not reduced.
+                Returned unchanged for parameters whose gradients are not reduced over ranks.
 
         Returns:
             Sums of squares of the scaled gradients, summed over this rank's micro-batches, before
@@ -63,14 +63,14 @@ class LocalSquares(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget what was read: the gradients have been used, or are given up."""
+        """Forget all sums. Called when the gradients have been used or are discarded."""
 
 
 @final
 class GradientTap:
-    """Read the gradients of one DistributedDataParallel before they are reduced.
+    """Read the gradients of one DistributedDataParallel module before they are reduced.
 
-    It is the state of our communication hook.
+    A `GradientTap` is the state of our communication hook.
 
     Args:
         communication_hook: Hook that reduces the gradients.
@@ -79,17 +79,18 @@ class GradientTap:
     def __init__(self, communication_hook: CommunicationHook) -> None:
         self.communication_hook = communication_hook
         self.readers: WeakSet[DistributedLocalSquares] = WeakSet()
-        """Objects that ask for the squares. With none left, only the reduction runs."""
+        """Weak references to the objects that use `squares`. With none left, gradients are not
+        read and only the reduction runs."""
         self.squares: dict[int, Tensor] = {}
-        """Sum of squares of each parameter's last reduced gradient, by the parameter's ``id``;
-        shape ``()``, float32."""
+        """Sum of squares of this rank's own gradient just before its last reduction, by the
+        parameter's ``id``; shape ``()``, float32."""
 
     def read(self, bucket: "GradBucket") -> None:
-        """Note the sums of squares of a bucket's gradients; they are read once."""
+        """Compute the sums of squares of a bucket's gradients, reading each gradient once."""
         if not self.readers:
             return
         device = bucket.buffer().device
-        # The caller's backward may run inside its autocast.
+        # Backward may run inside the caller's autocast, which must not change the result.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             squares = sum_of_squares(bucket.gradients(), device).unbind()
         identities = map(id, bucket.parameters())
@@ -97,10 +98,10 @@ class GradientTap:
 
 
 def checked_communication_hook(communication_hook: object) -> CommunicationHook | None:
-    """Return `communication_hook` if it is a pair of a state and a callable, or ``None``.
+    """Return `communication_hook` if it is ``None`` or a pair of a state and a callable.
 
     Raises:
-        TypeError: If it is anything else.
+        TypeError: If `communication_hook` is anything else.
     """
     if communication_hook is None:
         return None
@@ -118,18 +119,19 @@ def checked_communication_hook(communication_hook: object) -> CommunicationHook 
 def tap(
     part: DistributedDataParallel, communication_hook: CommunicationHook | None = None
 ) -> GradientTap:
-    """Return the `GradientTap` of a DistributedDataParallel, as the state of a registered hook.
+    """Return the `GradientTap` of a DistributedDataParallel module; register our hook if needed.
 
-    The first call registers the communication hook; later calls return the same `GradientTap`.
+    The first call for a module registers the communication hook. Later calls return the same
+    `GradientTap`.
 
     Args:
         part: DistributedDataParallel module without a communication hook, or with ours.
-        communication_hook: Hook that reduces the gradients. ``None`` keeps the hook of the first
-            call; in the first call it takes torch's ``allreduce_hook``, which reduces like a
-            module without a hook.
+        communication_hook: Hook that reduces the gradients. In the first call, ``None`` means
+            torch's ``allreduce_hook``, which reduces in the same way as a module without a hook.
+            In later calls, ``None`` keeps the hook of the first call.
 
     Raises:
-        RuntimeError: If another hook was registered.
+        RuntimeError: If another hook is registered already.
     """
     registered = getattr(part, "_comm_hooks", [])
     for _, state in registered:
@@ -158,14 +160,14 @@ def _refuse_another(present: CommunicationHook, given: CommunicationHook | None)
     if given is None or all(a is b for a, b in zip(present, given, strict=True)):
         return
     msg = (
-        "`communication_hook` must be the hook that the network's first step was built with, "
-        "because torch cannot replace a communication hook, got another one"
+        "`communication_hook` must be the hook that the network's first step was built with, got a "
+        "different hook; torch cannot replace a registered communication hook"
     )
     raise RuntimeError(msg)
 
 
 def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
-    # torch checks that the annotation of `bucket` is this class. A string would be refused.
+    # torch checks that the annotation of `bucket` is this class, and refuses a string.
     from torch._C._distributed_c10d import GradBucket  # noqa: PLC0415  (not in every torch)
 
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -173,7 +175,8 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
         inner_state, hook = state.communication_hook
         return hook(inner_state, bucket)
 
-    # torch logs a hook's name, and by the name refuses hooks that a device cannot run.
+    # Keep the inner hook's name: torch logs it, and recognizes by it the hooks that a device cannot
+    # run.
     tapping_hook.__name__ = getattr(inner, "__name__", tapping_hook.__name__)
     tapping_hook.__qualname__ = getattr(inner, "__qualname__", tapping_hook.__name__)
     return tapping_hook
@@ -183,13 +186,13 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
 class DistributedLocalSquares:
     """`LocalSquares` of parameters under DistributedDataParallel, from communication hooks.
 
-    With accumulation, a loop should run every backward under ``no_sync`` except the last one of an
-    update. The last backward then reduces this rank's sum over all micro-batches, and the norm is
-    that of the sum.
+    With accumulation, a loop should run every backward of an update except the last under
+    ``no_sync``. The last backward then reduces this rank's sum over all micro-batches, and the norm
+    is the norm of this sum.
 
     If a loop reduces several times before an update, the norm is that of the gradient just before
     the last reduction. This gradient is the sum of two terms: this rank's own gradient since the
-    reduction before, and the earlier gradients, which are already means over the ranks.
+    second-last reduction, and the earlier gradients, which are already means over the ranks.
 
     Args:
         parameters: ``N`` trained parameters, in order.
@@ -217,7 +220,8 @@ class DistributedLocalSquares:
 
     @staticmethod
     def _seen(parameter: nn.Parameter, owner: GradientTap | None) -> Tensor | None:
-        # A gradient that was set to None after its reduction counts as zero.
+        # A gradient that was set to None after its reduction counts as zero: the caller then uses
+        # the sum of squares of the gradient as it is now.
         if owner is None or parameter.grad is None:
             return None
         return owner.squares.get(id(parameter))
@@ -240,15 +244,15 @@ def local_squares_of(
     Args:
         parts: All DistributedDataParallel modules of the network.
         parameters: Trained parameters, in order.
-        communication_hook: As in `tap`.
+        communication_hook: Hook that reduces the gradients; see `tap`.
         are_asked_for: Whether the step reports local norms.
 
     Returns:
-        ``None`` if the step reports no local norms. Also ``None`` on a single rank without a
-        `communication_hook`, because no gradient is reduced there.
+        The source; ``None`` if the step reports no local norms. Also ``None`` on a single rank
+        without a `communication_hook`, because no gradient is reduced there.
 
     Raises:
-        RuntimeError: If another hook was registered.
+        RuntimeError: If another hook is registered already.
     """
     are_reduced = any(part.process_group.size() > 1 for part in parts)
     if communication_hook is None and not (are_asked_for and are_reduced):

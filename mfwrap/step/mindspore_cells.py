@@ -1,4 +1,4 @@
-"""MindSpore's plain training cells, and its hooks for training steps of your own."""
+"""MindSpore's plain training cells, and the methods of its cells for custom training steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,16 +56,17 @@ class WithLossCell(nn.Module):
 
 
 class TrainOneStepCell:
-    """Run forward, backward and optimizer: the plain step, without protection from overflow.
+    """Run a plain training step: forward, backward, optimizer. It does not check for overflow.
 
     Source: MindSpore, ``nn.TrainOneStepCell``.
 
     Args:
         network: Network that returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        sens: Factor of the gradients, which are not divided by it again; ``None`` for 1.
-        return_grad: Return the gradients, too.
-        lr_scheduler: Schedule that is stepped after the optimizer; ``None`` for none.
+        sens: Factor by which the loss is multiplied before backward; ``None`` for 1. The optimizer
+            gets the scaled gradients: they are not divided by `sens` again.
+        return_grad: Whether a call also returns the gradients.
+        lr_scheduler: Schedule that is stepped after the optimizer; ``None`` for no schedule.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -135,9 +136,9 @@ class TrainOneStepCell:
 
 
 class LossScaleHooks:
-    """Methods of MindSpore's cells for a training step of your own.
+    """Provide the methods of MindSpore's cells from which you can build a training step.
 
-    `MFTrainOneStepCell` does not call them: only a step that a subclass or a loop builds does.
+    `MFTrainOneStepCell` itself calls none of them. Call them from a subclass or from your own loop.
 
     Args:
         network: Network to train.
@@ -161,10 +162,10 @@ class LossScaleHooks:
         return _weights(self.optimizer)
 
     def set_sense_scale(self, sens: Tensor) -> None:
-        """Replace the loss scale, from the next step on.
+        """Replace the loss scale from the next step on. Does not synchronize with the device.
 
         Args:
-            sens: New loss scale, shape ``()`` or ``(1,)``, any real dtype; not read on the host.
+            sens: New loss scale, shape ``()`` or ``(1,)``, any real dtype.
 
         Raises:
             TypeError: If `sens` is not a tensor.
@@ -190,13 +191,14 @@ class LossScaleHooks:
             compute_output: Gradients: a tensor, or a nested sequence or mapping of tensors.
 
         Returns:
-            Flag of shape ``()``, bool, on the training device. Does not synchronize with it.
+            Flag of shape ``()``, bool, on the training device. Does not synchronize with the
+            device.
         """
         del status
         return has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
 
     def process_loss_scale(self, overflow: Tensor) -> Tensor:
-        """Let the update cell, if any, change the loss scale; return `overflow`.
+        """Adjust the loss scale after a step if there is an update cell; return `overflow`.
 
         Args:
             overflow: Whether the gradients overflowed, shape ``()``, bool, on the training device.
@@ -205,7 +207,7 @@ class LossScaleHooks:
 
 
 class TrainOneStepWithLossScaleCell(LossScaleHooks):
-    """Run a step with a loss scale; skip updates whose gradients are not finite.
+    """Run a training step with a loss scale, and skip updates with non-finite gradients.
 
     Source: MindSpore, ``nn.TrainOneStepWithLossScaleCell``.
 
@@ -213,10 +215,11 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         network: Network that returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
         scale_sense: Loss scale: a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell;
-            ``None`` for 1. An update whose gradients are not finite is skipped in every case, also
-            with a manager's ``drop_overflow_update=False``.
+            ``None`` for a scale of 1 (``get_update_cell`` of a manager with
+            ``drop_overflow_update=False`` returns ``None``). Updates with non-finite gradients are
+            skipped in every case.
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
-            one; ``None`` for none.
+            update; ``None`` for no schedule.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -280,18 +283,19 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
 
     def flush(self) -> None:
-        """Step the schedule for the last update, if that was applied; reads it on the host."""
+        """Step the schedule if the last update was applied. Synchronizes with the device."""
         self._update.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cell's own state, after a flush: the loss scale with its counters."""
+        """Call `flush`, and return the cell's own state: the loss scale with its counters."""
         self.flush()
         return {"loss_scale": self._loss_scale.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing is changed if any part does not fit.
+        """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
 
-        Results of the last update that have not been read yet are dropped.
+        Results of the last update that are still pending are dropped: the schedule is not stepped
+        for it.
 
         Raises:
             KeyError: If a key is missing or unknown.

@@ -1,9 +1,9 @@
 """Apply one divisor and one skip flag to any torch optimizer.
 
-torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the attribute ``grad_scale``, and
-leave everything as it is if ``found_inf`` is 1. Both happen inside the kernel that updates the
-weights. For every other optimizer the step reads the flag on the host, once, and divides the
-gradients in place, once.
+torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the optimizer's attribute
+``grad_scale``, and change nothing if its attribute ``found_inf`` is 1. Both happen inside the
+kernel that updates the weights. For every other optimizer, `SkippableOptimizer` reads the skip flag
+on the host, which synchronizes once per step, and divides the gradients in place.
 """
 
 import contextlib
@@ -49,19 +49,20 @@ def _rate(rate: Tensor | float, device: torch.device) -> Tensor:
 
 @final
 class SkippableOptimizer:
-    """Run an optimizer on unscaled, clipped gradients, or leave everything as it is.
+    """Run an optimizer's step with all gradients divided by a number, or skip the step.
 
-    With torch's fused optimizers nothing is read on the host, except for fused SGD with dampening
-    until its first applied update. Fused optimizers run on the local shards of distributed
-    parameters. Any other optimizer synchronizes once per step, to read the flag, and runs on the
-    distributed parameters.
+    torch's fused optimizers do not synchronize with the device, except for fused SGD with dampening
+    until its first applied update. They run on the local shards of distributed parameters. Any
+    other optimizer synchronizes once per step to read the skip flag, and runs on the distributed
+    parameters.
 
     Args:
         optimizer: Optimizer without accelerate's wrapper.
 
     Raises:
         TypeError: If the optimizer's step needs a closure.
-        ValueError: If it is a fused SGD that does not update the weights it holds.
+        ValueError: If the optimizer is fused SGD with half-precision weights on the CPU, which
+            torch does not update.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -72,18 +73,20 @@ class SkippableOptimizer:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether the flag stays on the device; loading a state may change it."""
+        """Whether the skip flag stays on the device.
+
+        Loading an optimizer state may change this: the state includes ``fused``.
+        """
         groups = self.optimizer.param_groups
         return self._has_fused_kernel and all(group.get("fused") for group in groups)
 
     def step(self, divisor: Tensor | None, skip: Tensor) -> None:
-        """Update the parameters from their gradients, unless `skip`.
+        """Update the parameters from their gradients, or do nothing if `skip` is true.
 
         Args:
-            divisor: Divisor of the gradients, shape ``()``, float32; ``None`` for 1, which saves a
-                pass over them.
-            skip: Whether to leave parameters, state and step counts as they are; shape ``()``,
-                bool.
+            divisor: Divisor of the gradients, shape ``()``, float32. ``None`` means 1 and saves a
+                pass over the gradients.
+            skip: Whether to leave parameters, state and step counts unchanged; shape ``()``, bool.
         """
         if self.skips_on_device and not self._first_update_is_unsafe():
             self._step_folded(divisor, skip)
@@ -92,7 +95,8 @@ class SkippableOptimizer:
 
     def _step_folded(self, divisor: Tensor | None, skip: Tensor) -> None:
         optimizer: Any = self.optimizer
-        # Exactly 0.0 or 1.0: the kernels compare with 1, and Adam subtracts it from its count.
+        # Must be exactly 0.0 or 1.0: the kernels compare it with 1, and Adam subtracts it from its
+        # step count.
         optimizer.found_inf = skip.float()
         if divisor is not None:
             optimizer.grad_scale = divisor
@@ -101,7 +105,7 @@ class SkippableOptimizer:
             with shards(optimizer):
                 optimizer.step()
         finally:
-            # A later plain `optimizer.step()` must not divide or skip again.
+            # Otherwise a later plain `optimizer.step()` would divide or skip again.
             del optimizer.found_inf
             if divisor is not None:
                 del optimizer.grad_scale
@@ -124,12 +128,14 @@ class SkippableOptimizer:
         self.optimizer.step()
 
     def _first_update_is_unsafe(self) -> bool:
-        """Prepare fused SGD's momentum; return whether the flag must be read this time.
+        """Prepare fused SGD's momentum; return whether the host must read the skip flag this time.
 
         Fused SGD allocates its momentum without initializing it. If the first update is skipped,
-        so is the kernel that fills the momentum, and what was in that memory stays. Zeros instead
-        are exact without dampening. With dampening they are not: the first momentum is the
-        undamped gradient, and from zeros it would be damped.
+        the kernel that fills the momentum is skipped, too, and the momentum keeps arbitrary values.
+
+        Without dampening, this method allocates zeros instead, which give exactly the same updates.
+        With dampening, zeros would be wrong: the first momentum must be the undamped gradient, but
+        an update that starts from zeros dampens it. So the host must know whether to skip.
         """
         if not isinstance(self.optimizer, SGD):
             return False
@@ -151,7 +157,7 @@ class SkippableOptimizer:
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
     kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
-    # A subclass with a step of its own may ignore the two attributes.
+    # A subclass with a step of its own may ignore `grad_scale` and `found_inf`.
     return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
@@ -167,7 +173,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
 
 
 def _refuse_idle_sgd(optimizer: Optimizer) -> None:
-    """Refuse half-precision weights on CPU, which torch's fused SGD leaves as they are."""
+    """Raise if fused SGD holds half-precision weights on the CPU, which torch does not update."""
     if not isinstance(optimizer, SGD):
         return
     for group in optimizer.param_groups:
@@ -189,11 +195,12 @@ def holds_distributed(optimizer: Optimizer) -> bool:
 def on_local_shards(optimizer: Optimizer) -> Iterator[None]:
     """Within the block, give the optimizer this rank's shards instead of distributed tensors.
 
-    torch's fused SGD and Adagrad do not take distributed tensors, and no fused kernel takes them
-    together with plain tensors or from two meshes. A fused update works element by element, so on
-    the shards, which share the storage of the distributed tensors, it does the same. After the
-    block, parameters and state are distributed again, as checkpoints need them. Hooks of the
-    optimizer's step see the shards.
+    torch's fused SGD and Adagrad do not accept distributed tensors. No fused kernel accepts
+    distributed tensors together with plain ones, or distributed tensors of two meshes.
+
+    A fused update works element by element, and the shards share the storage of the distributed
+    tensors. So an update of the shards has the same result. After the block, parameters and state
+    are distributed again, as checkpoints need them. Hooks of the optimizer's step see the shards.
 
     Args:
         optimizer: Optimizer whose state tensors, except for ``step``, have the shapes of their
@@ -215,16 +222,16 @@ def on_local_shards(optimizer: Optimizer) -> Iterator[None]:
         for parameter, shard in shards.items():
             for name, value in state.pop(shard, {}).items():
                 # State that was distributed before the block shares its storage with the shard's
-                # state, so the update has reached it. Only state that the update has created must
-                # be distributed and stored under the parameter.
+                # state, so it is up to date. Only state that the update has created must be
+                # distributed and stored under the parameter.
                 if not is_distributed(state[parameter].get(name)):
                     state[parameter][name] = _placed(name, value, parameter)
 
 
 @torch.no_grad()
 def _shard_of(parameter: Tensor) -> Tensor:
-    # Detached, because torch may return the same tensor from every call of `to_local`, and its
-    # `grad` must not be shared.
+    # Detach the shard before setting its `grad`: `to_local` may return the same tensor each time,
+    # and other users of that tensor must not see this `grad`.
     shard = local_tensor(parameter).detach()
     if parameter.grad is not None:
         shard.grad = local_tensor(parameter.grad)
@@ -236,7 +243,7 @@ def _local(value: Any) -> Any:
 
 
 def _placed(name: str, value: Any, parameter: "DTensor") -> Any:
-    """Distribute new optimizer state like its parameter; the entry ``step`` stays replicated."""
+    """Distribute new optimizer state like its parameter; leave the entry ``step`` as it is."""
     if name == "step" or not isinstance(value, Tensor):
         return value
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (imported already)

@@ -32,8 +32,8 @@ def checked_network(network: nn.Module) -> nn.Module:
         raise TypeError(msg)
     if is_deepspeed_engine(network):
         msg = (
-            "`network` must not be a DeepSpeed engine, whose own step cannot have an average, "
-            "local norms, skipped spikes or another loss scale; use "
+            "`network` must not be a DeepSpeed engine: the engine has its own training step, which "
+            "supports no average, local norms, skipped spikes or other loss scale; use "
             "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports it"
         )
         raise TypeError(msg)
@@ -44,7 +44,7 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside accelerate's wrapper, or `optimizer` itself.
 
     Raises:
-        TypeError: If it is not a torch optimizer.
+        TypeError: If it is not a `torch.optim.Optimizer`.
     """
     inner = unwrapped_optimizer(optimizer)
     if not isinstance(inner, Optimizer):
@@ -54,9 +54,9 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
 
 
 def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a network by plain name; tied weights once.
+    """Return the parameters of a network by plain name; tied weights appear once.
 
-    After ``fully_shard`` they are the sharded parameters that an optimizer holds.
+    For a network under ``fully_shard`` these are the sharded parameters that an optimizer holds.
     """
     reshard(network)
     named = unwrapped_network(network).named_parameters()
@@ -67,8 +67,8 @@ def network_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
 class TrainedParameters:
     """The parameters of an optimizer that are also in a network, in the network's order.
 
-    One warning names the trainable parameters that are in no optimizer. Another one counts the
-    optimizer's parameters that are not in the network: they are not updated.
+    Warns about trainable parameters of the network that the optimizer does not hold, and about
+    parameters of the optimizer that are not in the network. The step updates neither.
 
     Args:
         named_parameters: Parameters of the network by name.
@@ -76,8 +76,8 @@ class TrainedParameters:
         local_norm_groups: As in `StepConfig`.
 
     Raises:
-        ValueError: If `optimizer` holds none of `named_parameters`, or `local_norm_groups` does
-            not fit.
+        ValueError: If `optimizer` holds none of `named_parameters`, or `local_norm_groups` yields
+            no group or an empty group.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TrainedParameters:
         self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
         self._parameters, self._outside = _select(named_parameters, self._held)
-        # Everything that backward may reach, in the optimizer or not.
+        # Every parameter that backward may give a gradient, in the optimizer or not.
         self._released = list(dict.fromkeys([*named_parameters.values(), *self._held]))
         self._trainable: list[bool] = []
         self.device = next(iter(self._parameters.values())).device
@@ -100,7 +100,7 @@ class TrainedParameters:
         self._groups = self.groups()
 
     def groups(self) -> NormGroups:
-        """Return the groups of local norms, of parameters that are trainable now."""
+        """Return the groups of local norms, without parameters that are frozen at present."""
         trainable = [parameter.requires_grad for parameter in self._parameters.values()]
         if trainable != self._trainable:
             sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
@@ -109,8 +109,8 @@ class TrainedParameters:
                 self._local_norm_groups,
                 self.device,
                 left_out=[n for n, kept in zip(sizes, trainable, strict=True) if not kept],
-                # At construction a pattern that finds nothing is an error. Later it may find
-                # nothing because a loop has frozen these parameters, which must not end a run.
+                # At construction, a pattern without a match is an error. Later, the loop may have
+                # frozen all parameters that a pattern matches, which must not end a run.
                 may_be_empty=bool(self._trainable),
             )
             self._trainable = trainable
@@ -127,20 +127,20 @@ class TrainedParameters:
         return _same_objects(_held_by(self._optimizer), self._held)
 
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
-        """Return the gradient of each parameter, ``None`` where backward did not reach.
+        """Return the gradient of each parameter; ``None`` for one that backward did not reach.
 
         Args:
-            may_be_absent: Do not raise if no parameter has a gradient.
+            may_be_absent: Whether to accept that no parameter has a gradient instead of raising.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed,
                 or the network has moved to another device.
-            TypeError: If a gradient is sparse, or is placed in another way than its parameter.
+            TypeError: If a gradient is sparse, or differs in placements from its parameter.
         """
         if not self.are_current:
             msg = (
                 f"`optimizer` must hold the same {len(self._held)} parameters as when the cell was "
-                "built, got other parameters; build a new cell after you add or replace any"
+                "built, got other parameters; build a new cell after adding or replacing parameters"
             )
             raise RuntimeError(msg)
         device = next(iter(self._parameters.values())).device
@@ -225,13 +225,13 @@ def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
 def _select(
     named: Mapping[str, nn.Parameter], held: Sequence[Tensor]
 ) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
-    """Return the held parameters that are in the network, by name, and the other held ones."""
+    """Split the optimizer's parameters into those in the network, by name, and all others."""
     held_set = set(held)
     shared = {name: parameter for name, parameter in named.items() if parameter in held_set}
     if not shared:
         msg = (
-            f"`optimizer` must hold parameters of the network, got {len(held)} parameters, none "
-            f"of which is among the network's {len(named)}"
+            f"`optimizer` must hold parameters of the network, got {len(held)} parameters that are "
+            f"not among the network's {len(named)}"
         )
         raise ValueError(msg)
     untrained = [n for n, p in named.items() if p.requires_grad and n not in shared]

@@ -1,9 +1,9 @@
-"""One decision for ranks whose gradients differ after the reduction.
+"""Make ranks decide alike if their gradients differ after the reduction.
 
 Where DistributedDataParallel or ``fully_shard`` reduces all gradients, every rank has the same bits
-and decides the same. A network may also be distributed in parts only, or have parameters that
-DistributedDataParallel ignores. Then one rank might skip an update that another one applies. Such
-ranks take the mean of their sums of squares and decide by that.
+and decides the same. But DistributedDataParallel may wrap only some modules of a network, or ignore
+some parameters. Then one rank might skip an update that another rank applies. Such ranks average
+their sums of squares, and all decide by this mean.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,22 @@ from mfwrap.tensors.shards import is_distributed
 
 @final
 class RankAgreement:
-    """One sum of squares for ranks that have different gradients.
+    """Average a sum of squares over ranks that have different gradients.
 
-    Skips, clipping and the loss scale follow from it, so they are the same on all ranks.
+    Skips, clipping and the loss scale are computed from the mean, so they are the same on all
+    ranks.
 
     Args:
-        group: Ranks that agree.
+        group: Process group of the ranks.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
     def mean(self, square: Tensor) -> Tensor:
-        """Return the mean over ranks; not finite if the number is not finite on some rank.
+        """Return the mean over ranks; non-finite if `square` is non-finite on any rank.
 
-        Takes one message. Gradients that are equal on all ranks count once, as they should.
+        Costs one all-reduce. Gradients that are equal on all ranks count once in the mean.
 
         Args:
             square: This rank's sum of squares, shape ``()``, float32.
@@ -46,19 +47,21 @@ class RankAgreement:
 def agreement_of(
     parts: Sequence[DistributedDataParallel], parameters: Sequence[nn.Parameter]
 ) -> RankAgreement | None:
-    """Return the agreement that ranks need.
+    """Return a `RankAgreement` if gradients may differ between ranks after the reduction.
 
     Args:
-        parts: All DistributedDataParallel parts of the network.
+        parts: All DistributedDataParallel modules of the network.
         parameters: Trained parameters.
 
     Returns:
-        ``None`` if all gradients are reduced, or there is only one rank.
+        The agreement; ``None`` if all gradients are reduced, if there is only one rank, or if a
+        parameter is sharded (`SquareReduction` then makes the ranks agree).
     """
     if not parts or parts[0].process_group.size() == 1:
         return None
     if any(is_distributed(parameter) for parameter in parameters):
-        # `SquareReduction` sums over the ranks that hold shards, and averages the rest with it.
+        # `SquareReduction` sums over the ranks that hold shards. In the same message it averages
+        # the sums of squares of all other parameters, so the ranks agree already.
         return None
     reduced = {id(parameter) for part in parts for parameter in _reduced_by(part)}
     if all(id(p) in reduced for p in parameters if p.requires_grad):

@@ -1,4 +1,4 @@
-"""Restore the state of a step: all of its parts, or none if one does not fit."""
+"""Restore the state of a step completely, or change nothing if any entry does not fit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,12 @@ from mfwrap.step.counts import UpdateCounts
 
 
 def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
-    """Check that a state has the keys that its owner writes.
+    """Check that a state has exactly the expected keys.
+
+    Args:
+        state_dict: State to check.
+        expected: Keys that the state must have.
+        owner: Kind of object that the state belongs to, for errors.
 
     Raises:
         KeyError: If a key is missing or unknown.
@@ -32,7 +37,7 @@ def check(
     counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
     ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
 ) -> None:
-    """Raise what `restore` would raise; change nothing."""
+    """Raise the errors that `restore` would raise, without changing anything."""
     for owner, state in counts:
         owner.check(state)
     scale, scale_state = loss_scale
@@ -48,12 +53,12 @@ def restore(
     counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
     ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
 ) -> None:
-    """Load each state into its owner; nothing is changed if any state does not fit.
+    """Load each state into its owner, or change nothing if any state does not fit.
 
     Args:
-        loss_scale: Loss scale and its state.
-        counts: Counts of each optimizer's updates and their states.
-        ema: Average and its state; ``None`` for none.
+        loss_scale: Pair of the loss scale and its state.
+        counts: Pairs of the update counts and their state, one pair for each optimizer.
+        ema: Pair of the average and its state; ``None`` without an average.
 
     Raises:
         KeyError: If a key is missing or unknown.

@@ -1,26 +1,25 @@
-"""The half of a training step after backward: read, decide, update.
+"""The second half of a training step, after backward: read the gradients, decide, update.
 
-All of it happens on the device, in one fixed order:
+Everything happens on the device, in a fixed order:
 
-1. **Read** (`StepUpdate.measure`). One pass over the gradients gives the sum of squares of each
-   parameter. Local norms, the global norm and the overflow flag follow from these numbers. Several
-   ranks agree here, if their gradients differ.
-2. **Read the results of the update before** (`StepUpdate.flush`). This is the one place where the
-   host may stop for the device. It comes this late because this step's forward and backward are
-   queued by now, so the device has work while the host waits; and it comes before the learning
-   rate is used, because the schedule advances here.
+1. **Read the gradients** (`StepUpdate.measure`). One pass gives the sum of squares of each
+   parameter's gradient. Local norms, the global norm and the overflow flag are computed from these
+   sums. If gradients differ between ranks, the ranks average their sums here.
+2. **Read the results of the previous update** (`StepUpdate.flush`). Only here may the host wait for
+   the device. This step's forward and backward are already queued, so the device has work while
+   the host waits. The schedule advances here, so this must come before the learning rate is used.
 3. **Decide** whether the update is skipped, and by how much its gradients are clipped. The
-   decisions are tensors; the host does not learn them before the next update.
-4. **Update the weights**, or leave them, with one divisor (loss scale, normalization and clipping
-   together) and one flag.
-5. **Update the loss scale**, from the overflow flag alone. A spike or a batch without targets says
-   nothing about the scale. This comes after the optimizer because the optimizer may raise, and an
-   error must leave the scale as it was.
-6. **Update the average** of the weights, which must be the new ones.
-7. **Count, report, and start copying** what the host will want to know of this update.
+   decisions are tensors; the host learns them at the next update.
+4. **Update the weights**, or leave them unchanged. One divisor combines loss scale, normalization
+   and clipping, and one flag says whether to skip.
+5. **Update the loss scale**, from the overflow flag alone: a spike or a batch without targets says
+   nothing about the scale. This comes after the optimizer, which may raise: an error must leave
+   the scale unchanged.
+6. **Update the average** of the weights, from the new weights.
+7. **Count, report, and start copying** the results of this update that the host needs.
 
-A maintainer must not add anything that reads a tensor on the host (``item``, ``if tensor``,
-``float(tensor)``): tests count such reads.
+Do not add anything that reads a tensor on the host (``item``, ``if tensor``, ``float(tensor)``):
+tests count such reads.
 """
 
 from collections.abc import Sequence
@@ -50,8 +49,8 @@ class Measurement(NamedTuple):
     """Result of one read of the gradients; tensors on the training device."""
 
     overflow: Tensor
-    """Whether the gradients are not finite, scaled or unscaled, or their divisor is not a finite
-    number above 0; shape ``()``, bool."""
+    """Whether the norm of the scaled or unscaled gradients is non-finite, or their divisor is not a
+    finite number > 0; shape ``()``, bool."""
 
     divisor: Tensor | None
     """Number that the gradients must be divided by, a copy, shape ``()``, float32; ``None`` for
@@ -67,8 +66,8 @@ class Measurement(NamedTuple):
     """The ``G`` groups of `local_norm`."""
 
     has_targets: Tensor | None
-    """Whether the batch has any target to learn from, shape ``()``, bool; ``None`` if the loss does
-    not count its targets."""
+    """Whether the batch has at least one target, shape ``()``, bool; ``None`` if targets are not
+    counted."""
 
 
 def measure(
@@ -81,19 +80,21 @@ def measure(
     agreement: RankAgreement | None = None,
     reduction: SquareReduction | None = None,
 ) -> Measurement:
-    """Read the gradients once. Does not synchronize with the device.
+    """Compute norms and the overflow flag in one read of the gradients.
+
+    Does not synchronize with the device.
 
     Args:
         gradients: Scaled gradients, one for each parameter of `groups`; ``None`` counts as zeros.
         groups: Groups of local norms.
         loss_scale: Loss scale, shape ``()``, float32, on the training device.
-        normalizer: Divisor of the gradients in addition to the loss scale; ``None`` for 1.
+        normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
         local_squares: Source of the norms of this rank's own gradients; ``None`` if `gradients`
             are this rank's own.
         agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
             there are no such ranks.
         reduction: Sum over the ranks that hold shards of the gradients; ``None`` without shards.
-            The ranks agree by it, too, and a partial `normalizer` is summed in the same message.
+            All these ranks get the same sums. A partial `normalizer` is summed in the same message.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
@@ -114,8 +115,8 @@ def measure(
         own_squares = squares
     global_norm = square.sqrt() / divisor
     return Measurement(
-        # The divisor is checked, too: a loop may set a scale of 0 or below, and a network may
-        # return a denominator that is nan or infinite. The host reads neither of them.
+        # Check the divisor here, too, because the host never reads it: a loop may set a scale <= 0,
+        # and a network may return a denominator that is nan or infinite.
         overflow=~(torch.isfinite(global_norm) & torch.isfinite(divisor) & (divisor > 0)),
         divisor=divisor,
         global_norm=global_norm,
@@ -126,7 +127,7 @@ def measure(
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    # Without targets in the batch the gradients are zero, and 0 / 0 would report a norm of nan.
+    # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
     return torch.where(divisor == 0, 1.0, divisor)
 
 
@@ -141,7 +142,7 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
     """Return `lr_scheduler` if the step can advance it.
 
     Args:
-        lr_scheduler: Schedule of torch, alone or in accelerate's wrapper; ``None`` for none.
+        lr_scheduler: Schedule of torch, alone or in accelerate's wrapper; ``None`` for no schedule.
         optimizer: Optimizer without accelerate's wrapper.
 
     Raises:
@@ -173,7 +174,7 @@ def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None
 
 
 class LiveLossScale(Protocol):
-    """The loss scale as an update sees it: `LossScale`, or one that several optimizers share."""
+    """Interface of the loss scale: `LossScale`, or a scale that several optimizers share."""
 
     @property
     def value(self) -> Tensor:
@@ -181,28 +182,28 @@ class LiveLossScale(Protocol):
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is known to be 1 without asking the device."""
+        """Whether the host knows that the scale is 1, so that multiplying can be left out."""
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Change the scale according to the overflow flag of an update."""
+        """Adjust the scale after an update with this overflow flag."""
 
 
 class Average(Protocol):
-    """The average as an update sees it: `ExponentialMovingAverage`, or one optimizer's part."""
+    """Interface of the average: `ExponentialMovingAverage`, or one optimizer's share of it."""
 
     def refuse_inside_swap(self, method: str) -> None:
         """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
 
     def update(self, applied: Tensor) -> None:
-        """Follow the weights, if the update was applied."""
+        """Update the average from the new weights if the update was applied."""
 
 
 @final
 class StepUpdate:
     """Do everything that follows the backward of the last micro-batch.
 
-    A call does one whole update. In a loop that asks for the norm before the optimizer runs,
-    `measure` and `apply` do the same in two calls.
+    A call does one whole update. `measure` and `apply` do the same in two calls, for a loop that
+    needs the norm before the optimizer runs.
 
     Args:
         parameters: Parameters to update.
@@ -210,9 +211,9 @@ class StepUpdate:
         config: Settings of the step.
         loss_scale: Live loss scale, on the parameters' device.
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
-            one; ``None`` for none.
-        ema: Average that follows the weights after applied updates; ``None`` for none.
-        reported: Whether the host asks for ``counts.last_was_skipped``.
+            update; ``None`` for no schedule.
+        ema: Average that follows the weights after applied updates; ``None`` for no average.
+        reported: Whether the caller reads ``counts.last_was_skipped``.
         local_squares: Source of the norms of this rank's own gradients; ``None`` if the gradients
             are this rank's own.
         agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
@@ -220,7 +221,8 @@ class StepUpdate:
 
     Raises:
         TypeError: If the step of `optimizer` needs a closure.
-        ValueError: If `optimizer` is a fused SGD that does not update the weights it holds.
+        ValueError: If `optimizer` is fused SGD with half-precision weights on the CPU, which torch
+            does not update.
     """
 
     def __init__(
@@ -252,11 +254,11 @@ class StepUpdate:
         )
 
     def __call__(self, loss: Tensor, normalizer: Normalizer | None = None) -> StepReport:
-        """Do one update from the present gradients, and release them.
+        """Do one update from the present gradients, and then set the gradients to ``None``.
 
         Args:
             loss: Loss to report, shape ``()``, float32, detached.
-            normalizer: Divisor of the gradients in addition to the loss scale; ``None`` for 1.
+            normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -282,11 +284,13 @@ class StepUpdate:
     def measure(
         self, normalizer: Normalizer | None = None, *, may_be_absent: bool = False
     ) -> Measurement:
-        """Read the gradients once. Does not synchronize with the device.
+        """Compute norms and the overflow flag in one read of the present gradients.
+
+        Does not synchronize with the device.
 
         Args:
-            normalizer: Divisor of the gradients in addition to the loss scale; ``None`` for 1.
-            may_be_absent: Accept that no parameter has a gradient, and treat all as zeros, instead
+            normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
+            may_be_absent: Whether to treat all gradients as zeros if no parameter has one, instead
                 of raising.
 
         Raises:
@@ -319,11 +323,11 @@ class StepUpdate:
         measured: Measurement,
         coefficient: Tensor | None = None,
     ) -> StepReport:
-        """Decide, and update weights, loss scale, average and counts.
+        """Decide whether to skip, and update weights, loss scale, average and counts.
 
         Args:
             loss: Loss to report, shape ``()``, float32, detached.
-            measured: Result of the read of the present gradients.
+            measured: Result of `measure` for the present gradients.
             coefficient: Factor that clips the gradients, shape ``()``, float32; ``None`` to clip
                 as configured.
 
@@ -339,8 +343,7 @@ class StepUpdate:
             divisor = self._clipped_divisor(measured, coefficient)
             rates = learning_rates(self._optimizer.optimizer, self._device)
             self._optimizer.step(divisor, ~applied)
-            # The scale changes after the calls that may raise, so that an error leaves it as it
-            # was.
+            # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:
                 self._ema.update(applied)
@@ -352,9 +355,9 @@ class StepUpdate:
         return report
 
     def flush(self) -> None:
-        """Read the results of the last update: advance the schedule, check the skips.
+        """Step the schedule if the last update was applied, and check for too many skips in a row.
 
-        Synchronizes with the device, if results are pending.
+        Synchronizes with the device if results are pending.
 
         Raises:
             RuntimeError: If the last update was the ``max_consecutive_skips``-th skip in a row.
@@ -364,14 +367,15 @@ class StepUpdate:
     def _skips(self, measured: Measurement) -> Tensor:
         skips = measured.overflow
         if self._config.use_skip_data_by_global_norm:
-            # Not `>=`, because a norm that is nan must be skipped, too.
+            # Not `norm >= threshold`, which is False for a norm of nan. Such an update must be
+            # skipped, too.
             skips = skips | ~(measured.global_norm < self._config.global_norm_spike_threshold)
         if measured.has_targets is not None:
             skips = skips | ~measured.has_targets
         return skips
 
     def configured_coefficient(self, measured: Measurement) -> Tensor | None:
-        """Return the factor by which the configuration clips; ``None`` if it does not clip."""
+        """Return the clipping factor for the configured norm limit; ``None`` if clipping is off."""
         if not self._config.use_clip_grad:
             return None
         return clip_coefficient(measured.global_norm, self._config.max_grad_norm)

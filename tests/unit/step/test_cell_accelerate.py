@@ -108,7 +108,7 @@ def test_differing_accumulation_is_refused(theirs, ours):
     """If accelerator and cell accumulate differently, the error names both numbers."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=theirs)
 
-    message = f"`gradient_accumulation_steps` must be the accelerator's {theirs}, got {ours}"
+    message = f"`gradient_accumulation_steps` must be {theirs}, as in the accelerator, got {ours}"
     with pytest.raises(ValueError, match=message):
         prepared_training(accelerator, gradient_accumulation_steps=ours)
 

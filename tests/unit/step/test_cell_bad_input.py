@@ -269,7 +269,7 @@ NO_LOSS = {
     "several elements": (
         lambda loss: loss.expand(3),
         ValueError,
-        r"the loss that `network` returns must be one element, got \(3,\)",
+        r"the loss that `network` returns must have exactly one element, got shape \(3,\)",
     ),
     "detached": (
         lambda loss: loss.detach(),

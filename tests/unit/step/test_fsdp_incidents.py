@@ -134,7 +134,7 @@ def test_what_cannot_be_exact_is_refused(ranks):
         "reduced twice": "RuntimeError: `local_norm` needs gradients that are reduced once",
         "around the seam": "RuntimeError: `local_norm` must be False with torch ",
         "local norm by hand": "ValueError: `local_norm` must be False for distributed parameters",
-        "per token by hand": "ValueError: `calculate_per_token_loss` must be False unless",
+        "per token by hand": "ValueError: `calculate_per_token_loss` needs `fully_shard` to reduce",
         "divided unevenly": "ValueError: `network` must divide all gradients by the same number",
     }
     if ranks.number == 1:

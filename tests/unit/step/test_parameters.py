@@ -200,7 +200,7 @@ def test_an_optimizer_of_frozen_parameters_is_refused():
 
 def test_a_pattern_that_finds_nothing_is_refused_at_construction():
     """A pattern without a matching parameter raises an error at construction."""
-    with pytest.raises(ValueError, match=r"got none for \['decoder'\]"):
+    with pytest.raises(ValueError, match=r"got no match for \['decoder'\]"):
         trained(Tied(), groups=["body", "decoder"])
 
 
