@@ -1,1 +1,1 @@
-"""Arithmetic on lists of tensors: norms, shards, groups, and reads that do not wait."""
+"""Norms of many tensors, shards, parameter groups, and reads that do not stop the host."""

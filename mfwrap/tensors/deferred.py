@@ -1,23 +1,24 @@
 """Copy small results to the host in the background, and read them later.
 
 Reading a tensor on the host (``item``) stops the host until the device has done everything that is
-queued, and then the device idles until the host has queued more. A training step that reads one
-flag in this way loses time in every step. `DeferredReads` takes the read apart:
+queued. Then the device idles until the host has queued more work. A training step that reads one
+flag in this way loses time in every step. `DeferredReads` splits the read in two:
 
-- `submit`, at the end of step t, queues a copy into pinned host memory, records an event behind it
-  and returns at once.
+- `submit`, at the end of step t, queues a copy into pinned host memory, records an event after the
+  copy and returns at once.
 - `flush`, just before the optimizer of step t+1, waits for the event. By then the forward and
-  backward of step t+1 are queued, so the device has work while the host waits. The event lies
-  before that work, so the wait is short.
+  backward of step t+1 are queued, so the device has work while the host waits. The event comes
+  before that work in the queue, so the wait is short.
 
-A maintainer must not break these three:
+A maintainer must keep three rules:
 
 - The copy needs *pinned* memory. CUDA finishes a copy to pageable memory before it returns, even
   with ``non_blocking=True``.
-- Host memory must not be reused before its event has arrived: a *mailbox* goes back to the free
-  list only when `flush` has read it, or `discard` has dropped it (the copies of one stream happen
-  in order, so a later copy into the same memory overwrites the earlier one).
-- Nothing on the path of `submit` may read a tensor. Take sizes from shapes.
+- Host memory must not be read before its event has arrived, nor reused before it has been read or
+  dropped. So a *mailbox* goes back to the free list only in `flush` and `discard`. `discard` need
+  not wait for the event: the copies of one stream are done in order, so a later copy into the same
+  memory overwrites the dropped one.
+- Nothing that `submit` calls may read a tensor on the host. Take sizes from shapes.
 """
 
 import functools
@@ -36,16 +37,17 @@ class _Mailbox:
 
     tensor: Tensor
     arrived: torch.Event | None = None
-    """Event behind the copy; ``None`` where the values are on the CPU already."""
+    """Event after the copy; ``None`` if the values are on the CPU already."""
 
     array: Any = field(init=False)
-    """NumPy view of `tensor`, which is read without a call of torch."""
+    """NumPy view of `tensor`, so that reading it needs no call of torch."""
 
     def __post_init__(self) -> None:
         self.array = self.tensor.numpy()
 
     def __deepcopy__(self, memo: object) -> "_Mailbox":
-        # The default would copy `tensor` and `array` apart, and `array` must view `tensor`.
+        # By default `tensor` and `array` would be copied separately, but `array` must be a view of
+        # `tensor`.
         if self.arrived is None:
             return _Mailbox(self.tensor.clone())
         self.arrived.synchronize()
@@ -56,8 +58,9 @@ class _Mailbox:
 class DeferredReads:
     """Queue of small vectors that are copied from the device to the host in the background.
 
-    `submit` starts a copy and returns at once; `flush` waits for the copies and passes the values
-    on. Flush when the device has other work queued, such as just before the next optimizer step.
+    `submit` starts a copy and returns at once. `flush` waits for the copies and passes the values
+    to the functions given to `submit`. Flush when the device has other work queued, for example
+    just before the next optimizer step.
 
     Args:
         device: Device of the values; ``None`` for the device of the first vector.
@@ -75,7 +78,7 @@ class DeferredReads:
         """Allocate host memory for a vector of `size` elements ahead of time.
 
         Raises:
-            RuntimeError: If the device is not known yet.
+            RuntimeError: If no device was passed and `submit` has not been called yet.
         """
         if self._device is None:
             msg = "`reserve` needs the device; pass it to DeferredReads, or call `submit` first"
@@ -99,9 +102,9 @@ class DeferredReads:
         self._pending.append((mailbox, receive))
 
     def flush(self) -> None:
-        """Wait for all pending copies and pass the values on, in the order of submission.
+        """Wait for all pending copies, and pass the values on in the order of submission.
 
-        If `receive` raises, the error is raised here, and later values stay pending.
+        If a ``receive`` function raises, its error is raised here and later values stay pending.
         """
         while self._pending:
             mailbox, receive = self._pending.popleft()
@@ -112,14 +115,14 @@ class DeferredReads:
             receive(values)
 
     def discard(self) -> None:
-        """Drop all pending values."""
+        """Drop all pending values without passing them on."""
         for mailbox, _ in self._pending:
             self._free[mailbox.tensor.numel()].append(mailbox)
         self._pending.clear()
 
 
 def _new_mailbox(size: int, device: torch.device) -> _Mailbox:
-    # Device and dtype are given because a program may have set other defaults.
+    # Set dtype and device explicitly: the program may have changed torch's defaults.
     on_host = functools.partial(torch.zeros, size, dtype=torch.float32, device="cpu")
     if device.type == "cpu":
         return _Mailbox(on_host())

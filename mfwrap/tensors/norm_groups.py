@@ -15,7 +15,7 @@ LocalNormGroups = Literal["layer"] | Sequence[str] | Callable[[str], str | None]
 @final
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """Groups of parameters; the parameters of a group have one local norm together.
+    """Groups of parameters, each with one local norm.
 
     `mfwrap.tensors.norms.sums_by_group` adds up the squares of each group's gradients.
     """
@@ -65,7 +65,10 @@ def group_parameters(
     if may_be_empty:
         members = {group: indices for group, indices in members.items() if indices}
     elif empty or not members:
-        msg = f"`local_norm_groups` must find trainable parameters, got none for {empty or groups}"
+        msg = (
+            "`local_norm_groups` must match trainable parameters, got no match for "
+            f"{empty or groups}"
+        )
         raise ValueError(msg)
     elements = list(sizes.values())
     longest = max(map(len, members.values()), default=0)
@@ -96,7 +99,7 @@ def layer_of(parameter: str) -> str:
     """Return the layer of a parameter: its name up to the first number, or else its module.
 
     Args:
-        parameter: Full name of a parameter. The name of a module goes to `layer_of_module`.
+        parameter: Full name of a parameter. For the name of a module, use `layer_of_module`.
 
     Example:
         >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("vit.embeddings.cls_token")
@@ -119,7 +122,7 @@ def layer_of_module(module: str) -> str:
 
 
 def _numbered_part(name: str) -> str:
-    """Return a name up to its first part that is a number; empty without a number."""
+    """Return a dotted name up to and including its first number; empty without a number."""
     parts = name.split(".")
     numbered = next((end for end, part in enumerate(parts, start=1) if part.isdigit()), 0)
     return ".".join(parts[:numbered])

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from mfwrap.tensors.shards import on_device
 
-# On a CPU, the norm of a tensor with more elements than this is computed by rows.
+# Number of elements above which, on a CPU, a tensor's norm is computed by rows.
 _LARGE = 2**16
-# Elements of a row.
+# Number of elements of a row.
 _ROW = 2**12
-# Rows that are converted to the accumulation dtype at once.
+# Number of rows that are converted to the accumulation dtype at once.
 _SLAB = 2**6
 
 
@@ -24,9 +24,9 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
         device: Device of the result.
 
     Returns:
-        Sums of shape ``(N,)``, float32. They accumulate in float32 (those of float64 tensors in
-        float64), so a sum is infinite for a norm above about 1.8e19. Does not synchronize with the
-        device.
+        Sums of shape ``(N,)``, float32. They are accumulated in float32 (float64 for float64
+        tensors). A sum is infinite if the norm is above about 1.8e19. Does not synchronize with
+        the device.
     """
     return _of_each(gradients, device, lambda norms: norms.square_())
 
@@ -34,7 +34,7 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
 def norms_of_each(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Compute the L2 norm of each tensor, reading each once.
 
-    Unlike the root of `sum_of_squares`, a norm below 1e-19 does not become 0.
+    A norm below 1e-19 does not become 0, unlike the square root of `sum_of_squares`.
 
     Args:
         tensors: As in `sum_of_squares`.
@@ -58,9 +58,9 @@ def sums_by_group(squares: Tensor, members: Tensor | None) -> Tensor:
     """
     if members is None:
         return squares
-    # Gather the squares of each group into a row, and sum each row. Two shorter ways fail: in a
-    # product with a matrix of zeros and ones, an inf in one group makes all others nan (0 * inf),
-    # and `index_add_` adds in no fixed order on CUDA.
+    # Gather the squares of each group into a row, and sum each row. Two shorter ways fail. In a
+    # product with a matrix of zeros and ones, an inf in one group would make all other groups nan
+    # (0 * inf). `index_add_` adds in no fixed order on CUDA.
     padded = torch.cat((squares, squares.new_zeros(1)))
     return padded.take(members).sum(dim=1)
 
@@ -68,7 +68,7 @@ def sums_by_group(squares: Tensor, members: Tensor | None) -> Tensor:
 def _of_each(
     tensors: Sequence[Tensor | None], device: torch.device, finish: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Compute ``finish(norms)`` of all tensors, with one pass for each device and dtype."""
+    """Compute the norms of all tensors, one pass per device and dtype; apply `finish` to them."""
     results: list[Tensor] = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
     by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for index, tensor in enumerate(tensors):
@@ -93,8 +93,8 @@ def _of_each(
 def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a small tensor with the same norm: the norms of a large tensor's rows.
 
-    On a CPU torch adds the squares in one running float32 sum, which is off by 2e-3 for 20 million
-    elements.
+    On a CPU torch adds the squares in one running float32 sum, whose relative error is 2e-3 for
+    20 million elements. Sums by rows avoid this error.
     """
     if gradient.numel() <= _LARGE:
         return gradient
@@ -110,7 +110,8 @@ def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = gradient.view(-1)
     rest = flat.numel() % _ROW
     rows = flat[: flat.numel() - rest].view(-1, _ROW)
-    # To convert a tensor, torch copies all of it. A few rows at a time stay in the cache.
+    # torch copies what it converts to another dtype. Convert only a few rows at a time, so that the
+    # copy stays in the cache.
     slabs = (rows,) if rows.dtype == dtype else rows.split(_SLAB)
     norms: list[Tensor] = [torch.linalg.vector_norm(slab, dim=1, dtype=dtype) for slab in slabs]
     if rest:
@@ -119,7 +120,7 @@ def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _norms_of_slices(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    # Rows of such a tensor would need a copy; slices along the longest dimension are views.
+    # This tensor is not contiguous: rows would need a copy, but slices along a dimension are views.
     longest = max(range(gradient.dim()), key=lambda dim: gradient.shape[dim])
     length = max(1, _LARGE * gradient.shape[longest] // gradient.numel())
     slices: tuple[Tensor, ...] = gradient.split(length, dim=longest)
@@ -127,8 +128,8 @@ def _norms_of_slices(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a view of real numbers with the same norms."""
+    """Return a complex tensor as a view of real numbers with the same norms; others unchanged."""
     if not tensor.is_complex():
         return tensor
-    # torch cannot view a lazy conjugate as real numbers. The tensor behind it has the same norms.
+    # torch cannot view a lazy conjugate as real numbers. Undo the conjugation: the norms are equal.
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)

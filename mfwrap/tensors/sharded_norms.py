@@ -15,33 +15,35 @@ if TYPE_CHECKING:
 
 
 class _Ranks(NamedTuple):
-    """Ranks that hold shards of the same tensors, and how they sum."""
+    """Ranks that hold shards of the same tensors, and how to sum over them."""
 
     groups: "tuple[distributed.ProcessGroup, ...]"
     """Process groups to sum over, one after the other."""
 
     device: torch.device
-    """Device that the ranks send from."""
+    """Device from which the ranks send."""
 
     copies: Tensor
-    """For each of the ``N`` tensors and the partial sum, the number of ranks that contribute the
-    same value; shape ``(N + 1,)``, float64, on `device`."""
+    """Number of ranks that contribute the same value, for each of the ``N`` tensors and for the
+    partial sum; shape ``(N + 1,)``, float64, on `device`."""
 
     counted: Tensor | None
-    """Which of the ``N + 1`` values these ranks sum, shape ``(N + 1,)``, bool, on `device`;
-    ``None`` for all."""
+    """Whether each of the ``N + 1`` values is summed over these ranks, shape ``(N + 1,)``, bool, on
+    `device`; ``None`` if all are."""
 
 
 @final
 class SquareReduction:
-    """Sum over ranks what each rank has computed of its shards.
+    """Add up sums of squares of shards, over the ranks that hold the shards.
 
-    Each set of ranks that shares tensors takes one all-reduce of ``N + 1`` numbers, the smallest
-    set first. A value that several ranks of the set have in common (replicated dimensions of a
-    mesh, tensors that are not distributed, sums of smaller sets) is divided by the number of these
-    ranks, so that it counts once. All ranks of the largest set get the same result, also if only
-    one of them has a NaN. (A mesh of several dimensions that does not span all ranks takes one
-    all-reduce for each dimension.)
+    Each set of ranks that shares tensors does one all-reduce of ``N + 1`` numbers, the smallest set
+    first. (If a mesh has several dimensions and does not span all ranks, there is one all-reduce
+    for each dimension.)
+
+    Several ranks of a set may contribute the same value: replicas, tensors that are not
+    distributed, sums over smaller sets. Such a value is divided by the number of these ranks, so
+    that it counts once. All ranks of the largest set get the same result, even if only one of them
+    has a NaN.
 
     Args:
         tensors: ``N`` tensors, at least one of them distributed. Only their placements are used.
@@ -78,15 +80,15 @@ class SquareReduction:
 
     @classmethod
     def among(cls, tensors: Sequence[Tensor]) -> "SquareReduction | None":
-        """Return the reduction that tensors need; ``None`` if none is distributed."""
+        """Return a reduction for `tensors`; ``None`` if no tensor is distributed."""
         return cls(tensors) if any(is_distributed(tensor) for tensor in tensors) else None
 
     def __call__(self, squares: Tensor, partial_sum: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Reduce over ranks; every rank must call it. Does not synchronize with the device.
+        """Sum over ranks. Every rank must call this. Does not synchronize with the device.
 
         Args:
             squares: Sums of squares of this rank's shards, shape ``(N,)``, float32 or float64.
-            partial_sum: Number that is summed in the same message over the largest set of ranks,
+            partial_sum: Number that is summed over the largest set of ranks in the same message,
                 shape ``()``, float32.
 
         Returns:
@@ -109,8 +111,8 @@ class SquareReduction:
 def square_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, shape ``()``, float32, on `device`.
 
-    If any tensor is distributed, all its ranks must call this function. Does not synchronize with
-    the device.
+    If any tensor is distributed, all ranks of its mesh must call this function. Does not
+    synchronize with the device.
     """
     squares = sum_of_squares(local_tensors(tensors), device)
     reduction = SquareReduction.among(tensors)
@@ -124,8 +126,8 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the L2 norm of each tensor, reading each once.
 
     Args:
-        tensors: ``N`` floating tensors of any shape, at least one. For a sharded tensor the norm
-            of the whole tensor is computed; all ranks must then call this function.
+        tensors: ``N`` >= 1 floating tensors of any shape. For a sharded tensor the norm of the
+            whole tensor is computed, and all ranks of its mesh must call this function.
 
     Returns:
         Shape ``(N,)``, float32, on the device of the first tensor. Does not synchronize with it.
@@ -134,7 +136,7 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     reduction = SquareReduction.among(tensors)
     if reduction is None:
         return norms
-    # In float32 the squares of Adam's second moments would underflow.
+    # Square in float64: in float32 the squares of Adam's second moments would underflow.
     squares, _ = reduction(norms.double().square())
     return squares.sqrt().float()
 
@@ -142,13 +144,13 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return whether any element is inf or nan, shape ``()``, bool, on `device`.
 
-    Elements are checked, not norms: large finite elements are finite, even if their norm
-    overflows. If any tensor is distributed, all its ranks must call this function, and get the same
+    The elements are checked, not their norm, which may overflow although all elements are finite.
+    If any tensor is distributed, all ranks of its mesh must call this function, and get the same
     answer. Does not synchronize with the device.
     """
     whole = list(tensors)
-    # The largest magnitude is inf or nan if any element is. Unlike `isfinite` on the tensor, it
-    # needs no temporary of the tensor's size.
+    # The largest magnitude is inf or nan if any element is. Computing it needs no temporary of the
+    # tensor's size, unlike `isfinite` on the tensor.
     finite = [
         on_device(torch.linalg.vector_norm(as_real(local), float("inf")).isfinite(), device)
         if local.numel() > 0
@@ -171,7 +173,7 @@ def _ranks_of(tensor: Tensor) -> frozenset[int] | None:
 
 
 def _num_copies(tensor: "DTensor") -> int:
-    """Return how many ranks hold the same elements."""
+    """Return how many ranks hold the same elements of a tensor."""
     copies = 1
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():

@@ -1,4 +1,4 @@
-"""Distributed tensors: the shard on this rank, the ranks that share it, and moves to a device."""
+"""Distributed tensors: this rank's shard, the ranks of a mesh, and moves to another device."""
 
 import sys
 from collections.abc import Iterable
@@ -16,17 +16,14 @@ _Tensor = TypeVar("_Tensor", Tensor, Tensor | None)
 
 def is_distributed(tensor: object) -> "TypeGuard[DTensor]":
     """Return whether a tensor is a ``DTensor``: sharded over ranks, replicated, or both."""
-    # The module takes a second to import. If nobody has imported it, there are no DTensors.
+    # Do not import the module, which takes a second. If nobody has, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 @torch.no_grad()
 def local_tensors(tensors: Iterable[_Tensor]) -> list[_Tensor]:
-    """Return this rank's shard of each tensor, a view without a copy.
-
-    A tensor that is not distributed is returned itself.
-    """
+    """Return this rank's shard of each tensor as a view; plain tensors are returned unchanged."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return list(tensors)
@@ -44,8 +41,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def placed_like(value: Tensor, target: Tensor) -> Tensor:
     """Return the part of `value` that belongs to this rank's shard of `target`.
 
-    If `value` is distributed in another way than `target`, all ranks must call this function;
-    otherwise it sends nothing.
+    If `value` is distributed differently from `target`, all ranks must call this function, because
+    it gathers `value`. Otherwise it sends nothing.
 
     Args:
         value: Whole tensor, the same on every rank, or a distributed tensor.
@@ -73,10 +70,10 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
-    """Return the process groups of a mesh; reducing over each in turn reduces over the mesh.
+    """Return process groups of a mesh such that reducing over each in turn reduces over the mesh.
 
-    Where torch has one group for all ranks of the mesh, only that group is returned; for a mesh of
-    one rank, none.
+    This is a single group if torch has one for all ranks of the mesh. A mesh of one rank needs no
+    group.
     """
     if mesh.size() == 1:
         return ()
@@ -89,12 +86,12 @@ def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`; itself if it is there already.
+    """Return a copy of `tensor` on `device`, or `tensor` itself if it is there already.
 
-    Synchronizes with the tensor's device if `device` is the CPU, and not otherwise.
+    Synchronizes with the tensor's device only for a copy to the CPU.
     """
-    # `to` would return the tensor itself, too, but tests count a call of `to("cpu")` as a read.
+    # `to` would also return the tensor itself, but tests count a call of `to("cpu")` as a read.
     if tensor.device == device:
         return tensor
-    # A copy to the CPU must be finished here: nothing else would wait for it before it is read.
+    # A copy to the CPU must block: nothing else would wait for it before the host reads it.
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -1,4 +1,4 @@
-"""Networks and optimizers inside the wrappers that training puts around them."""
+"""Find networks, optimizers and distributed modules inside the wrappers around them."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,14 @@ def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
 
 def is_deepspeed_engine(network: object) -> bool:
     """Return whether a network is a DeepSpeed engine, which has a training step of its own."""
-    # DeepSpeed is slow to import. If nobody has imported it, there is no engine.
+    # Do not import DeepSpeed, which is slow. If nobody has imported it, there is no engine.
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed is not None and isinstance(network, deepspeed.DeepSpeedEngine)
 
 
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
     """Return all modules in a network that ``fully_shard`` was applied to, itself included."""
-    # The module is slow to import. If nobody has imported it, nothing is sharded.
+    # Do not import the module, which is slow. If nobody has imported it, nothing is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -34,7 +34,7 @@ def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
 def reshard(network: nn.Module) -> None:
     """Put the sharded parameters back into all modules; the next forward gathers them again.
 
-    After a forward without a backward, the root module holds whole parameters instead.
+    After a forward without a backward, the root module would otherwise still hold whole parameters.
     """
     for part in sharded_parts(network):
         part.reshard()
@@ -57,9 +57,10 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper; anything else is returned itself."""
-    # An optimizer that keeps another one in `optimizer` (Lookahead, for example) is no wrapper to
-    # take off: its own step must run. accelerate is not imported here; see `is_deepspeed_engine`.
+    """Return the optimizer inside accelerate's wrapper, or `optimizer` itself without one."""
+    # Remove accelerate's wrapper only. Some optimizers keep another optimizer in the attribute
+    # `optimizer` (Lookahead, for example), but their own step must run. accelerate is not imported
+    # here; see `is_deepspeed_engine`.
     accelerate = sys.modules.get("accelerate.optimizer")
     while accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer):
         optimizer = optimizer.optimizer
