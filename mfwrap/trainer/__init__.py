@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MFTrainer", "MFTrainerMixin", "MonitorCallback"]
 
-# Loaded late: `Model` and the callbacks need MonitorCallback only, and importing the Trainer takes
-# as long as a tenth of all that they import.
+# Import the Trainer only on first use: `Model` and the callbacks need only MonitorCallback, and the
+# Trainer takes about a tenth of their import time.
 __getattr__ = package_getattr(
     __name__,
     {

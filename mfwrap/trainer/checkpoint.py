@@ -1,4 +1,4 @@
-"""How a Trainer's checkpoints are checked, written and removed."""
+"""Check, write and remove a Trainer's checkpoints."""
 
 import contextlib
 import functools
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 class Checkpoints:
     """Check, write and remove the checkpoints of an `MFTrainer`.
 
-    A checkpoint is written to a staging folder beside the others and renamed when it is complete,
-    so that a crash never leaves a partial checkpoint under the name of one.
+    A checkpoint is written to a staging folder in the run folder and renamed when it is complete.
+    So a crash never leaves a partial checkpoint in a folder that is named like a checkpoint.
 
     Args:
-        trainer: The trainer that writes them.
+        trainer: The trainer that writes the checkpoints.
         keeps_average: Whether the trainer keeps an average of the weights.
     """
 
@@ -50,15 +50,15 @@ class Checkpoints:
         """Step of the last checkpoint of this training; ``None`` before the first one."""
 
     def checked(self, asked_for: Any, trial: Any) -> Any:
-        """Return the checkpoint to resume from, once it is known to be complete and to fit.
+        """Find the checkpoint to resume from, and check that it is complete and fits the trainer.
 
         Args:
-            asked_for: A folder, or ``True`` for the newest checkpoint of the run.
+            asked_for: Folder of a checkpoint, or ``True`` for the newest checkpoint of the run.
             trial: Trial of a hyperparameter search; ``None`` for an ordinary training.
 
         Raises:
             ValueError: If there is no checkpoint, if it is incomplete or belongs to another
-                network, or if it holds an average and the trainer keeps none.
+                network, or if it holds an average but the trainer keeps no average.
         """
         trainer = self._trainer
         is_last = asked_for is True
@@ -73,22 +73,23 @@ class Checkpoints:
                 "one; leave `resume_from_checkpoint` out to train from the start"
             )
             raise ValueError(msg)
-        # A trial's `model_init` may make another network than the current one.
+        # In a trial, do not compare with the current network: `model_init` may make another one.
         check_checkpoint(Path(checkpoint), trainer.model if trial is None else None)
         check_average(Path(checkpoint), is_given=self._keeps_average)
         return checkpoint
 
     def restore_callbacks(self) -> None:
-        """Restore the states of callbacks that the trainer has loaded."""
+        """Restore the callbacks from the trainer state that was loaded from a checkpoint."""
         saved: Any = self._trainer.state.stateful_callbacks or {}
         restore_in_place(self._trainer.callback_handler.callbacks, saved)
         self._clear_callback_states()
 
     def _clear_callback_states(self) -> None:
-        """Make an empty entry for the state of each callback, in the form that the Trainer fills.
+        """Make an empty entry for each callback's state, in the form that the Trainer fills.
 
-        At a save the Trainer appends to a list that is already there, so that lists would grow, and
-        raises KeyError for a callback without an entry, such as one that was added after a resume.
+        At each save the Trainer appends to lists that are already there, so without this they would
+        grow. It also raises KeyError for a callback without an entry, for example a callback that
+        was added after a resume.
         """
         trainer = self._trainer
         exporting = [*trainer.callback_handler.callbacks, trainer.control]
@@ -100,12 +101,13 @@ class Checkpoints:
     def writing(self, run_folder: Path, *, logging_nan_inf_filter: bool) -> Iterator[None]:
         """Let the Trainer write a checkpoint within the block, and then move it into place.
 
-        Within the block the Trainer neither pushes nor removes checkpoints; both are done once the
-        checkpoint is in place. Flushes the step first.
+        The step is flushed first. Within the block, the Trainer does not push the checkpoint to the
+        Hub and does not remove old checkpoints. Both are done after the checkpoint is in place.
 
         Args:
             run_folder: Folder of the run's checkpoints.
-            logging_nan_inf_filter: The user's setting, which is saved with the model.
+            logging_nan_inf_filter: The user's setting. It is restored within the block, because the
+                training arguments are saved with the model.
         """
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
@@ -130,7 +132,7 @@ class Checkpoints:
         self.saved_step = trainer.state.global_step
 
     def _complete(self, written: Path, final: Path) -> None:
-        """Move a checkpoint into place, remove old ones, and push it to the Hub if requested."""
+        """Move a checkpoint into place, remove old checkpoints, and push it to the Hub if asked."""
         trainer, args = self._trainer, self._trainer.args
         model: Any = trainer.model
         for callback in monitors(trainer.callback_handler.callbacks):
@@ -154,10 +156,11 @@ class Checkpoints:
             trainer._push_from_checkpoint(str(final))
 
     def _remove_old(self, run_folder: Path) -> None:
-        """Remove the checkpoints that the Trainer's own rule selects.
+        """Remove the checkpoints that the Trainer's own function would remove.
 
-        That rule deletes in place, file by file. It is therefore applied to empty folders of the
-        same names and times, and the checkpoints whose folders it deletes are then removed safely.
+        That function deletes folders file by file, so a crash could leave half a checkpoint. It is
+        therefore applied to empty folders with the same names and times. The checkpoints whose
+        empty folders it deletes are then removed safely.
         """
         limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
         if limit is None:
@@ -183,12 +186,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping_weight_names(self) -> Iterator[None]:
-        """Within the block, let the model save its weights as a checkpoint needs them.
+        """Within the block, make ``save_pretrained`` keep the network's own weight names.
 
-        Weights keep the network's own names, because the Trainer loads a checkpoint without
-        converting names. With ``save_on_each_node`` each process that is told to save writes them;
-        otherwise ``save_pretrained`` writes on rank 0 of all nodes only. Outside of `writing`, the
-        model saves as in a stock Trainer.
+        The Trainer loads a checkpoint without converting names, so a checkpoint must hold the
+        network's own names. With ``save_on_each_node``, the block also makes ``save_pretrained``
+        write on one process of each node, where it would otherwise write on global rank 0 only.
+        Outside of `writing`, the block changes nothing.
         """
         model: Any = self._trainer.model
         if self.staging is None or not isinstance(model, PreTrainedModel):
@@ -207,13 +210,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def finishing(self, run_folder: Path, *, keeps_last: bool) -> Iterator[None]:
-        """Let the Trainer end a training; then remove all checkpoints but the best if that is due.
+        """Let the Trainer end a training; keep only the best checkpoint if the limit is one.
 
-        With a ``save_total_limit`` of 1 the Trainer does so itself, but file by file.
+        With ``save_total_limit=1``, all checkpoints except the best are removed, provided that the
+        Trainer has recorded which is the best. The Trainer itself would delete them file by file,
+        so a crash could leave half a checkpoint.
 
         Args:
             run_folder: Folder of the run's checkpoints.
-            keeps_last: Remove none, so that a training that was interrupted can be resumed.
+            keeps_last: Whether to remove nothing, so that an interrupted training can be resumed.
         """
         args = self._trainer.args
         with replaced(args, save_total_limit=None):
@@ -228,7 +233,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def replaced(target: object, **values: Any) -> Iterator[None]:
-    """Give attributes of an object other values within the block."""
+    """Set attributes of an object within the block, and restore their values afterwards."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -240,7 +245,7 @@ def replaced(target: object, **values: Any) -> Iterator[None]:
 
 
 def check_average(folder: Path, *, is_given: bool) -> None:
-    """Refuse a checkpoint with an average for a trainer without one.
+    """Raise if a checkpoint holds an average of the weights but the trainer keeps none.
 
     Args:
         folder: Folder of the checkpoint.
@@ -258,9 +263,9 @@ def check_average(folder: Path, *, is_given: bool) -> None:
 
 
 def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
-    """Check that an optimizer has parameter groups of the same sizes as a checkpoint's.
+    """Check that the parameter groups of an optimizer have the same sizes as in a checkpoint.
 
-    Does nothing if the checkpoint holds no optimizer.
+    Does nothing if the checkpoint has no ``optimizer.pt``.
 
     Raises:
         ValueError: If the sizes differ.
@@ -268,7 +273,7 @@ def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
     path = folder / "optimizer.pt"
     if not path.is_file():
         return
-    # With `mmap` the tensors are not read; only the list of groups is looked at.
+    # Only the list of groups is needed. `mmap` avoids reading the tensors.
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     expected = [len(group["params"]) for group in saved.get("param_groups", [])]
     sizes = [len(group["params"]) for group in optimizer.param_groups]

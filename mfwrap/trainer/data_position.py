@@ -1,4 +1,4 @@
-"""Where a training is in its data, so that a resumed one gets the same batches next."""
+"""Save and restore a training's position in its data, so that a resume gets the same batches."""
 
 import contextlib
 import functools
@@ -21,9 +21,12 @@ class TrainerPosition:
     """Save and restore the position of a training in its data and its log, one file per rank.
 
     The Trainer itself saves the step and the random states at that step. To continue exactly, a
-    resumed training also needs the random states at the start of the epoch (they decide its order
-    and the seeds of its workers), those of the batch that was made ahead (`DataPosition`), and
-    the sums of the log (`mfwrap.trainer.log.Losses`).
+    resumed training also needs:
+
+    - the random states at the start of the epoch, which decide the order of the data and the seeds
+      of the workers;
+    - the random states of the batch that was made ahead (`DataPosition`);
+    - the sums of the log (`mfwrap.trainer.log.Losses`).
     """
 
     def __init__(self) -> None:
@@ -35,19 +38,19 @@ class TrainerPosition:
 
     @contextlib.contextmanager
     def of_training(self, checkpoint: str | None, args: TrainingArguments) -> Iterator[None]:
-        """Keep track of a training within the block; set random generators if it is resumed.
+        """Keep track of a training within the block; restore random states if it is resumed.
 
         Args:
             checkpoint: Checkpoint to resume from; ``None`` for a training from the start.
-            args: Tell the rank and the number of ranks.
+            args: Training arguments, which contain the rank and the number of ranks.
         """
         self._saved = self._epoch_random_states = self.resumed_from = None
         if checkpoint is not None:
             self.resumed_from = Path(checkpoint)
             self._saved = _read_position(self.resumed_from, args.process_index, args.world_size)
         if self._saved is not None:
-            # The data loader draws the seed of its order when it is made, which is before the
-            # first epoch begins. So the generators must have the epoch's states already now.
+            # The data loader draws the seed of its order when it is constructed, before the first
+            # epoch begins. So the generators need the states of the epoch's start already here.
             self._epoch_random_states = self._saved["epoch_random_states"]
             restore_random_states(self._saved["epoch_random_states"])
         try:
@@ -57,12 +60,16 @@ class TrainerPosition:
 
     @property
     def saved_log(self) -> dict[str, Any] | None:
-        """Content of the resumed file, which includes the log's state; ``None`` without a file."""
+        """Content of the position file of the resumed checkpoint, with the state of the log.
+
+        ``None`` if the training is not resumed, the checkpoint has no such file, or the first epoch
+        has begun.
+        """
         return self._saved
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this epoch has reached the resumed checkpoint, and restored its random states."""
+        """Whether this epoch has reached the checkpoint's batch and restored its random states."""
         return self._data.is_resumed
 
     def begin_epoch(
@@ -73,15 +80,15 @@ class TrainerPosition:
         epoch: float | None,
         skips_data: bool,
     ) -> None:
-        """Note the random states that the order of an epoch comes from; set resumed ones first.
+        """Record the random states at the start of an epoch; restore a checkpoint's states first.
 
         Args:
             loader: Data loader of the epoch.
-            load_random_states: Sets the generators to the states that the Trainer saved in a
-                checkpoint, whose folder it gets.
-            epoch: Epochs done so far; a fraction if a checkpoint of the middle of an epoch is
-                resumed.
-            skips_data: The data loader makes the batches before the checkpoint again and skips
+            load_random_states: Function that takes the folder of a checkpoint and restores the
+                random states that the Trainer saved there.
+            epoch: Number of epochs done so far; fractional if training resumes in the middle of an
+                epoch.
+            skips_data: Whether the Trainer makes the batches before the checkpoint again and skips
                 them.
         """
         saved, self._saved = self._saved, None
@@ -104,7 +111,7 @@ class TrainerPosition:
         Args:
             folder: Folder of the checkpoint; created if it is missing.
             args: Training arguments, which contain the rank and the number of ranks.
-            log: Returns the state of the log.
+            log: Function that returns the state of the log.
         """
         if self._epoch_random_states is None:
             return
@@ -127,7 +134,7 @@ def _file_name(rank: int, num_ranks: int) -> str:
 def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
     """Return the content of a rank's file; ``None`` if a stock Trainer wrote the checkpoint.
 
-    A rank that has no file, because fewer ranks wrote the checkpoint, gets that of rank 0.
+    If fewer ranks wrote the checkpoint, a rank without a file of its own reads the file of rank 0.
     """
     names = [_file_name(rank, num_ranks), _file_name(0, 1), _file_name(0, 2)]
     path = next((folder / name for name in names if (folder / name).exists()), None)
@@ -135,13 +142,13 @@ def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | 
         return None
     saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if saved.get("num_ranks", 1) != num_ranks:
-        # The batches of another rank say nothing about those of this one.
+        # With another number of ranks, this rank gets other batches: the position does not apply.
         saved["data"] = None
         if rank == 0:
             warnings.warn(
                 f"{folder} was written by {saved['num_ranks']} ranks and is resumed by "
-                f"{num_ranks}: the order of the data, random numbers and the loss since the last "
-                "log will not be exactly those of the run that was stopped",
+                f"{num_ranks}: the order of the data, the random numbers and the loss since the "
+                "last log will not exactly match the original run",
                 stacklevel=callers_stacklevel(),
             )
     return saved
@@ -157,23 +164,23 @@ class _MadeBatch(NamedTuple):
 
 class _Resumed(NamedTuple):
     ahead: _MadeBatch
-    """The batch that had been made, but not trained on, when the checkpoint was written."""
+    """Batch that had been made, but not trained on, when the checkpoint was written."""
 
     restore_rest: Callable[[], None]
-    """Function that sets the generators to their states when the checkpoint was written."""
+    """Function that restores the states that the generators had when the checkpoint was written."""
 
 
 @final
 class DataPosition:
-    """Note the random states of each batch of an epoch, and replay those of a checkpoint.
+    """Record the random states before each batch of an epoch, and replay those of a checkpoint.
 
-    accelerate's data loaders make one batch ahead, to know which batch is the last. A checkpoint is
-    written after that batch was made and before it is trained on. A resumed training has to make
-    that batch again with the random numbers of the first time, and then continue with the random
-    numbers that came after it.
+    accelerate's data loaders make one batch ahead, to know which batch is the last. So when a
+    checkpoint is written, the next batch has been made but not trained on. A resumed training must
+    make this batch again with the same random numbers, and then continue with the random numbers
+    that followed.
 
     Only data loaders without workers draw from the generators of this process. Iterable data sets,
-    and accelerate's dispatcher (where rank 0 draws for all ranks), are not covered.
+    and accelerate's dispatcher (where rank 0 draws for all ranks), are not supported.
     """
 
     def __init__(self) -> None:
@@ -184,20 +191,20 @@ class DataPosition:
         """Whether this epoch has reached the batch that was made ahead of the checkpoint."""
 
     def watch(self, loader: Any) -> None:
-        """Note the states of the generators before each batch of a loader's next epochs."""
+        """Record the generators' states before each batch of a loader, until `release`."""
         self.release()
         sampler = getattr(loader, "batch_sampler", None)
         draws_here = getattr(loader, "num_workers", 0) == 0
         dispatched = isinstance(loader, DataLoaderDispatcher)
-        # A `batch_sampler` may be any iterable, but only instances of a Python class (not a list,
-        # for example) let their class be replaced.
+        # A `batch_sampler` may be any iterable, even a list, whose class cannot be replaced. The
+        # class of a `Sampler` can.
         if draws_here and not dispatched and isinstance(sampler, Sampler):
             self._watched = sampler
             sampler.__class__ = _watched_class(type(sampler))
             self._watched.position = self
 
     def release(self) -> None:
-        """Give the sampler its own class back."""
+        """Give the watched sampler its own class back, and forget all states."""
         if self._watched is not None:
             self._watched.__class__ = type(self._watched).unwatched
             del self._watched.position
@@ -205,29 +212,33 @@ class DataPosition:
         self.is_resumed = False
 
     def resume(self, saved: Mapping[str, Any] | None, restore_rest: Callable[[], None]) -> None:
-        """Restore the random states of a checkpoint in the next epoch, at the right batch.
+        """Make the next epoch restore a checkpoint's random states at the right batch.
 
         Args:
-            saved: What `state_dict` returned. With ``None`` nothing is restored.
-            restore_rest: Function that sets the generators to their states when the checkpoint was
-                written. It is called once: after the batch that was made ahead of the checkpoint
-                has been made again, and before the next batch is made.
+            saved: State that `state_dict` returned; ``None`` restores nothing.
+            restore_rest: Function that restores the states that the generators had when the
+                checkpoint was written. It is called once, between two batches: after the batch
+                that was made ahead has been made again, and before the next batch is made.
         """
         if saved is not None and self._watched is not None:
             ahead = _MadeBatch(saved["batch"], HostStates.decoded(saved["random_states"]))
             self._resumed = _Resumed(ahead, restore_rest)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return number and random states of the batch that was made last, ready for JSON.
+        """Return the number and the random states of the last batch made, as JSON values.
 
-        ``None`` if no batch was made, or no sampler is watched.
+        Returns ``None`` if no batch was made, or no sampler is watched.
         """
         if self._made is None:
             return None
         return {"batch": self._made.number, "random_states": self._made.states.encoded()}
 
     def before_batch(self, number: int) -> None:
-        """Note the generators' states; first restore those that a checkpoint has for this batch."""
+        """Record the generators' states before a batch; in a resumed epoch, restore states first.
+
+        The batch that was made ahead of the checkpoint gets the same states as the first time. The
+        batch after it gets the states that the generators had when the checkpoint was written.
+        """
         if self._resumed is not None and number == self._resumed.ahead.number:
             self._resumed.ahead.states.restore()
             self.is_resumed = True
@@ -236,7 +247,7 @@ class DataPosition:
         self._made = _MadeBatch(number, HostStates.now())
 
     def after_batches(self) -> None:
-        """Restore the states at saving, if the epoch's last batch was the one made ahead."""
+        """Call ``restore_rest`` if the batch made ahead was the last batch of the epoch."""
         if self.is_resumed:
             self._restore_rest()
 
@@ -248,7 +259,7 @@ class DataPosition:
 
 def _watched_class(sampler_class: Any) -> Any:
     class Watched(sampler_class):  # type: ignore[misc]  # (a base that is known at run time)
-        """A sampler that notes the random states before it hands out the indices of a batch."""
+        """A sampler that records the random states before it yields the indices of a batch."""
 
         unwatched = sampler_class
         position: DataPosition

@@ -1,4 +1,4 @@
-"""The Trainer's events: what callbacks get from the step, and what loops ask of callbacks."""
+"""Connect callbacks with `MFTrainer`: the step's results in events, further methods, SIGTERM."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class MonitorCallback(TrainerCallback):
-    """A transformers callback with what `MFTrainer` asks of it beside transformers' events.
+    """A transformers callback with further methods, which `MFTrainer` calls.
 
-    Override what a callback needs; by default each method does nothing. `Model` calls
-    `put_weights_back` only, and a stock Trainer none of these methods.
+    Override the methods that you need; by default each does nothing. `Model` calls only
+    `put_weights_back`. A stock Trainer calls none of these methods.
     """
 
     def values_to_log(self) -> dict[str, float]:
-        """Return values by name that `MFTrainer` adds to each training log."""
+        """Return values, by name, that `MFTrainer` adds to each training log."""
         return {}
 
     def save_into(self, folder: Path, args: Any, model: nn.Module) -> None:
-        """Write files of the callback into a checkpoint that is not yet in place.
+        """Write the callback's files into a checkpoint before it is moved into place.
 
-        Called on every rank; ``args.should_save`` says which rank writes. At transformers'
-        ``on_save`` the checkpoint is in place and its files are listed: if the process ends before
-        a file is written there, nobody notices that the file is missing.
+        Called on every rank; ``args.should_save`` says which rank writes. Do not use transformers'
+        ``on_save`` for this: by then the checkpoint is in place and its files are listed. If the
+        process ended before the callback wrote its file, no check would find that it is missing.
 
         Args:
             folder: Folder of the checkpoint.
@@ -42,19 +42,19 @@ class MonitorCallback(TrainerCallback):
         """
 
     def resume_from(self, folder: Path) -> None:
-        """Take note of the checkpoint that a training resumes from, before ``on_train_begin``."""
+        """Learn which checkpoint a training resumes from; called before ``on_train_begin``."""
 
     def put_weights_back(self) -> None:
-        """Put the raw weights back into the model if it holds others; called after an error."""
+        """Put the raw weights back if the model holds averaged ones; called after an error."""
 
 
 def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
-    """Return those callbacks that are a `MonitorCallback`."""
+    """Return the callbacks that are instances of `MonitorCallback`."""
     return [callback for callback in callbacks if isinstance(callback, MonitorCallback)]
 
 
 class StepCallbackHandler(CallbackHandler):
-    """A Trainer's callback handler whose events carry the step; see `add_step_to_events`."""
+    """Callback handler that passes the step's results to callbacks; see `add_step_to_events`."""
 
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
@@ -64,9 +64,10 @@ class StepCallbackHandler(CallbackHandler):
     ) -> TrainerControl:
         """Call all callbacks; at the end of a step they get its output and its report."""
         attached = self.trainer.attached
-        # The Trainer asks whether the update was skipped right after `on_optimizer_step`, and steps
-        # the schedule if it was not. The answer would synchronize with the device. A late answer,
-        # False, costs nothing, and the schedule itself finds out about the skip one step later.
+        # Right after `on_optimizer_step`, the Trainer asks whether the update was skipped, and
+        # steps the schedule if it was not. The true answer would synchronize with the device. So
+        # the answer is always False there. This is safe: the deferred schedule drops the step just
+        # before the next update if the update was skipped.
         attached.answers_late = False
         self.before_event(event)
         report = attached.last_report
@@ -80,11 +81,13 @@ class StepCallbackHandler(CallbackHandler):
 
 
 def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], None]) -> None:
-    """Turn a trainer's callback handler into a `StepCallbackHandler` that is also of its own class.
+    """Make a trainer's callback handler pass the step's results to callbacks, in place.
+
+    The handler's class becomes a subclass of `StepCallbackHandler` and of its previous class.
 
     Args:
-        trainer: A trainer that has its callback handler.
-        before_event: Called with the name of each event, before the callbacks.
+        trainer: A trainer that already has its callback handler.
+        before_event: Function that is called with the name of each event, before the callbacks.
     """
     handler: Any = trainer.callback_handler
     kind = type(handler)
@@ -94,24 +97,27 @@ def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], 
 
 @contextlib.contextmanager
 def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[None]:
-    """Train within the block; afterwards flush the step, and hand schedules and weights back.
+    """Train within the block; then flush the step, and make schedules step at once again.
+
+    After an error, the callbacks also put the raw weights back into the model.
 
     Args:
         attached: Step of the training.
-        callbacks: Callbacks, which put the raw weights back into the model if the block raises.
+        callbacks: Callbacks, whose `MonitorCallback.put_weights_back` is called after an error.
     """
     try:
         yield
         attached.flush()
     except BaseException:
-        # The schedule's last step is due after an error, too. A second error would hide the first.
+        # Flush after an error, too: the schedule's last step is still to be done. A second error
+        # is suppressed, because it would hide the first.
         with contextlib.suppress(RuntimeError):
             attached.flush()
         for callback in monitors(callbacks):
             callback.put_weights_back()
         raise
     finally:
-        # Outside of a training, whoever steps a schedule expects it to advance at once.
+        # Outside of a training, a schedule must advance as soon as it is stepped.
         for schedule in attached.step.schedules:
             if isinstance(schedule, DeferredSchedule):
                 undefer_schedule(schedule)
@@ -122,26 +128,27 @@ class TerminationCallback(TrainerCallback):
     """Save and stop after the current step if the process of any rank has received SIGTERM.
 
     An evaluation that is due is done first. It draws random numbers, so without it a resumed
-    training would not be the same as one that was never stopped.
+    training would differ from an uninterrupted training.
 
     Args:
-        termination: Tells which step is the last one.
+        termination: Decides which step is the last one.
     """
 
     def __init__(self, termination: RankTermination) -> None:
         self._termination = termination
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """Ask for a checkpoint and for the end of the training."""
+        """Request a checkpoint and the end of the training if this is the last step."""
         del args
         if self._termination.stops_after(state.global_step):
             control.should_training_stop = control.should_save = True
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """Cancel what is due at the end of an epoch if the epoch was interrupted.
+        """If training is stopping, decide what is still done at the end of the epoch.
 
-        The step of the interruption has been saved already. An epoch that is complete is saved once
-        more, after its evaluation.
+        The last step has been saved already. If it was in the middle of the epoch, the epoch's
+        evaluation and checkpoint are cancelled. If it completed the epoch and an evaluation is due,
+        another checkpoint is saved after the evaluation.
         """
         del args
         if self._termination.is_stopping:
@@ -154,9 +161,9 @@ def restore_in_place(callbacks: list[Any], saved: Mapping[str, Any]) -> None:
     """Restore the states of callbacks from a checkpoint without replacing the callbacks.
 
     Args:
-        callbacks: Callbacks; those that export a state are restored.
-        saved: States by the name of the callback's class: a dict, or a list of dicts if there are
-            several callbacks of the class.
+        callbacks: Callbacks. Only those that export a state are restored.
+        saved: States by the name of the callback's class. Each is a dict, or a list of dicts if
+            there are several callbacks of the class.
     """
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     for name, data in saved.items():

@@ -1,4 +1,4 @@
-"""What a Trainer's log says about losses and steps, and the mean loss of a training."""
+"""Add counts of the step to a Trainer's log, and leave non-finite losses out of its means."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Losses:
     """Filter the losses of an `MFTrainer`, and correct the means that the Trainer logs.
 
-    The Trainer adds the losses of micro-batches up in ``_tr_loss``, and at each log moves that sum
-    to ``_total_loss_scalar``. A non-finite loss is added as 0 and counted by `StepLog`; the logged
-    means are then scaled up by the share of the losses that is missing in the sum.
+    The Trainer sums up the losses of micro-batches in ``_tr_loss``, and at each log moves this sum
+    to ``_total_loss_scalar``. A non-finite loss is added as 0, and `StepLog` counts it. The logged
+    means are then scaled up to make up for the losses that were added as 0.
 
     Args:
         trainer: The trainer, which already has its accelerator.
@@ -35,50 +35,53 @@ class Losses:
 
     @contextlib.contextmanager
     def filtering(self) -> Iterator[None]:
-        """Reset the counts; within the block, filter on the device instead of in the Trainer."""
+        """Reset the counts; within the block, switch off the Trainer's own filter of losses."""
         args = self._trainer.args
         filters = args.logging_nan_inf_filter
         self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
-        # The Trainer's own filter reads each loss on the host.
+        # The Trainer's own filter reads each loss on the host; `StepLog` filters on the device.
         with replaced(args, logging_nan_inf_filter=False):
             yield
 
     def share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
-        """Return the weight of a micro-batch in the loss of its update; weights add up to 1.
+        """Return the weight of a micro-batch in the loss of its update.
+
+        The weights of all micro-batches of an update add up to 1.
 
         Args:
             inputs: The micro-batch.
-            num_items: Targets in all micro-batches of the update; ``None`` if the Trainer weighs
-                micro-batches equally.
+            num_items: Number of targets in all micro-batches of the update; ``None`` if the Trainer
+                weighs micro-batches equally.
         """
         trainer = self._trainer
         counts_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        # On several ranks, counting targets would cost a collective per micro-batch.
+        # On several ranks, counting targets would cost a collective per micro-batch, so weigh all
+        # micro-batches equally there.
         counts_here = self.step_log.filters and counts_items and trainer.args.world_size == 1
         num_micro_batches = trainer.current_gradient_accumulation_steps
         if num_items is None or not counts_here or num_micro_batches == 1:
             return 1 / num_micro_batches
         count = trainer._get_num_items_in_batch  # noqa: SLF001  (the Trainer's own count)
         items = count([inputs], trainer.args.device)
-        # DataParallel repeats both counts once per device.
+        # Under DataParallel both counts are repeated once per device, so take the first ratio.
         share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]
         return share
 
     def completed(self, logs: dict[str, float]) -> dict[str, float]:
         """Return a log entry of the Trainer, with the values of the step and the callbacks added.
 
-        Only the Trainer's training log and its final entry change; entries that a user logs are
-        returned as they are. The training log synchronizes with the device.
+        Only the Trainer's training log and its final entry are changed. Entries that a user logs
+        are returned unchanged. For the training log, this synchronizes with the device.
         """
         trainer = self._trainer
         report = trainer.attached.last_report
-        # Both keys together: a user may log a ``loss``, too.
+        # Only the Trainer's training log has both keys; an entry of a user may have a `loss`.
         if {"loss", "learning_rate"} <= logs.keys() and report is not None:
             trainer.attached.flush()
             num_steps = self.step_log.num_steps
             logs, missing = self.step_log.completed(logs, report)
             # Just before it logs, the Trainer adds its sum of losses to `_total_loss_scalar`.
-            # Filtered losses are 0 in that sum, so the total lacks their share: add it.
+            # Filtered losses are 0 in that sum, so add here what the total lacks.
             trainer._total_loss_scalar += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
@@ -89,24 +92,25 @@ class Losses:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[float]:
-        """Yield the mean loss of the training, which the block's final log entry shows.
+        """Yield the mean loss of the training, and put it into the final log entry of the block.
 
-        That mean covers all steps, in a resumed training also those before the checkpoint.
+        The mean covers all steps, including the steps before the checkpoint in a resumed training.
         """
         trainer = self._trainer
         losses, total = trainer._tr_loss, trainer._total_loss_scalar
-        # Losses that were filtered since the last log would pull the mean down.
+        # Make up for the losses that were filtered since the last log: they count as 0 in the sum
+        # and would pull the mean down.
         trainer._tr_loss = self.step_log.completed_sum(losses)
-        # The Trainer divides by the steps of this process (older releases: by all steps), but a
-        # resumed training has summed up the losses since `begin`.
+        # The losses are summed up since step `begin`, so divide by the steps since then. The
+        # Trainer itself divides by the steps of this process (older releases: by all steps).
         num_steps = trainer.state.global_step - self.step_log.begin
         self._training_loss = (total + trainer._tr_loss.item()) / max(num_steps, 1)
         try:
             yield self._training_loss
         finally:
             self._training_loss = None
-            # The Trainer has added one sum to the other. A checkpoint may still be written after
-            # the end of the training, and stores them separately.
+            # The Trainer has added `_tr_loss` to `_total_loss_scalar`. Undo this: a checkpoint that
+            # is written after the end of the training stores the two sums separately.
             trainer._tr_loss, trainer._total_loss_scalar = losses, total
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,7 +127,7 @@ class Losses:
         """Begin a training at the trainer's current step.
 
         Args:
-            state: What `state_dict` returned, to continue counting in the middle of a logging
+            state: State that `state_dict` returned, to continue in the middle of a logging
                 interval; ``None`` to count from this step on.
         """
         trainer = self._trainer
@@ -144,11 +148,11 @@ class StepLog:
     """Count steps, overflows and non-finite losses on the device.
 
     A micro-batch costs one kernel (``nan_to_num``). Its loss is kept, and all kept losses are
-    counted together when a number is needed.
+    counted together when a count is needed.
 
     Args:
         device: The training device.
-        filters: Replace non-finite losses by 0.
+        filters: Whether to replace non-finite losses by 0.
     """
 
     def __init__(self, device: torch.device, *, filters: bool = True) -> None:
@@ -156,16 +160,16 @@ class StepLog:
         self.filters = filters
         """Whether non-finite losses are replaced by 0."""
         self.begin = 0
-        """The Trainer's sum of losses covers the steps after this one."""
+        """Step after which the Trainer's sum of losses begins."""
         self.num_steps = 0
         """Updates since the last log."""
         self._num_losses = 0
-        # Losses that are not counted yet, with their shares of the update.
+        # Losses that are not counted yet, each with its weight in the loss of its update.
         self._pending: list[tuple[Tensor, Tensor | float]] = []
-        # Counted since the last log: filtered losses, and the sum of their shares of updates.
+        # Since the last log: the number of filtered losses, and the sum of their weights.
         self._left_out = self._zero()
         self._left_share = self._zero().double()
-        # Counted since the start of the training: all non-finite losses, and all overflows.
+        # Since the start of the training: the numbers of non-finite losses and of overflows.
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
 
@@ -173,10 +177,12 @@ class StepLog:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
     def filtered(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Return the loss of a micro-batch, with 0 in place of a non-finite value.
+        """Return the loss of a micro-batch, or 0 if it is non-finite and `filters` is true.
+
+        Does not synchronize with the device.
 
         Args:
-            loss: Shape ``()``. Does not synchronize with the device.
+            loss: Loss of the micro-batch, shape ``()``.
             share: Weight of the micro-batch in the loss of its update.
         """
         self._num_losses += 1
@@ -195,7 +201,8 @@ class StepLog:
         self._non_finite_losses = self._non_finite_losses + bad.sum()
         if self.filters:
             self._left_out = self._left_out + bad.sum()
-            # `torch.full` fills on the device; `torch.tensor` would copy from the host and wait.
+            # `torch.full` fills on the device. `torch.tensor` would synchronize with the device, to
+            # copy the number from the host.
             weights = [
                 torch.as_tensor(share, dtype=torch.float64)
                 if isinstance(share, Tensor)
@@ -210,10 +217,10 @@ class StepLog:
         self._overflows = self._overflows + report.output.overflow
 
     def completed_sum(self, losses: Tensor) -> Tensor:
-        """Scale a sum of losses up, as if each filtered loss were the mean of the others.
+        """Scale up a sum of losses, as if each filtered loss were the mean of all other losses.
 
         Args:
-            losses: Sum of the losses since the last log, shape ``()``, filtered losses being 0.
+            losses: Sum of the losses since the last log, with 0 for filtered losses, shape ``()``.
         """
         self._settle()
         kept = self.num_steps - self._left_share
@@ -222,19 +229,19 @@ class StepLog:
     def completed(
         self, logs: dict[str, float], report: StepReport
     ) -> tuple[dict[str, float], float]:
-        """Complete the Trainer's log entry; return it, and the correction of its mean loss.
+        """Add the step's values to the Trainer's log entry, and correct the mean loss in it.
 
-        Synchronizes with the device once. The counts since the last log start again at 0; those
-        since the start of the training (overflows, non-finite losses) continue.
+        Synchronizes with the device once. The counts since the last log start again at 0. The
+        counts since the start of the training (overflows, non-finite losses) continue.
 
         Args:
             logs: The Trainer's log entry, with the mean loss of the steps since the last log.
             report: Report of the last of these steps.
 
         Returns:
-            A pair. First the log entry with the values of the step added; its ``loss`` is the mean
-            of the losses that were not filtered, and is removed if all were filtered. Then the
-            difference of this mean (0 if it was removed) and the Trainer's mean.
+            The new log entry, and the change of the mean loss. ``loss`` in the entry is the mean of
+            the losses that were not filtered; it is removed if all losses were filtered. The change
+            is this mean (0 if it was removed) minus the Trainer's mean.
         """
         self._settle()
         output = report.output
@@ -252,7 +259,7 @@ class StepLog:
         )
         keys = [*scalars, *(f"local_norm/{name}" for name in names)]
         logs = logs | dict(zip(keys, values, strict=True))
-        # All scalars but the loss scale are counts.
+        # All scalars except the first, the loss scale, are counts.
         for name in list(scalars)[1:]:
             logs[name] = int(logs[name])
         before = logs["loss"]
@@ -278,7 +285,7 @@ class StepLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self._pending = []
         self.begin = state["begin"]
         self.num_steps, self._num_losses = state["num_steps"], state["num_losses"]

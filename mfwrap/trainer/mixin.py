@@ -54,9 +54,9 @@ class MFTrainerMixin(_Base):
     keep their meaning, and its results stay the same, with these differences:
 
     - An update with non-finite gradients is skipped, in any precision: float16, bfloat16 or
-      float32. The schedule and the average of the weights do not advance then.
-    - ``args.max_grad_norm`` is folded into the optimizer's own pass over the gradients, which are
-      read once. With 0 the norm is reported and nothing is clipped.
+      float32. The schedule and the average of the weights then do not advance either.
+    - Clipping to ``args.max_grad_norm`` is done in the optimizer's own pass over the gradients.
+      Computing the norm reads them once. With 0, the norm is reported and nothing is clipped.
     - With ``args.logging_nan_inf_filter``, a non-finite loss is counted and left out of the logged
       mean. This does not synchronize with the device.
     - The log gains ``loss_scale``, ``applied_updates``, ``skipped_updates``, ``overflows`` and
@@ -64,9 +64,10 @@ class MFTrainerMixin(_Base):
     - Callbacks get ``step_output`` and ``step_report`` as keywords of ``on_step_end``.
     - The ``train_loss`` of a resumed training is the mean over all its steps, including those
       before the checkpoint.
-    - A checkpoint is written to a temporary folder and renamed. A damaged checkpoint, or one of
-      another network, is refused with an error that names it. A resumed training continues as if it
-      had never stopped, and the states of callbacks are restored in place.
+    - A checkpoint is written to a temporary folder and renamed. Resuming from a damaged checkpoint,
+      or from a checkpoint of another network, raises an error that names the checkpoint.
+    - A resumed training continues as if it had never stopped. The states of callbacks are restored
+      in place.
     - At SIGTERM the current step is finished, a checkpoint is saved, and the process exits with
       status 0. With several ranks, a signal to any rank stops all of them after the same step. A
       second SIGTERM ends the process at once.
@@ -74,11 +75,11 @@ class MFTrainerMixin(_Base):
     Args:
         args: Positional arguments of the Trainer.
         step: Settings of the step. Leave `gradient_accumulation_steps` and `max_grad_norm` at their
-            defaults, or give the values of the training arguments. The Trainer itself normalizes
-            losses.
+            defaults, or give the values of the training arguments. Leave
+            `calculate_per_token_loss` at False, because the Trainer itself normalizes losses.
         ema: Average of the weights, updated after each applied update: an average of the model's
-            parameters, or a callable that gets the prepared model and returns one. Available as the
-            attribute ``ema``.
+            parameters, or a callable that gets the prepared model and returns an average. The
+            attribute ``ema`` holds it.
         scale_sense: Loss scale: a number, a tensor or an update cell. Defaults to
             ``DynamicLossScaleUpdateCell(65536, 2, 2000)`` with ``fp16`` training arguments, on
             every device, and to 1 otherwise.
@@ -111,13 +112,13 @@ class MFTrainerMixin(_Base):
         self._termination = RankTermination()
         super().__init__(*args, **kwargs)
         add_step_to_events(self, self._before_event)
-        # After the Trainer's own callback, which decides when to evaluate, and before the user's,
-        # which may prepare for an evaluation.
+        # Insert it after the Trainer's own callback, which decides when to evaluate, and before the
+        # user's callbacks, which may prepare for an evaluation.
         self.callback_handler.callbacks.insert(1, TerminationCallback(self._termination))
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
-        """Average of the weights; ``None`` without one, and until a callable has made it."""
+        """Average of the weights; ``None`` if there is none, or a callable has not made it yet."""
         return self.attached.ema
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -126,8 +127,9 @@ class MFTrainerMixin(_Base):
         ema, scale_sense, communication_hook = self._step_arguments
         if ema is not None and self.args.n_gpu > 1:
             msg = (
-                f"`ema` must be None with DataParallel, got one with {self.args.n_gpu} GPUs in one "
-                "process; start the training with torchrun, one process per GPU"
+                "`ema` must be None with DataParallel, got an average with "
+                f"{self.args.n_gpu} GPUs in one process; start the training with torchrun, one "
+                "process per GPU"
             )
             raise ValueError(msg)
         if scale_sense is None:
@@ -142,7 +144,7 @@ class MFTrainerMixin(_Base):
         self._losses = Losses(self)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule; it advances once it is known that an update was applied."""
+        """Create the schedule, and make its steps wait until the host knows the update's result."""
         schedule: Any = super().create_scheduler(*args, **kwargs)
         steps = self.attached.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
@@ -159,8 +161,8 @@ class MFTrainerMixin(_Base):
 
         Raises:
             ValueError: If the checkpoint is incomplete, belongs to another network, or holds an
-                average while the trainer keeps none. Nothing has been loaded then. The message
-                names the newest complete checkpoint before it.
+                average while the trainer keeps none. The message names the newest complete
+                checkpoint before it. Nothing has been loaded at that point.
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)
@@ -218,7 +220,7 @@ class MFTrainerMixin(_Base):
         return self._losses.step_log.filtered(loss, share)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; the training log also has what the step and the callbacks know."""
+        """Log an entry; add the values of the step and the callbacks to training logs."""
         super().log(self._losses.completed(logs), *args, **kwargs)
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,8 +256,8 @@ class MFTrainerMixin(_Base):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         if model is None:
-            # The Trainer loads the weights first and the optimizer later. Checking the optimizer
-            # here means that a checkpoint that does not fit changes nothing.
+            # The Trainer loads the weights first and the optimizer later. Check the optimizer here,
+            # before both: a checkpoint that does not fit then changes nothing.
             self.create_optimizer()
             optimizer: Any = self.optimizer
             check_parameter_groups(Path(resume_from_checkpoint), unwrapped_optimizer(optimizer))
@@ -273,8 +275,8 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # In a training that is resumed in the middle of an epoch, the Trainer calls this after the
-        # first batches are made. The states of the checkpoint were restored before that, and making
+        # If training resumes in the middle of an epoch, the Trainer calls this after the first
+        # batches are made. By then the position has restored the checkpoint's states, and making
         # the batches has advanced them. Restoring them again would repeat random numbers.
         if not self._position.is_resumed:
             super()._load_rng_state(checkpoint)
@@ -358,7 +360,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
-    """Return the settings of the step without those that the Trainer takes care of.
+    """Return the settings of the step, with accumulation left to the Trainer.
 
     Raises:
         ValueError: If a setting contradicts `args`.
@@ -378,5 +380,5 @@ def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
                 f"the training arguments, got {value}"
             )
             raise ValueError(msg)
-    # The Trainer counts micro-batches and calls the clipping; the accelerator must not do so again.
+    # The Trainer itself counts micro-batches; the accelerator must not count them again.
     return dataclasses.replace(config, gradient_accumulation_steps=1)
