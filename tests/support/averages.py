@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from mfwrap.average.ema import ExponentialMovingAverage
 
 APPLIED = torch.ones((), dtype=torch.bool)
+SKIPPED = torch.zeros((), dtype=torch.bool)
+FLAGS = {True: APPLIED, False: SKIPPED}
 AVERAGED = ["embedding.weight", "norm.weight", "norm.bias"]
 COPIED = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
@@ -51,3 +53,24 @@ def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
     for name, tensor in expected.items():
         assert tensor.dtype == actual[name].dtype, name
         assert torch.equal(tensor, actual[name]), name
+
+
+def flat(state: dict) -> dict[str, Tensor]:
+    """Return copies of all tensors of a state in one dictionary."""
+    return {f"{part}.{k}": v.clone() for part, tensors in state.items() for k, v in tensors.items()}
+
+
+def train_with_skips(
+    network: Network, num_steps: int, ema: ExponentialMovingAverage, seed: int
+) -> None:
+    """Train a network; every third update is skipped."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.1)
+    for step in range(num_steps):
+        tokens = torch.randint(7, (5,), generator=generator)
+        nn.functional.cross_entropy(network(tokens), tokens).backward()
+        applied = step % 3 != 2
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad()
+        ema.update(FLAGS[applied])

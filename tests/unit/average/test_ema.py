@@ -1,14 +1,13 @@
 """The average follows exactly the applied updates and never synchronizes with the device."""
 
 import copy
-import io
 import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mfwrap.average.ema import ExponentialMovingAverage
@@ -16,38 +15,21 @@ from support.averages import (
     APPLIED,
     AVERAGED,
     COPIED,
+    FLAGS,
+    SKIPPED,
     Network,
     assert_same,
     averages,
+    flat,
     train,
+    train_with_skips,
     weights_of,
 )
 from support.host_reads import HostReads
 
-SKIPPED = torch.zeros((), dtype=torch.bool)
-FLAGS = {True: APPLIED, False: SKIPPED}
 DTYPES = (torch.float32, torch.float64)
 patterns = st.lists(st.booleans(), min_size=1, max_size=12)
 decays = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999, 0.9999])
-
-
-def flat(state: dict) -> dict[str, Tensor]:
-    """Return copies of all tensors of a state in one dictionary."""
-    return {f"{part}.{k}": v.clone() for part, tensors in state.items() for k, v in tensors.items()}
-
-
-def training(network: Network, num_steps: int, ema: ExponentialMovingAverage, seed: int) -> None:
-    """Train a network; every third update is skipped."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.1)
-    for step in range(num_steps):
-        tokens = torch.randint(7, (5,), generator=generator)
-        nn.functional.cross_entropy(network(tokens), tokens).backward()
-        applied = step % 3 != 2
-        if applied:
-            optimizer.step()
-        optimizer.zero_grad()
-        ema.update(FLAGS[applied])
 
 
 @given(decay=decays, num_steps=st.integers(1, 12), dtype=st.sampled_from(DTYPES))
@@ -101,7 +83,7 @@ def test_skipped_updates_change_nothing():
     """A skipped update leaves averages, copied buffers and count of applied updates unchanged."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.5, warmup=True)
-    training(network, 4, ema, seed=0)
+    train_with_skips(network, 4, ema, seed=0)
     before = flat(ema.state_dict())
     train(network.parameters())
     train([network.norm.running_mean])
@@ -161,7 +143,7 @@ def test_swap_restores_bitwise(error):
     """Inside `swap` a module has the averages; afterwards its own values, even after an error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
-    training(network, 3, ema, seed=0)
+    train_with_skips(network, 3, ema, seed=0)
     raw = copy.deepcopy(network.state_dict())
     state = flat(ema.state_dict())
 
@@ -203,7 +185,7 @@ def test_calls_refused_inside_swap():
     """Inside `swap`, calls that change the averages, or that `swap` would undo, raise an error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
-    training(network, 3, ema, seed=0)
+    train_with_skips(network, 3, ema, seed=0)
     state = copy.deepcopy(ema.state_dict())
     raw = copy.deepcopy(network.state_dict())
     calls = {
@@ -225,7 +207,7 @@ def test_copy_to_own_parameters():
     """Without a target, `copy_to` writes averages and buffers into the averaged module."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
-    training(network, 3, ema, seed=0)
+    train_with_skips(network, 3, ema, seed=0)
     ema.copy_to()
     values = network.state_dict()
 
@@ -238,7 +220,7 @@ def test_copy_to_another_module():
     """`copy_to` writes averages and buffers into another module by name."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
-    training(network, 3, ema, seed=0)
+    train_with_skips(network, 3, ema, seed=0)
     raw = copy.deepcopy(network.state_dict())
     other = Network().double().requires_grad_(requires_grad=False)
     frozen = other.frozen.weight.clone()
@@ -288,118 +270,6 @@ def test_copy_to_what_does_not_fit(target, error, message):
 
     for old, new in zip(before, tensors, strict=True):
         assert old == new if isinstance(old, float) else torch.equal(old, new)
-
-
-@pytest.mark.parametrize("update_every", [1, 2])
-def test_resumed_run_equals_unbroken_one(update_every):
-    """A run resumed from a torch.save file ends bitwise equal to the uninterrupted run."""
-    unbroken = Network()
-    ema = ExponentialMovingAverage(unbroken, 0.9, warmup=True, update_every=update_every)
-    training(unbroken, 5, ema, seed=0)
-    file = io.BytesIO()
-    torch.save({"network": unbroken.state_dict(), "ema": ema.state_dict()}, file)
-    training(unbroken, 4, ema, seed=1)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = Network()
-    resumed.load_state_dict(saved["network"], strict=False)
-    resumed.frozen.load_state_dict(unbroken.frozen.state_dict())
-    resumed_ema = ExponentialMovingAverage(resumed, 0.9, warmup=True, update_every=update_every)
-    resumed_ema.load_state_dict(saved["ema"])
-    assert_same(flat(saved["ema"]), flat(resumed_ema.state_dict()))
-    training(resumed, 4, resumed_ema, seed=1)
-
-    assert_same(unbroken.state_dict(), resumed.state_dict())
-    assert_same(flat(ema.state_dict()), flat(resumed_ema.state_dict()))
-
-
-def test_state_of_another_dtype_is_converted():
-    """A loaded state is converted to the dtype of the average."""
-    weights = weights_of((3,), (2, 2))
-    state = ExponentialMovingAverage(weights, dtype=torch.float64).state_dict()
-    ema = ExponentialMovingAverage(weights_of((3,), (2, 2)))
-    ema.load_state_dict(state)
-
-    assert_same({"0": weights[0], "1": weights[1]}, averages(ema))
-
-
-def test_loaded_state_is_not_shared():
-    """An average does not share tensors with the state that it loaded."""
-    weight = torch.zeros(2)
-    ema = ExponentialMovingAverage([weight], 0.5)
-    state = copy.deepcopy(ema.state_dict())
-    ema.load_state_dict(state)
-    weight.fill_(1.0)
-    ema.update()
-
-    assert torch.equal(state["averages"]["0"], torch.zeros(2))
-    assert state["counters"]["applied_updates"] == 0
-
-
-def replaced(part: str, name: str, value: object):
-    """Return a function that replaces an entry of a state."""
-
-    def change(state: dict) -> None:
-        state[part][name] = value
-
-    return change
-
-
-def removed(*path: str):
-    """Return a function that removes an entry from a state."""
-
-    def change(state: dict) -> None:
-        *parts, name = path
-        for part in parts:
-            state = state[part]
-        del state[name]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (removed("averages"), KeyError, "`state` .*missing: .'averages'."),
-        (removed("counters"), KeyError, "`state` .*missing: .'counters'."),
-        (removed("averages", "norm.bias"), KeyError, "`averages` .*missing: .'norm.bias'."),
-        (removed("buffers", COPIED[0]), KeyError, "`buffers` .*missing: .'norm.running_mean'."),
-        (removed("counters", "num_calls"), KeyError, "`counters` .*missing: .'num_calls'."),
-        (replaced("averages", "other", torch.ones(4)), KeyError, "`averages` .*unknown: .'other'."),
-        (lambda state: state.update(decay=0.9), KeyError, "`state` .*unknown: .'decay'."),
-        (lambda state: state.update(averages=[]), TypeError, "`averages` must be a mapping"),
-        (replaced("averages", "norm.bias", torch.ones(5)), ValueError, "`averages` .*'norm.bias'"),
-        (replaced("averages", "norm.bias", 1.0), TypeError, "`averages` .*tensor at 'norm.bias'"),
-        (
-            replaced("averages", "norm.bias", torch.ones(4, dtype=torch.int64)),
-            ValueError,
-            "`averages` .*'norm.bias', got torch.int64",
-        ),
-        (replaced("buffers", COPIED[2], torch.ones(())), ValueError, "`buffers` .*num_batches"),
-        (replaced("counters", "num_calls", 3), TypeError, "`counters` .*'num_calls'"),
-        (replaced("counters", "num_calls", torch.full((), -1)), ValueError, "`counters` .*>= 0"),
-    ],
-)
-def test_foreign_state_changes_nothing(change, error, message):
-    """Loading a state that does not fit raises an error that names the entry; nothing changes."""
-    network = Network()
-    ema = ExponentialMovingAverage(network, 0.9)
-    training(network, 2, ema, seed=0)
-    before = flat(ema.state_dict())
-    state = copy.deepcopy(ema.state_dict())
-    for tensor in itertools.chain(state["averages"].values(), state["buffers"].values()):
-        tensor.add_(1)
-    change(state)
-    with pytest.raises(error, match=message):
-        ema.load_state_dict(state)
-
-    assert_same(before, flat(ema.state_dict()))
-
-
-def test_state_must_be_a_mapping():
-    """Loading a state that is not a mapping raises a TypeError."""
-    with pytest.raises(TypeError, match="`state` must be a mapping, got None"):
-        ExponentialMovingAverage([torch.zeros(1)]).load_state_dict(None)
 
 
 @pytest.mark.parametrize(

@@ -1,193 +1,44 @@
 """`SkippableOptimizer` divides gradients and skips steps, for every kind of optimizer."""
 
-import functools
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW
 from transformers import Adafactor as OwnRates
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
 from support.host_reads import HostReads
+from support.optimizer_runs import (
+    ALL,
+    CLOSE,
+    DAMPENED,
+    EACH,
+    EACH_OF_EACH_TYPE,
+    FOLDED,
+    HALF,
+    IN_PLACE,
+    Run,
+    assert_same,
+    flag,
+    fused,
+    give,
+    gradients_of,
+    kind,
+    parameters_of,
+    rate,
+    scalar,
+)
 from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
-# Vectorized kernels treat these differently: more than a vector, less than a vector, a scalar.
-SHAPES = [(7, 9), (5,), ()]
-HALF = [torch.bfloat16, torch.float16]
-# Dividing in another way changes a gradient by two roundings, 1.2e-7 relative. A step changes in
-# the same proportion, and momentum adds up a few steps. At rates of at most 0.1, 2e-6 is ample.
-CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 
 
-class OwnStep(AdamW):
-    """A user's optimizer that ignores ``grad_scale`` and ``found_inf``."""
-
-    def step(self, closure=None):
-        """Move against the sign of a momentum."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                state["step"] = state.get("step", 0) + 1
-                momentum.lerp_(parameter.grad, 0.5)
-                parameter.data.sub_(momentum.div(momentum.norm() + 1), alpha=group["lr"])
-
-
-class Kind(NamedTuple):
-    """A builder of optimizers; `folds` says whether a fused kernel takes divisor and skip flag."""
-
-    build: functools.partial
-    folds: bool
-
-    def __call__(self, parameters):
-        return self.build(parameters)
-
-
-def kind(cls, *, folds=False, **settings):
-    """Return a builder of an optimizer, by default without a fused kernel."""
-    return Kind(functools.partial(cls, **settings), folds)
-
-
-def fused(cls, **settings):
-    """Return a builder of an optimizer whose fused kernel takes the divisor and the skip flag."""
-    return kind(cls, folds=True, fused=True, **settings)
-
-
-def rate():
-    """Return a learning rate that is a tensor."""
-    return torch.tensor(0.05)
-
-
-FOLDED = {
-    "fused Adam": fused(Adam, lr=0.1),
-    "fused Adam amsgrad": fused(Adam, lr=0.1, amsgrad=True, weight_decay=0.1, maximize=True),
-    "fused AdamW": fused(AdamW, lr=0.1, weight_decay=0.1),
-    "fused AdamW tensor rate": fused(AdamW, lr=rate()),
-    "fused SGD": fused(SGD, lr=0.1),
-    "fused SGD momentum": fused(SGD, lr=0.1, momentum=0.9),
-    "fused SGD nesterov": fused(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "fused SGD maximize": fused(SGD, lr=0.1, momentum=0.5, maximize=True),
-    "fused SGD tensor rate": fused(SGD, lr=rate(), momentum=0.9),
-    "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
-    "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
-}
-# This optimizer reads the flag on the host until its first applied update, not afterwards.
-DAMPENED = {"fused SGD dampening": fused(SGD, lr=0.1, momentum=0.9, dampening=0.5)}
-IN_PLACE = {
-    "Adam": kind(Adam, lr=0.1),
-    "AdamW": kind(AdamW, lr=0.1, weight_decay=0.1, foreach=True),
-    "SGD": kind(SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    "SGD foreach": kind(SGD, lr=0.1, foreach=True),
-    "Adagrad": kind(Adagrad, lr=0.1),
-    "RMSprop": kind(RMSprop, lr=0.01, momentum=0.9, centered=True),
-    "Adafactor": kind(Adafactor, lr=0.01),
-    "NAdam": kind(NAdam, lr=0.1),
-    "own step": kind(OwnStep, lr=0.1, fused=True),
-}
-ALL = FOLDED | DAMPENED | IN_PLACE
-
-# Leave fused SGD out: with half-precision weights on CPU, the wrapper raises an error.
-HALF_ALL = {name: kind for name, kind in ALL.items() if not name.startswith("fused SGD")}
-
-each = pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
-each_of_each_type = pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *(pytest.param(kind, torch.float32, id=f"{name}, float32") for name, kind in ALL.items()),
-        *(
-            pytest.param(kind, dtype, id=f"{name}, {str(dtype).removeprefix('torch.')}")
-            for name, kind in HALF_ALL.items()
-            for dtype in HALF
-        ),
-    ],
-)
-
-
-def flag(*, skip):
-    """Return the skip flag of one step."""
-    return torch.full((), skip)
-
-
-def scalar(number):
-    """Return a divisor as a float32 scalar, like the one that a step computes."""
-    return torch.full((), number, dtype=torch.float32)
-
-
-def parameters_of(dtype=torch.float32):
-    """Return new parameters, with the same values at every call."""
-    generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
-
-
-def gradients_of(step, dtype=torch.float32):
-    """Return the gradients of a step, with magnitudes of about 1."""
-    generator = torch.Generator().manual_seed(100 + step)
-    return [(torch.randn(s, generator=generator) + 0.1).to(dtype) for s in SHAPES]
-
-
-def give(parameters, gradients):
-    """Set the gradients of parameters, as backward does."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.clone()
-
-
-class Run:
-    """Parameters, their optimizer, and the wrapper under test."""
-
-    def __init__(self, build, parameters=None):
-        self.parameters = parameters or parameters_of()
-        self.optimizer = build(self.parameters)
-        self.skippable = SkippableOptimizer(self.optimizer)
-
-    def plain(self, gradients):
-        """Step the optimizer without the wrapper."""
-        give(self.parameters, gradients)
-        self.optimizer.step()
-
-    def divided(self, gradients, divisor):
-        """Multiply the gradients by the divisor, and let the wrapper divide by it in its step."""
-        give(self.parameters, [None if g is None else g * divisor for g in gradients])
-        self.skippable.step(scalar(divisor), flag(skip=False))
-
-    def skipped(self, *, divisor=math.nan, bad=math.nan):
-        """Skip a step as in an overflow, with a non-finite gradient and divisor."""
-        gradients = [torch.ones_like(parameter) for parameter in self.parameters]
-        gradients[0].view(-1)[4] = bad
-        give(self.parameters, gradients)
-        self.skippable.step(None if divisor is None else scalar(divisor), flag(skip=True))
-
-    def weights(self):
-        """Return a copy of the parameters."""
-        return [parameter.detach().clone() for parameter in self.parameters]
-
-    def state(self):
-        """Return a copy of the optimizer's state, by parameter and name."""
-        return {
-            (index, name): value.clone() if isinstance(value, torch.Tensor) else value
-            for index, parameter in enumerate(self.parameters)
-            for name, value in self.optimizer.state.get(parameter, {}).items()
-        }
-
-
-def assert_same(left, right):
-    """Fail unless two lists or dicts have bitwise equal tensors and equal other values."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        left, right = list(left.values()), list(right.values())
-    for a, b in zip(left, right, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-@each
+@EACH
 @pytest.mark.parametrize("divisor", [2.0**16, 0.25])
 def test_a_power_of_two_is_divided_exactly(kind, divisor):
     """Scaling gradients by a power of two and dividing by it again changes no bit."""
@@ -201,7 +52,7 @@ def test_a_power_of_two_is_divided_exactly(kind, divisor):
     assert_same(wrapped.state(), alone.state())
 
 
-@each
+@EACH
 @given(divisor=st.floats(2.0**-10, 2.0**20))
 def test_any_divisor_divides(kind, divisor):
     """For any divisor, weights agree with a plain step on gradients divided by hand."""
@@ -214,7 +65,7 @@ def test_any_divisor_divides(kind, divisor):
         torch.testing.assert_close(ours, expected, **CLOSE)
 
 
-@each
+@EACH
 def test_no_divisor_stands_for_one(kind):
     """Without a divisor the step is the optimizer's own, and the gradients stay as they are."""
     wrapped, alone = Run(kind), Run(kind)
@@ -254,7 +105,7 @@ def test_a_divisor_beyond_float16_leaves_its_quotient(kind):
     assert (run.parameters[0].grad == 2.0**-11).all()
 
 
-@each_of_each_type
+@EACH_OF_EACH_TYPE
 def test_weights_of_each_type_are_the_optimizers(kind, dtype):
     """After a division by 16, weights are bitwise those of the optimizer alone."""
     wrapped, alone = (Run(kind, parameters_of(dtype)) for _ in range(2))
@@ -266,7 +117,7 @@ def test_weights_of_each_type_are_the_optimizers(kind, dtype):
 
 
 @pytest.mark.fast_sample(24)
-@each_of_each_type
+@EACH_OF_EACH_TYPE
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_later_skip_changes_nothing(kind, dtype, bad):
     """A skip after applied updates leaves weights, state and step counts unchanged."""
@@ -280,7 +131,7 @@ def test_a_later_skip_changes_nothing(kind, dtype, bad):
     assert_same(run.state(), state)
 
 
-@each_of_each_type
+@EACH_OF_EACH_TYPE
 def test_a_first_skip_changes_nothing(kind, dtype):
     """A skipped first step leaves weights unchanged and creates only zeros as state."""
     run = Run(kind, parameters_of(dtype))
@@ -295,7 +146,7 @@ def test_a_first_skip_changes_nothing(kind, dtype):
 
 
 @pytest.mark.fast_sample(20)
-@each
+@EACH
 @pytest.mark.parametrize("divisor", [8.0, None])
 @pytest.mark.parametrize("num_skips", [1, 2])
 def test_a_run_goes_on_as_if_it_had_never_seen_skipped_steps(kind, divisor, num_skips):
@@ -312,7 +163,7 @@ def test_a_run_goes_on_as_if_it_had_never_seen_skipped_steps(kind, divisor, num_
     assert_same(with_skips.state(), without.state())
 
 
-@each
+@EACH
 @pytest.mark.parametrize("skip", [False, True])
 def test_no_attribute_is_left_for_a_later_plain_step(kind, skip):
     """A plain optimizer step after a wrapped one neither divides nor skips."""
@@ -328,7 +179,7 @@ def test_no_attribute_is_left_for_a_later_plain_step(kind, skip):
     assert_same(wrapped.weights(), alone.weights())
 
 
-@each
+@EACH
 def test_no_attribute_is_left_when_the_step_raises(kind):
     """An error in the optimizer is raised, and the attributes for skipping are removed."""
     run = Run(kind)
@@ -413,7 +264,7 @@ def test_a_momentum_may_begin_late(settings, skip_first):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-@each
+@EACH
 def test_a_parameter_without_a_gradient_is_left_alone(kind):
     """A parameter without a gradient keeps its value while other parameters change."""
     run = Run(kind)
