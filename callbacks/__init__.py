@@ -1,7 +1,8 @@
-"""Monitors of a training run.
+"""Callbacks that monitor a training run.
 
-MindFormers' monitors are transformers callbacks, for a Trainer and for `Model`. MindSpore's are
-`Callback`s, for `Model`; `as_trainer_callback` converts one for a Trainer.
+MindFormers' monitors are transformers callbacks: use them with a Trainer or with `Model`.
+MindSpore's monitors are `Callback`s: use them with `Model`, or convert them with
+`as_trainer_callback` for a Trainer.
 """
 
 from mfwrap.callbacks.average.ema_callback import EMACallback

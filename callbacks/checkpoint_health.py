@@ -17,10 +17,10 @@ _FILE = "checkpoint_health.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointHealth:
-    """What is known about a checkpoint. ``None`` means unknown."""
+    """Health of a checkpoint, as ``checkpoint_health.jsonl`` records it; ``None`` means unknown."""
 
     checkpoint: str
-    """Name of its folder."""
+    """Name of the checkpoint's folder."""
 
     step: int
     healthy: bool
@@ -28,7 +28,7 @@ class CheckpointHealth:
     """Why the checkpoint is unhealthy; empty if it is healthy."""
 
     loss: float | None = None
-    """Loss of its last update on this rank."""
+    """Loss of the last update before the checkpoint, on this rank."""
 
     global_norm: float | None = None
     embedding_norm: float | None = None
@@ -62,7 +62,7 @@ def record_health(run_folder: Path, health: CheckpointHealth) -> None:
 
 
 def recorded_health(run_folder: Path) -> Mapping[str, bool]:
-    """Return whether each checkpoint is healthy, by name, according to its last record."""
+    """Return whether each checkpoint is healthy, keyed by its name; its last record counts."""
     path = run_folder / _FILE
     records: Sequence[dict[str, Any]] = read_json_lines(path) if path.exists() else ()
     return {record["checkpoint"]: bool(record["healthy"]) for record in records}
@@ -80,15 +80,18 @@ def health_of(
     is_spike: bool,
     weights_are_bad: bool,
 ) -> tuple[str, ...]:
-    """Return why a checkpoint is unhealthy; empty if it is healthy.
+    """Return the reasons why a checkpoint is unhealthy; empty if it is healthy.
+
+    A value that is ``None`` is unknown and not checked.
 
     Args:
-        loss: Loss of the last update; ``None`` is unknown, as for the other values.
-        global_norm: Global norm of its gradients.
-        overflow: Whether its gradients were non-finite, so that their norms mean nothing.
-        consecutive_skips: Skipped updates in a row.
-        embedding_norm: Largest local norm of embeddings.
-        embedding_limit: Norm of embeddings that is too large; ``None`` turns this check off.
+        loss: Loss of the last update before the checkpoint.
+        global_norm: Global norm of that update's gradients.
+        overflow: Whether these gradients were non-finite. If so, their norms are not checked.
+        consecutive_skips: Skipped updates in a row before the checkpoint.
+        embedding_norm: Largest local norm among the gradients of embeddings.
+        embedding_limit: Smallest `embedding_norm` that is unhealthy; ``None`` turns this check
+            off.
         most_skips: Largest number of skipped updates in a row that is still healthy.
         is_spike: Whether the global norm is a spike.
         weights_are_bad: Whether a weight is non-finite.

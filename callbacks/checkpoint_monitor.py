@@ -1,4 +1,4 @@
-"""Save checkpoints by steps or time, keep the newest and the healthy ones."""
+"""Save checkpoints by steps or time, record their health, and delete old checkpoints."""
 
 import functools
 import itertools
@@ -35,19 +35,26 @@ _SPIKE_FACTOR = 10.0
 class CheckpointMonitor(TrainerCallback, ExportableState):
     """Make a Trainer save by steps or time, keep the newest checkpoints, and record their health.
 
-    The Trainer writes ``checkpoint-<step>``. Set its ``save_strategy`` to ``"no"``, unless it
-    should save additional checkpoints, and leave its ``save_total_limit`` unset. The last update of
-    a training is always saved.
+    The Trainer writes ``checkpoint-<step>``. Set the Trainer's ``save_strategy`` to ``"no"``;
+    otherwise the Trainer also saves by its own strategy. Leave its ``save_total_limit`` unset. A
+    checkpoint is always saved after the last update of a training.
 
     ``checkpoint_health.jsonl`` in the run folder gets one line for each checkpoint (fields:
-    `CheckpointHealth`). A checkpoint is healthy if on all ranks its weights are finite, the loss of
-    its last update is finite, at most `most_skips` updates in a row were skipped before it, and the
-    global norm is no spike. `newest_healthy_checkpoint` returns the checkpoint to resume from. A
-    checkpoint without a line, for example after a crash, does not count as healthy.
+    `CheckpointHealth`). A checkpoint is healthy if all of these conditions hold on all ranks:
 
-    Time is measured on the main process. A checkpoint that is due is requested one step later,
-    on all ranks and without host-device synchronization. With a Trainer, the usual
-    norm is saved in the checkpoint.
+    - The weights are finite.
+    - The loss of the last update is finite.
+    - At most `most_skips` updates in a row were skipped before the checkpoint.
+    - The global norm of the gradients is not a spike.
+    - The gradient norm of embeddings is below `embedding_local_norm_threshold`, if that is set.
+
+    `newest_healthy_checkpoint` returns the checkpoint to resume from. A checkpoint without a line,
+    for example after a crash, does not count as healthy.
+
+    Time is measured on the main process. When `save_checkpoint_seconds` have passed, all ranks
+    request a checkpoint one step later, so that no step synchronizes with the device. With a
+    Trainer, each checkpoint also contains the running mean of the global norm, which spikes are
+    measured against.
 
     Source: MindFormers, ``CheckpointMonitor``.
 
@@ -59,9 +66,10 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             checkpoint and the Trainer's best checkpoint are kept in addition.
         use_checkpoint_health_monitor: Record the health of each checkpoint.
         embedding_local_norm_threshold: A checkpoint is unhealthy if the local norm of an
-            embedding's gradient reaches this number; ``None`` turns the check off. This is a norm,
-            MindFormers' number is its square.
-        embedding_pattern: Regular expression for the names of groups that are embeddings.
+            embedding's gradient reaches this number; ``None`` turns the check off. This number is a
+            norm. MindFormers' setting is the square of a norm.
+        embedding_pattern: Regular expression. A group of gradients belongs to an embedding if the
+            expression is found in the name of the group.
         most_skips: Largest number of skipped updates in a row that is still healthy.
         clock: Returns seconds from an arbitrary start.
 
@@ -116,7 +124,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._most_skips = most_skips
         self._clock = clock
         self.saved_run: dict[str, Any] | None = None
-        """State of an earlier run; used if the next run starts at the same step."""
+        """State that an earlier run saved; ignored by a run that begins at another step."""
         self._begin(0)
 
     def _begin(self, global_step: int) -> None:
@@ -136,7 +144,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         """Return the state for the Trainer's checkpoint; synchronizes with the device.
 
         Returns:
-            Settings as ``args`` and usual norms as ``attributes``, ready for JSON.
+            Settings as ``args``, running norm and skip count as ``attributes``, ready for JSON.
         """
         self._reads.flush()
         saved = {
@@ -173,7 +181,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         step_report: StepReport | None = None,
         **__: Any,
     ) -> None:
-        """Request a checkpoint if one is due; keep the values that tell its health."""
+        """Request a checkpoint if one is due; start copying the values that decide its health."""
         del args
         self._reads.flush()
         self._step = state.global_step
@@ -181,8 +189,8 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         if by_steps or self._is_time or state.global_step >= state.max_steps:
             control.should_save = True
             self._is_time = False
-            # Restart the interval now: `_keep_values` below compares it with the clock, before
-            # `on_save` can restart it.
+            # Restart the interval already here. `on_save` restarts it too, but only after
+            # `_keep_values` below has checked whether the interval is over.
             self._saved_at = self._clock()
         self._keep_values(step_output, step_report)
 
@@ -212,7 +220,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._saved_at = self._clock()
 
     def _keep_values(self, output: Any, report: StepReport | None) -> None:
-        """Start copying values to the host; share the main process's clock with all ranks."""
+        """Start copying a step's values and the main process's time flag to the host."""
         values: dict[str, Tensor] = {}
         if output is not None:
             values = {"loss": output.loss, "overflow": output.overflow}
@@ -304,7 +312,8 @@ def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> Non
         run_folder: Folder of the checkpoints.
         num_kept: Number of newest checkpoints to keep, >= 1. The newest checkpoint that was
             recorded as healthy is kept in addition.
-        best: Folder of one more checkpoint to keep; ``None`` for none.
+        best: Folder of the Trainer's best checkpoint, which is kept in addition; ``None`` if there
+            is no best checkpoint.
     """
     steps = {
         int(path.name.removeprefix(_PREFIX)): path

@@ -1,4 +1,4 @@
-"""Evaluate, choose the best model, and export with averaged weights."""
+"""Use averaged weights to evaluate, to choose the best checkpoint and to export the model."""
 
 import contextlib
 import warnings
@@ -27,15 +27,17 @@ from mfwrap.trainer import MonitorCallback
 
 @final
 class EMACallback(MonitorCallback):
-    """Evaluate a model, choose the best checkpoint, and export with averaged weights.
+    """Use averaged weights to evaluate, to choose the best checkpoint and to export the model.
 
-    In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. Otherwise, and in a
-    stock ``Trainer``, it keeps its own average. That average follows applied updates only, starts
-    over with each training that is not resumed, and is saved with each checkpoint. An `MFTrainer`
-    lists its files in the manifest of the checkpoint; a stock Trainer gets extra files.
+    In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. In any other Trainer
+    it keeps its own average. Its own average follows applied updates only, starts anew with each
+    training that is not resumed, and is saved in each checkpoint. An `MFTrainer` lists the
+    callback's files in the checkpoint's manifest. In a stock Trainer's checkpoint they are extra
+    files.
 
-    - Evaluations during training use the averaged weights, with ``args.eval_on_start`` also the
-      first one. So does the choice of the best checkpoint.
+    - Evaluations during training use the averaged weights, including the evaluation at the start
+      that ``args.eval_on_start`` requests. So the best checkpoint is the one with the best
+      averaged weights.
     - ``trainer.evaluate()`` and ``trainer.predict()`` use the model's current weights; to use the
       averages, call them inside ``with callback.ema.swap():``.
     - ``checkpoint-*/ema`` holds the model with averaged weights, for ``from_pretrained``. For a
@@ -44,27 +46,28 @@ class EMACallback(MonitorCallback):
       checkpoint. Otherwise it ends with its raw weights; ``callback.ema.copy_to()`` replaces them
       with the averages.
 
-    Place any callback that requests an evaluation before this one. With several evaluation data
-    sets, callbacks find the averages in the model until it is saved, loaded or trained again. The
-    callback adds no host-device synchronization to a step.
+    In the list of callbacks, place this callback after any callback that requests an evaluation.
+    With several evaluation data sets, the averages stay in the model after the evaluation, until
+    the model is saved, loaded or trained again; a callback that reads the model before then reads
+    the averages. The callback adds no host-device synchronization to a step.
 
     Args:
         decay: Decay of the callback's own average, in [0, 1); 0.999 by default.
-        warmup: Warm-up of the callback's own average, see `ExponentialMovingAverage`; ``False`` by
-            default.
-        update_every: Stride of the callback's own average, see `ExponentialMovingAverage`; 1 by
-            default.
+        warmup: Warm up the decay of the callback's own average, see `ExponentialMovingAverage`;
+            ``False`` by default.
+        update_every: Update the callback's own average at every `update_every`-th step, see
+            `ExponentialMovingAverage`; 1 by default.
         evaluate: Evaluate with averaged weights.
         export: Write ``checkpoint-*/ema``.
-        load_best: End with the averaged weights of the best checkpoint. By default on if
-            `evaluate` and `export` are on.
+        load_best: With ``args.load_best_model_at_end``, end with the averaged weights of the best
+            checkpoint. The default is ``True`` if `evaluate` and `export` are both ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a setting is out of range, or `load_best` is on without `evaluate` and
             `export`. At the start of training: if `decay`, `warmup` or `update_every` is given
-            but the Trainer has an average, if the Trainer has two `EMACallback`, or if weights are
-            sharded and the Trainer has no average.
+            but the Trainer has an average, if the Trainer has two `EMACallback` objects, or if
+            weights are sharded and the Trainer has no average.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class EMACallback(MonitorCallback):
     ) -> None:
         settings = {"decay": decay, "warmup": warmup, "update_every": update_every}
         self._settings: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
-        # Checks the settings now, and not when the training begins.
+        # Average a dummy tensor, so that a wrong setting raises here and not when training begins.
         ExponentialMovingAverage([torch.zeros(())], **self._settings)
         check_bool("evaluate", evaluate)
         check_bool("export", export)
@@ -111,7 +114,7 @@ class EMACallback(MonitorCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Take the Trainer's average, or make one."""
+        """Use the Trainer's average if it has one; otherwise make or resume the callback's own."""
         self._evaluated.end()
         self._stop_watching()
         self._is_saved = False
@@ -148,7 +151,7 @@ class EMACallback(MonitorCallback):
         step_report: StepReport | None = None,
         **_: Any,
     ) -> None:
-        """Update the average; put it into the model if an evaluation follows."""
+        """Update the callback's own average; before an evaluation, put averages into the model."""
         del args
         if self.ema is not None and self._is_own:
             self.ema.update(self._applied(step_report))
@@ -196,7 +199,7 @@ class EMACallback(MonitorCallback):
             self._write(self.ema, folder, model, is_writer=args.should_save)
 
     def resume_from(self, folder: Path) -> None:
-        """Take the average from this checkpoint when training begins; called by an `MFTrainer`."""
+        """Set the checkpoint from which the average is resumed; called by an `MFTrainer`."""
         self._resumed_from = folder
 
     def on_save(
@@ -207,7 +210,7 @@ class EMACallback(MonitorCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Write into the checkpoint of a stock Trainer, which does not call `save_into`."""
+        """Write the averages into the checkpoint, if the Trainer has not called `save_into`."""
         del control
         self._evaluated.end()
         is_saved, self._is_saved = self._is_saved, False
@@ -231,7 +234,7 @@ class EMACallback(MonitorCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Load the averaged weights of the best checkpoint, if the Trainer has loaded it."""
+        """If the Trainer has loaded the best checkpoint, load its averaged weights instead."""
         del control
         self._evaluated.end()
         self._stop_watching()
@@ -274,9 +277,10 @@ class EMACallback(MonitorCallback):
             raise ValueError(msg)
 
     def _refuse_another(self, state: TrainerState) -> None:
-        # All callbacks of a training share `state`, and the Trainer saves only its declared fields.
-        # So an extra attribute detects a second EMACallback. While the first one holds averages in
-        # the model for an evaluation, the second one would average them instead of the weights.
+        # Refuse a second EMACallback: while the first one holds averages in the model for an
+        # evaluation, the second one would average those averages. All callbacks of a training
+        # share `state`, so an extra attribute of `state` reveals a second one. The Trainer does
+        # not save the attribute, because it saves only the declared fields.
         if vars(state).setdefault("ema_callback", self) is not self:
             msg = "a Trainer can have only one EMACallback, got two; remove one of them"
             raise ValueError(msg)
@@ -311,9 +315,9 @@ class EvaluatedAverages:
     """Hold averaged weights in a model while a Trainer evaluates it.
 
     With a single data set, the raw weights are restored as soon as it has been evaluated. With
-    several data sets, the Trainer does not say which is the last. The averages then stay in the
-    model until the caller calls `end`, or until the model's ``state_dict`` or ``load_state_dict``
-    is called: hooks on both restore the raw weights first.
+    several data sets, the Trainer does not say which data set is the last. The averages then stay
+    in the model until the caller calls `end`, or until the model's ``state_dict`` or
+    ``load_state_dict`` is called. Hooks on these two methods restore the raw weights first.
     """
 
     def __init__(self) -> None:
@@ -332,7 +336,7 @@ class EvaluatedAverages:
             ema: Average of the weights of `model`.
             model: Model that is evaluated.
             step: Number of updates so far.
-            control: Control of the Trainer. Its ``should_evaluate`` turns false when the first data
+            control: Control of the Trainer. Its ``should_evaluate`` is true until the first data
                 set has been evaluated.
         """
         self.end()
@@ -345,8 +349,8 @@ class EvaluatedAverages:
 
     def put_back(self) -> None:
         """Restore the raw weights if averages are held; the hooks stay until `end`."""
-        # The hooks call this while torch iterates over the model's hooks. Removing a hook here
-        # would change that dict and could end the iteration with a RuntimeError.
+        # Do not remove the hooks here: they call this method while torch iterates over the dict of
+        # the model's hooks, and a change of that dict could raise a RuntimeError.
         self._are_held = False
         self._swap.close()
 
@@ -357,17 +361,17 @@ class EvaluatedAverages:
         self._step = None
 
     def evaluated(self, metrics: Mapping[str, Any] | None, step: int) -> bool:
-        """Handle the end of a data set's evaluation; restore the raw weights after a single one.
+        """Note that a data set was evaluated; restore the raw weights if it is the only data set.
 
         Args:
-            metrics: Metrics of the data set. ``eval_runtime`` means that it is the only data set;
-                one of several data sets has ``eval_<data set>_runtime``.
+            metrics: Metrics of the data set. If they contain ``eval_runtime``, this is the only
+                data set. With several data sets, the name is ``eval_<data set>_runtime``.
             step: Number of updates so far.
 
         Returns:
-            False if averages were put into the model for this evaluation, but the raw weights were
-            restored before this data set was evaluated. Otherwise True, also if the evaluation was
-            meant to use raw weights.
+            False if the data set was evaluated with raw weights by mistake: averages were put into
+            the model for this evaluation, but something restored the raw weights too early.
+            Otherwise True, also if the evaluation was meant to use raw weights.
         """
         saw_averages = self._are_held or self._step != step
         times = [name for name in metrics or () if name.endswith("_runtime")]
@@ -376,7 +380,8 @@ class EvaluatedAverages:
         return saw_averages
 
     def _before_saving(self, *_: Any) -> None:
-        # While the evaluation is still due, the caller is the evaluation itself: it gets averages.
+        # While `should_evaluate` is true, a call of `state_dict` comes from the evaluation itself
+        # and must get the averages. A later call saves the model and must get the raw weights.
         if self._control is None or not self._control.should_evaluate:
             self.put_back()
 
@@ -388,14 +393,14 @@ class EvaluatedAverages:
 class AppliedUpdates:
     """Tell whether the last update was applied, in a loop without a step report.
 
-    In fp16 a gradient scaler skips updates: it does not call the optimizer, or, if the optimizer is
-    fused, calls it with the flag ``found_inf`` on the device. A hook on the optimizer notes the
-    call and copies the flag, without host-device synchronization. (The alternatives are worse:
-    ``GradScaler.get_scale`` synchronizes at every step, and accelerate's ``step_was_skipped`` is
-    always false for a fused optimizer.)
+    In fp16 a gradient scaler skips an update in one of two ways. Usually it does not call the
+    optimizer. It does call a fused optimizer, but with the flag ``found_inf`` on the device. A hook
+    on the optimizer records the call and copies the flag, without host-device synchronization. (The
+    alternatives are worse: ``GradScaler.get_scale`` synchronizes at every step, and accelerate's
+    ``step_was_skipped`` is always false for a fused optimizer.)
 
-    An optimizer that is not a ``torch.optim.Optimizer`` (DeepSpeed) is asked for
-    ``step_was_skipped``.
+    If the optimizer is not a ``torch.optim.Optimizer`` (DeepSpeed), its attribute
+    ``step_was_skipped`` is read instead.
 
     Args:
         optimizer: Optimizer as the Trainer passes it to callbacks, with or without accelerate's
@@ -409,14 +414,14 @@ class AppliedUpdates:
         inner = unwrapped_optimizer(optimizer)
         self._handle: Any = None
         if isinstance(inner, torch.optim.Optimizer):
-            # A hook before the update: the scaler removes `found_inf` after it.
+            # The hook must run before the update: after it, the scaler removes `found_inf`.
             self._handle = inner.register_step_pre_hook(self._note)
 
     def last(self) -> Tensor | None:
-        """Return whether the update since the last call was applied, without synchronization.
+        """Return whether an update was applied since the last call, without synchronization.
 
         Returns:
-            Shape ``()``, bool. ``None`` means that the update was certainly applied.
+            Shape ``()``, bool. ``None`` also means that the update was applied.
         """
         if self._handle is None:
             was_skipped = bool(getattr(self._optimizer, "step_was_skipped", False))

@@ -1,4 +1,4 @@
-"""The files of an average in a checkpoint folder: its state, and the averaged model."""
+"""Write and read an average's files in a checkpoint folder: its state and the averaged model."""
 
 import json
 import warnings
@@ -33,9 +33,9 @@ _PART_OF_WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 def saved_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
     """Return the checkpoint that a Trainer has just saved; ``None`` if it is not found.
 
-    In a hyperparameter search the Trainer saves into a folder of the trial and does not pass its
-    name to callbacks. The result is then the newest checkpoint in the folder of any trial whose
-    step and log history are those of `state`.
+    In a hyperparameter search the Trainer saves into the folder of a trial, and callbacks do not
+    get the name of that folder. So this searches the folders of all trials, and returns the newest
+    checkpoint that has the step and the log history of `state`.
     """
     if state.is_hyper_param_search:
         return next(_trial_checkpoints(args, state), None)
@@ -46,9 +46,9 @@ def saved_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | Non
 def resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
     """Return the checkpoint that a Trainer resumes from; ``None`` if it is not found.
 
-    The Trainer does not pass it to callbacks, so this looks at ``args.resume_from_checkpoint``, the
-    run folder and the folders of trials. A checkpoint of the same step whose log differs belongs to
-    another run and is ignored.
+    The Trainer does not pass the checkpoint to callbacks, so this searches
+    ``args.resume_from_checkpoint``, the run folder and the folders of trials. A checkpoint of the
+    same step with another log history belongs to another run and is ignored.
     """
     given = [Path(args.resume_from_checkpoint)] if args.resume_from_checkpoint else []
     candidates = [*given, Path(args.output_dir or ".") / _name(state)]
@@ -71,7 +71,7 @@ def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
     """Load the state of an average from a checkpoint folder.
 
     Returns:
-        False if the checkpoint has no state of an average.
+        False if the checkpoint does not contain the state of an average.
 
     Raises:
         KeyError: If a name is missing or unknown. `ema` is unchanged.
@@ -83,7 +83,10 @@ def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
     try:
         flat = load_file(path)
     except SafetensorError as error:
-        msg = f"cannot load the average: {path} is damaged ({error}); delete it to resume without"
+        msg = (
+            f"cannot load the average: {path} is damaged ({error}); delete this file to resume "
+            "without the average"
+        )
         raise ValueError(msg) from error
     state: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _PARTS}
     for full_name, tensor in flat.items():
@@ -101,7 +104,7 @@ def is_sharded(model: nn.Module) -> bool:
 def export_averages(
     ema: ExponentialMovingAverage, model: nn.Module, folder: Path, *, is_writer: bool
 ) -> None:
-    """Write the model with averaged weights to ``folder/ema``, in place of an older export.
+    """Write the model with averaged weights to ``folder/ema``, replacing an older export.
 
     Args:
         ema: Average of the weights of `model`.
@@ -119,8 +122,8 @@ def export_averages(
 def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> None:
     saves_itself: Any = model
     if isinstance(model, PreTrainedModel):
-        # By default a model that was converted from another format is saved in that format, under
-        # names that `load_exported` could not load into it.
+        # transformers converts some checkpoints when it loads them. By default it saves such a
+        # model in the original format, with parameter names that `load_exported` could not load.
         saves_itself.save_pretrained(folder, state_dict=gathered, save_original_format=False)
     elif hasattr(model, "save_pretrained"):
         saves_itself.save_pretrained(folder, state_dict=gathered)
@@ -133,7 +136,7 @@ def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> No
 
 
 def load_exported(model: nn.Module, checkpoint: Path) -> None:
-    """Load the exported averaged weights of a checkpoint; warn if it has none."""
+    """Load a checkpoint's exported averages into a model; warn if there are no averages."""
     complete_move(checkpoint)
     folder = checkpoint / _EXPORT
     # A large model is split into several files.
@@ -159,10 +162,7 @@ def _name(state: TrainerState) -> str:
 
 
 def _trial_checkpoints(args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
-    """Yield checkpoints in the folders of trials, newest first.
-
-    Only checkpoints whose step and log history are those of `state` are included.
-    """
+    """Yield trials' checkpoints that have the step and log history of `state`, newest first."""
     states = Path(args.output_dir or ".").glob(f"*/{_name(state)}/{_TRAINER_STATE}")
     newest_first = sorted(states, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return (path.parent for path in newest_first if _is_of(path.parent, state))
@@ -174,5 +174,5 @@ def _is_of(folder: Path, state: TrainerState) -> bool:
 
 
 def _progress(state: TrainerState) -> str:
-    # Compared as text, because a NaN in the log equals a NaN only there.
+    # Compare as text: a NaN in the log history does not equal another NaN as a number.
     return json.dumps([state.global_step, state.log_history], sort_keys=True)
