@@ -18,21 +18,22 @@ from mfwrap.records.json_lines import JsonLines, rank_file
 class LocalNormMonitor(TrainerCallback):
     """Gather the local norms of all ranks on the main process and write them there.
 
-    Every `step_interval` steps each rank sends its ``(G,)`` norms to the main process, one message
-    of ``4 G`` bytes. The main process writes them one step later, without host-device
-    synchronization in the step:
+    Every `step_interval` steps each rank sends the norms of its ``G`` groups of gradients to the
+    main process, in one message of ``4 G`` bytes. The main process writes them one step later,
+    without host-device synchronization in the step:
 
-    - ``local_norms.jsonl`` in the run folder, and ``local_norms_rank<rank>.jsonl`` for the other
-      ranks: records ``{"step": ..., "local_norm/<group>": ...}``. The run page draws them as a map
-      of layers and ranks.
+    - ``local_norms.jsonl`` in the run folder for rank 0, and ``local_norms_rank<rank>.jsonl`` for
+      each other rank: records ``{"step": ..., "local_norm/<group>": ...}``. The run page draws them
+      as a map of layers and ranks.
     - with `tensorboard_dir`, curves ``local_norm/<group>`` in a folder ``rank_<rank>`` for each
       rank.
 
-    All ranks must have the callback, and the step must compute local norms
-    (``StepConfig(local_norm=True)``). Otherwise one warning says so and nothing is sent.
+    All ranks must have the callback. The step must compute local norms
+    (``StepConfig(local_norm=True)``); if it does not, nothing is sent, and a warning is logged
+    once.
 
-    `TrainingStateMonitor` writes the same norms without a message: each rank writes its own file,
-    possibly on a disk that other machines cannot read.
+    `TrainingStateMonitor` writes the same norms without messages: each rank writes its own file.
+    On several machines, these files may be on disks that only their own machine can read.
 
     Args:
         step_interval: Steps from one message to the next.
@@ -71,7 +72,7 @@ class LocalNormMonitor(TrainerCallback):
         step_report: StepReport | None = None,
         **__: Any,
     ) -> None:
-        """Write the norms gathered before; gather the norms of this step."""
+        """Write the norms of an earlier step; start to gather the norms of this step."""
         self._reads.flush()
         if state.global_step % self._step_interval:
             return

@@ -19,7 +19,7 @@ from mfwrap.tensors.wrappers import trainable
 
 _CHUNK = 2**20
 _MULTIPLIER = 0x1E3779B97F4A7C15
-"""Spreads positions over 64 bits: 2**64 over the golden ratio, made positive."""
+"""Spreads positions over 64 bits: 2**64 divided by the golden ratio, without the sign bit."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,17 +44,18 @@ class ReplicaCheck(TrainerCallback):
     """Check that all ranks of a data-parallel training have bitwise identical weights.
 
     Every `step_interval` steps each rank hashes its trainable weights after the update and again
-    before the next update. That reads the weights twice and sends 8 bytes per weight twice. The
-    hashes are compared on the device and read one step later, without host-device synchronization
-    in the step. A new difference is written to ``anomalies.jsonl`` in the run folder (kind
-    ``"replicas_differ"``) and to the log.
+    before the next update. That reads the weights twice, and sends 8 bytes per weight tensor twice.
+    The hashes are compared on the device and read one step later, without host-device
+    synchronization in the step. A new difference is written to ``anomalies.jsonl`` in the run
+    folder (kind ``"replicas_differ"``) and to the log.
 
-    If the weights of a rank have changed between two updates, the record names that rank.
-    Otherwise it names the ranks that differ from the majority, or both of two ranks. With
-    `step_interval` 1, the second case means that the update itself had different results.
+    If a rank's weights have changed between two updates, the record names that rank. Otherwise it
+    names the ranks that differ from the majority. Without a majority, as with two ranks, it names
+    all ranks. If no weights have changed between updates and `step_interval` is 1, the update
+    itself had different results on the ranks.
 
-    All ranks must have the callback. With one process, or with sharded weights, there is nothing
-    to compare.
+    All ranks must have the callback. Nothing is compared with one process. Sharded weights are
+    left out.
 
     Source: MindFormers, ``StressTestModelMonitor``, which compares losses and norms.
 
@@ -143,7 +144,7 @@ class ReplicaCheck(TrainerCallback):
     def _compare(
         self, step: int, where: str, tensors: Mapping[str, Tensor], before: Tensor | None = None
     ) -> Tensor | None:
-        """Start a comparison; return the hashes of all ranks, or ``None`` without tensors."""
+        """Start a comparison; return all ranks' hashes, or ``None`` with nothing to compare."""
         whole = {name: t for name, t in tensors.items() if not is_distributed(t)}
         if num_ranks() == 1 or not whole:
             return None
@@ -189,7 +190,10 @@ def _differing(found: _Hashes) -> list[str]:
 
 
 def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the ranks whose tensors have changed or differ from the majority. Synchronizes."""
+    """Return the ranks whose weights changed between updates, or else the ranks in a minority.
+
+    Synchronizes with the device.
+    """
     numbers = [found.names.index(name) for name in names]
     columns = found.of_ranks[:, numbers].t().tolist()
     ranks: set[int] = set()
@@ -200,7 +204,7 @@ def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
         return tuple(sorted(ranks))
     for column in columns:
         usual = max(column, key=column.count)
-        # Without a majority no rank can be called right, so all are named.
+        # Without a majority it is unknown which ranks are right, so name all ranks.
         has_majority = 2 * column.count(usual) > len(column)
         ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
     return tuple(sorted(ranks))
@@ -210,10 +214,10 @@ def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
 def bitwise_hashes(tensors: Sequence[Tensor]) -> Tensor:
     """Hash the bits of each tensor, reading each tensor once.
 
-    A hash is the sum modulo ``2**64`` of the bits of all elements, each times an odd number that
-    depends on its position. A change of one element always changes the hash, because an odd number
-    has an inverse modulo ``2**64``. A change of several elements goes unnoticed with a probability
-    of about ``2**-64``.
+    The bits of each element are read as an integer and multiplied by an odd number that depends on
+    the element's position. The hash is the sum of these products modulo ``2**64``. A change of one
+    element always changes the hash, because an odd number has an inverse modulo ``2**64``. A change
+    of several elements goes unnoticed with a probability of about ``2**-64``.
 
     Args:
         tensors: ``N`` >= 1 dense tensors of any dtype, on one device.

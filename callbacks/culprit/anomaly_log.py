@@ -1,4 +1,4 @@
-"""The record of a step that went wrong: one line in ``anomalies.jsonl``, one line in the log."""
+"""Record a step that went wrong: one line in ``anomalies.jsonl``, one line in the log."""
 
 import dataclasses
 import math
@@ -33,17 +33,18 @@ class GroupNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightNorm:
-    """The norm of a weight that is non-finite or has risen."""
+    """Norm of a weight, recorded because it is non-finite or has risen."""
 
     name: str
     norm: float
     norm_before: float
-    """Norm at the last look: start of training, save, evaluation, or end of an epoch."""
+    """Norm when it was last recorded: at the start of training, a save, an evaluation, or the end
+    of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """What is known about a step that went wrong. ``None`` and ``()`` mean unknown."""
+    """Findings about a step that went wrong. ``None`` and ``()`` mean unknown."""
 
     step: int
     kind: str
@@ -59,30 +60,30 @@ class Anomaly:
     """``"input"``, ``"weight"``, ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str | None = None
-    """Name of the first tensor at fault: an input of the network, a weight, or the module whose
-    output, or the gradient of whose output, is non-finite."""
+    """Name of the first culprit: an input of the network, a weight, or a module. A module is the
+    culprit if its output or the gradient of its output is non-finite."""
 
     micro_batch: int | None = None
     """Micro-batch of the fault, counted from 0 on its rank."""
 
     rows: tuple[int, ...] | None = None
-    """Non-finite rows, if the fault is in an input."""
+    """Non-finite rows of the input, if the fault is in an input."""
 
     indices: tuple[int, ...] | None = None
-    """Data set indices of the samples of the micro-batch, if the batch holds them."""
+    """Indices of the micro-batch's samples in the data set, if the batch contains indices."""
 
     is_replay_exact: bool | None = None
-    """Whether the replay had the weights of the step; ``None`` without a replay."""
+    """Whether the replay used the same weights as the step; ``None`` without a replay."""
 
     gradients: tuple[GroupNorm, ...] = ()
-    """The groups of gradients most at fault, the worst one first."""
+    """Norms of the groups of gradients that are most likely at fault, the likeliest first."""
 
     num_groups: int = 0
-    """Number of non-finite groups. In a spike: number of groups that rose by the spike factor. If
-    replicas differ: number of tensors that differ."""
+    """Number of groups whose norm is non-finite. In a spike: number of groups whose norm rose by
+    the spike factor or more. If replicas differ: number of tensors that differ."""
 
     weights: tuple[WeightNorm, ...] = ()
-    """Weights that are non-finite or have risen, the worst one first."""
+    """Weights whose norm is non-finite or has risen, the worst first."""
 
     losses: tuple[float, ...] = ()
     """Loss of each rank."""
@@ -117,7 +118,7 @@ class Anomaly:
         return f"step {self.step}: {_KINDS[self.kind]}{place}{detail}"
 
     def _findings(self) -> list[str]:
-        """Return what was found about the fault."""
+        """Return phrases that describe the fault."""
         findings = []
         if self.kind == "spike" and self.global_norm is not None:
             findings.append(f"global norm is {_compared(self.global_norm, self.usual_global_norm)}")
@@ -134,12 +135,12 @@ class Anomaly:
             findings.append("found by a replay with later weights")
         norm_is_finite = self.global_norm is not None and math.isfinite(self.global_norm)
         if self.kind == "loss_not_finite" and norm_is_finite:
-            # Finite gradients are applied, so the weights that the step started from are gone.
+            # Finite gradients are applied. A replay would need the weights from before the update.
             findings.append("all gradients are finite, a replay is not possible after the update")
         return findings
 
     def _cause(self) -> str:
-        """Name the first tensor at fault."""
+        """Describe the first tensor at fault."""
         if self.kind == "replicas_differ":
             tensor = self.name if self.where == "weight" else f"the gradient of {self.name}"
             if self.num_groups < 2:
@@ -162,7 +163,7 @@ class Anomaly:
 
 
 def _compared(norm: float, usual_norm: float | None) -> str:
-    """Write a norm, with the usual norm if that is known."""
+    """Format a norm, followed by the usual norm if it is known."""
     if usual_norm is None or math.isnan(usual_norm):
         return f"{norm:.4g}"
     return f"{norm:.4g} (usually {usual_norm:.4g})"
@@ -185,7 +186,7 @@ class AnomalyLog:
         self._lines = None if folder is None else JsonLines(rank_file(folder, "anomalies", rank))
 
     def write(self, anomaly: Anomaly) -> None:
-        """Write one record and one line."""
+        """Append an anomaly to the file, and log it in one line."""
         if self._lines is not None:
             self._lines.append(anomaly.as_record())
         file = "" if self._lines is None else f"; see {self._lines.path}"

@@ -1,4 +1,4 @@
-"""What each rank knows about a step that went wrong, and whether its loss scale explains it."""
+"""Evidence of each rank about a bad step, and whether the loss scale explains the step."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
 
 _HEADROOM = 64.0
-"""Largest plausible ratio of an element of a gradient, or of a gradient inside the backward, to
-the usual norm of its group."""
+"""Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also
+covers elements of intermediate gradients in the backward pass."""
 
 _SPREAD = 1e4
 """Largest plausible ratio of the norms of two groups in one step."""
@@ -27,14 +27,14 @@ class RankEvidence:
     """Local norm of each group."""
 
     usual_norms: tuple[float, ...]
-    """Running mean of each group before the step; NaN before its first applied update."""
+    """Running mean of each group's norm before the step; NaN for a group without a norm so far."""
 
     weights: tuple[WeightNorm, ...]
-    """Weights that are non-finite or have risen, the worst one first."""
+    """Weights whose norm is non-finite or has risen, the worst first."""
 
     @property
     def bad_groups(self) -> list[int]:
-        """Numbers of the groups whose norm is non-finite."""
+        """Indices of the groups whose norm is non-finite."""
         return [number for number, norm in enumerate(self.norms) if not math.isfinite(norm)]
 
     def group(self, number: int) -> GroupNorm:
@@ -47,13 +47,13 @@ class RankEvidence:
         )
 
     def rise(self, number: int) -> float:
-        """Return the norm of a group over its usual norm; 0 if the usual norm is unknown."""
+        """Return the ratio of a group's norm to its usual norm; 0 if the usual norm is unknown."""
         usual = self.usual_norms[number]
         return self.norms[number] / usual if usual > 0 else 0.0
 
     @property
     def has_fault(self) -> bool:
-        """Whether this rank may be at fault: it has a non-finite value, or no local norms."""
+        """Whether this rank may be at fault: a loss or norm is non-finite, or norms are unknown."""
         return not math.isfinite(self.loss) or bool(self.bad_groups) or not self.norms
 
 
@@ -65,14 +65,15 @@ def is_explained_by_scale(
 ) -> bool:
     """Tell whether gradients are non-finite only because the loss scale is too high.
 
-    That is the case if losses and weights are in order, and a gradient of plausible size times the
-    scale reaches the limit of its type.
+    This is true if the losses of all ranks are finite, no weight has risen or become non-finite,
+    and the largest plausible gradient times the loss scale reaches `limit`.
 
     Args:
         evidence: Evidence of all ranks.
         loss_scale: Loss scale of the step; ``None`` counts as 1.
-        usual_global_norm: ``None`` before the first applied update.
-        limit: Largest finite gradient.
+        usual_global_norm: Running mean of the global norm; ``None`` before the first applied
+            update.
+        limit: Largest finite number that a gradient can hold.
     """
     if loss_scale is None or loss_scale <= 1:
         return False
@@ -91,7 +92,7 @@ def is_explained_by_scale(
 def _largest_plausible(
     evidence: RankEvidence, number: int, usual_global_norm: float | None
 ) -> float:
-    """Return how large a gradient of a group may be in an ordinary step."""
+    """Return the largest plausible gradient of a group in an ordinary step."""
     usual = evidence.usual_norms[number]
     if not math.isnan(usual):
         return _with_headroom(usual)

@@ -30,21 +30,23 @@ class StepEvidence(NamedTuple):
     """Local norms, shape ``(G,)``, float32; ``None`` if the step has none."""
 
     usual_norm: Tensor | None
-    """Running means before the step, shape ``(G,)``, float32; NaN where nothing is known yet."""
+    """Running mean of each group's norm before the step, shape ``(G,)``, float32; NaN for a group
+    without a norm so far."""
 
 
 @final
 class CulpritFinder:
-    """Judge each step, and find out where a bad step went wrong.
+    """Decide for each step whether it is good or bad, and find where a bad step went wrong.
 
-    A good step costs a few operations on ``(G,)`` tensors. After a bad step, local norms and
-    weights are read, and the step is replayed if there is a recorder. Overflow and global norm are
-    the same on all ranks, so for an overflow or a spike all ranks exchange what they found.
+    A good step costs a few operations on tensors with one element per group of gradients. After a
+    bad step, the finder reads local norms and weights, and replays the step if it has a recorder.
+    Overflow and global norm are the same on all ranks. So all ranks detect an overflow or a spike
+    together, and then exchange their evidence.
 
     Args:
         network: Network whose weights are watched; ``None`` if the loop does not pass it.
-        spike_factor: See `GlobalNormHistory`.
-        limit: Largest finite gradient.
+        spike_factor: Smallest ratio of a spike to the usual global norm, see `GlobalNormHistory`.
+        limit: Largest finite number that a gradient can hold.
         recorder: Records the inputs of steps for a replay; ``None`` turns the replay off.
     """
 
@@ -59,7 +61,7 @@ class CulpritFinder:
         self.weights = None if network is None else WeightWatch(network)
         self.recorder = recorder
         self.num_scale_overflows = 0
-        """Overflows so far that only mean that the loss scale was too high."""
+        """Number of overflows so far that happened only because the loss scale was too high."""
         self._network = network
         self._spike_factor = spike_factor
         self._limit = limit
@@ -69,13 +71,13 @@ class CulpritFinder:
         self._last_overflow: int | None = None
 
     def end_step(self, output: Any, names: Sequence[str], applied: Tensor | None) -> StepEvidence:
-        """Add a step's norms to the usual norms and return what `judge` needs.
+        """Update the usual norms with a step's local norms, and return the evidence for `judge`.
 
         No host-device synchronization.
 
         Args:
             output: Output of the step: a named tuple or a loss.
-            names: Names of the groups of its local norms.
+            names: Names of the groups of gradients, one per local norm.
             applied: Whether the update was applied, shape ``()``, bool; ``None`` if unknown.
         """
         norms = getattr(output, "local_norm", None)
@@ -94,13 +96,14 @@ class CulpritFinder:
     def judge(
         self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
     ) -> Anomaly | None:
-        """Return what went wrong in a step, or ``None`` if it was good.
+        """Return the anomaly of a step, or ``None`` if the step was good.
 
-        Call it once for each step, in their order. Synchronizes with the device after a bad step.
+        Call this once for each step, in the order of the steps. Synchronizes with the device if
+        the step was bad.
 
         Args:
-            numbers: Numbers of the step.
-            evidence: What `end_step` returned for the step.
+            numbers: Loss, norm and other numbers of the step, on the host.
+            evidence: Evidence that `end_step` returned for the step.
             weights_have_moved: Whether a later update has changed the weights since.
         """
         if numbers.overflow:
@@ -126,7 +129,8 @@ class CulpritFinder:
             return None
         origins: list[Origin | None] = [None] * len(ranks)
         is_exact = None
-        # Only the first of several overflows in a row: a diverged run would replay every step.
+        # Replay only the first of several overflows in a row: a diverged run would otherwise
+        # replay every step.
         if self.recorder is not None and self._last_overflow != numbers.step - 1:
             is_exact = not weights_have_moved
             origins = gather_objects(
@@ -135,7 +139,8 @@ class CulpritFinder:
         self._last_overflow = numbers.step
         found = [rank for rank, origin in enumerate(origins) if origin is not None]
         bad_losses = [each.rank for each in ranks if not math.isfinite(each.loss)]
-        # The most specific evidence decides which ranks are to blame.
+        # Blame the ranks with the most specific evidence: first what a replay found, then a
+        # non-finite loss, then changed weights, then non-finite gradients.
         blamed = (
             found
             or bad_losses
@@ -164,10 +169,11 @@ class CulpritFinder:
         )
 
     def _lone_loss(self, numbers: StepNumbers, evidence: StepEvidence) -> Anomaly:
-        """Return the record of a non-finite loss whose gradients are all finite.
+        """Return the anomaly of a step with a non-finite loss and finite gradients.
 
-        Only this rank knows about its loss, so it must not start a collective. The step is not
-        replayed: its update was applied, so the weights that it started from are gone.
+        The other ranks do not know about this loss, so this method must not start a collective.
+        The step is not replayed: its update was applied, and a replay would need the weights from
+        before the update.
         """
         own = self._own_evidence(numbers, evidence)
         return Anomaly(
@@ -223,7 +229,7 @@ class CulpritFinder:
         try:
             return replay_step(recorder, scale)
         except RuntimeError as error:
-            # Running out of memory here must not end a training that would otherwise continue.
+            # A replay may run out of memory. That must not end the training.
             run_logger(__package__).warning("cannot replay step %d: %s", numbers.step, error)
             return None
 
@@ -236,23 +242,28 @@ class CulpritFinder:
             return self._layer_of(evidence.weights[0].name)
         bad = evidence.bad_groups
         if not bad or (len(bad) == len(evidence.norms) and not loss_is_finite):
-            # A non-finite loss makes all gradients non-finite, wherever the forward went wrong.
+            # A non-finite loss makes all gradients non-finite, wherever the forward went wrong. So
+            # the gradients do not reveal the layer.
             return None
         # Backward computes the gradients in reverse order, and a non-finite gradient spreads to the
-        # gradients computed after it. So the fault began in the bad group with the highest number.
+        # gradients computed after it. So the fault began in the bad group with the highest index.
         return self._layer_of(evidence.names[bad[-1]])
 
     def _layer_of(self, name: str) -> str:
         """Return the layer of a parameter, a module or a group of gradients."""
         if self._network is None:
-            # The loop does not pass its network; by default each group is one parameter.
+            # The loop does not pass its network. Assume that the name is that of a parameter: by
+            # default each group of gradients is one parameter.
             return layer_of(name)
         named = unwrapped_network(self._network).named_parameters(remove_duplicate=False)
         is_parameter = any(name == plain_name(parameter) for parameter, _ in named)
         return layer_of(name) if is_parameter else layer_of_module(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the usual norms and the counter, ready for JSON; synchronizes with the device."""
+        """Return the usual norms and `num_scale_overflows`, ready for JSON.
+
+        Synchronizes with the device.
+        """
         running = self._saved_running if self._running is None else self._running.state_dict()
         return {
             "global_norm": self._history.state_dict(),
@@ -261,7 +272,7 @@ class CulpritFinder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
         self._history.load_state_dict(state["global_norm"])
         self._saved_running = state["local_norms"]
         self._running = None

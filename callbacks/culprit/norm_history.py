@@ -1,4 +1,4 @@
-"""Usual norms of a run, and norms that rise above them: global, of gradient groups, of weights."""
+"""Track the usual norms of gradients and weights in a run, and find norms that have risen."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,9 @@ from mfwrap.tensors.wrappers import trainable
 
 _DECAY = 0.98
 _MOST_RISE = 4.0
-"""A larger norm enters a mean as this many times the usual norm, so that one spike does not become
-usual. A weight whose norm rises by more is reported."""
+"""Limit for the rise of a norm, as a factor. In a mean, a norm counts as at most this multiple of
+the usual norm, so that one spike does not change the mean much. A weight is reported if its norm
+has risen by more."""
 
 _FEWEST_STEPS = 20
 _DEVIATIONS = 6.0
@@ -25,12 +26,12 @@ _DEVIATIONS = 6.0
 class GlobalNormHistory:
     """Track the usual global norm and detect spikes.
 
-    A spike is a norm above `factor` times the usual norm and more than six standard deviations
-    above it. Both are measured on logarithms, because norms fall and scatter by factors. The first
-    twenty steps have no spikes.
+    A norm is a spike if it is above `factor` times the usual norm and also more than six standard
+    deviations above the usual norm. The usual norm and the deviation are computed from logarithms,
+    because norms vary by factors. Spikes are detected only after the first twenty norms.
 
     Args:
-        factor: Ratio to the usual norm, > 1.
+        factor: Smallest ratio of a spike to the usual norm, > 1.
     """
 
     def __init__(self, factor: float) -> None:
@@ -41,7 +42,7 @@ class GlobalNormHistory:
 
     @property
     def usual(self) -> float | None:
-        """The usual norm, a geometric mean; ``None`` before the first norm."""
+        """The usual norm: a running geometric mean, ``None`` before the first norm."""
         return math.exp(self._mean) if self._num_steps else None
 
     def is_spike(self, norm: float) -> bool:
@@ -52,7 +53,7 @@ class GlobalNormHistory:
         return rise > max(self._log_factor, _DEVIATIONS * math.sqrt(self._variance))
 
     def add(self, norm: float) -> None:
-        """Add the norm of an update to the usual norm; a zero or non-finite norm is ignored."""
+        """Include the norm of an update in the usual norm; ignore a zero or non-finite norm."""
         if not math.isfinite(norm) or norm <= 0:
             return
         value = math.log(norm)
@@ -74,7 +75,7 @@ class GlobalNormHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
         self._num_steps = int(state["num_steps"])
         self._mean = float(state["mean_log"])
         self._variance = float(state["variance_log"])
@@ -82,7 +83,7 @@ class GlobalNormHistory:
 
 @final
 class RunningNorms:
-    """Keep exponential means of local norms on the device, over applied updates.
+    """Keep exponential means of the local norms of applied updates, on the device.
 
     A step costs a handful of operations on ``(G,)`` tensors and no host-device synchronization.
 
@@ -93,18 +94,17 @@ class RunningNorms:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
-        # Replaced, never changed in place: `usual` of an earlier step is read later.
         self._mean = torch.zeros(len(self.names), device=device)
         self._weight = torch.zeros(len(self.names), device=device)
 
     @property
     def usual(self) -> Tensor:
-        """Usual norm of each group, shape ``(G,)``, float32; NaN before its first norm."""
+        """Usual norm of each group, shape ``(G,)``, float32; NaN for a group without a norm."""
         return self._mean / self._weight
 
     @torch.no_grad()
     def add(self, norms: Tensor, applied: Tensor) -> None:
-        """Add the norms of a step to the means; zero and non-finite norms are ignored.
+        """Include the norms of a step in the means; ignore zero and non-finite norms.
 
         Args:
             norms: Local norms, shape ``(G,)``, float32.
@@ -113,8 +113,8 @@ class RunningNorms:
         counts = norms.isfinite() & applied
         known = self._weight > 0
         highest = torch.where(known, _MOST_RISE * self.usual, float("inf"))
-        # A norm of zero sets no limit for later norms: a layer may begin at zero, and an expert
-        # may have received no token.
+        # Ignore norms of zero, because they would limit all later norms to zero. They do occur: a
+        # layer may begin at zero, and an expert may have received no token.
         counts = counts & (norms > 0)
         highest = torch.where(highest > 0, highest, float("inf"))
         limited = torch.minimum(norms, highest)
@@ -130,7 +130,7 @@ class RunningNorms:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; groups of other names start empty."""
+        """Continue from a saved state; a group whose name is not in the state starts empty."""
         saved = dict(
             zip(state["names"], zip(state["means"], state["weights"], strict=True), strict=True)
         )
@@ -142,10 +142,11 @@ class RunningNorms:
 
 @final
 class WeightWatch:
-    """Remember the norms of a network's trainable weights and find weights that have risen.
+    """Record the norms of a network's trainable weights, and find weights whose norm has risen.
 
     Args:
-        network: Network to watch; its norms are taken at once. Sharded weights are not watched.
+        network: Network to watch; the first norms are recorded immediately. A network with sharded
+            weights is not watched.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -154,21 +155,22 @@ class WeightWatch:
         self.look()
 
     def look(self) -> None:
-        """Take the norms of all weights, reading each once. No host-device synchronization."""
+        """Record the norms of all weights, without host-device synchronization."""
         weights = trainable(self._network)
         self._before = {}
-        # The norm of a sharded weight is a collective, and not every rank may call this.
+        # The norm of a sharded weight needs a collective, and perhaps not every rank calls this.
         if weights and not any(map(is_distributed, weights.values())):
             norms = tensor_norms(list(weights.values())).unbind()
             sizes = [weight.numel() for weight in weights.values()]
             self._before = dict(zip(weights, zip(norms, sizes, strict=True), strict=True))
 
     def changed(self) -> list[WeightNorm]:
-        """Return weights that are non-finite or whose norm has risen fourfold, worst first.
+        """Return weights whose norm is non-finite or has risen more than fourfold, worst first.
 
-        A small weight, such as a bias that began at zero, is measured against the root mean square
-        of all weights. If more than half of the weights have changed, as after a non-finite update,
-        the list is empty. Reads the weights and synchronizes with the device.
+        The norm of a small weight, such as a bias that began at zero, is compared with the root
+        mean square of all weights instead of the weight's earlier norm. The list is empty if more
+        than half of the weights have risen, as after a non-finite update. Reads the weights and
+        synchronizes with the device.
         """
         weights = trainable(self._network)
         known = {name: self._before[name] for name in weights if name in self._before}

@@ -27,10 +27,10 @@ class Origin(NamedTuple):
 
     micro_batch: int
     rows: tuple[int, ...] = ()
-    """Non-finite rows of an input."""
+    """Rows of an input that are non-finite."""
 
     indices: tuple[int, ...] = ()
-    """Data set indices of the samples of the micro-batch, if the batch holds them."""
+    """Indices of the micro-batch's samples in the data set, if the batch contains indices."""
 
 
 class RandomState(NamedTuple):
@@ -54,7 +54,7 @@ class RandomState(NamedTuple):
 
 
 class NetworkInputs(NamedTuple):
-    """One call of the network in training. Holds references to the tensors, not copies."""
+    """Inputs of one call of the network in training: references to the tensors, not copies."""
 
     positional: tuple[Any, ...]
     keywords: Mapping[str, Any]
@@ -67,7 +67,7 @@ class NetworkInputs(NamedTuple):
 
 @final
 class StepRecorder:
-    """Keep the inputs of each call of a network in the current step and in the step before.
+    """Keep the inputs of each call of a network, for the current step and the previous step.
 
     Args:
         network: The network without wrappers; see `inner_network`.
@@ -84,7 +84,7 @@ class StepRecorder:
         self._handle = network.register_forward_pre_hook(self._record, with_kwargs=True)
 
     def end_step(self) -> None:
-        """Complete the current step and release the inputs of the step before."""
+        """Make the current step the last completed step; release the inputs of earlier steps."""
         self.last_step, self._this_step = self._this_step, []
 
     def close(self) -> None:
@@ -122,16 +122,17 @@ def inner_network(model: nn.Module) -> nn.Module | None:
 def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
     """Run the forward and backward of the last step again and find the first non-finite value.
 
-    The replay draws the same random numbers as the step. It restores generators and buffers and
-    leaves gradients alone. Only a loss that the network itself returns is replayed backward; if
-    the loop computes the loss, only the forward is checked. Synchronizes with the device.
+    The replay draws the same random numbers as the step. Afterwards, random number generators and
+    buffers have the same state as before; gradients do not change. The backward is replayed only
+    if the network itself returns the loss. If the loop computes the loss, only the forward is
+    checked. Synchronizes with the device.
 
     Args:
         recorder: Recorder that holds the inputs.
-        loss_scale: Factor for the loss.
+        loss_scale: Factor by which the loss is multiplied before the backward.
 
     Returns:
-        ``None`` if everything is finite this time.
+        Place of the first non-finite value; ``None`` if all values of the replay are finite.
     """
     network = recorder.network
     now = RandomState.now(recorder.device)
@@ -155,7 +156,7 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
 def _replay_micro_batch(
     network: nn.Module, inputs: NetworkInputs, loss_scale: float
 ) -> Origin | None:
-    """Check inputs, then the forward, then the backward; the micro-batch number is set later."""
+    """Check a micro-batch's inputs, forward and backward; the caller sets ``micro_batch``."""
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
@@ -174,7 +175,7 @@ def _replay_micro_batch(
         if watch.origin is not None:
             return watch.origin
     # The gradients of all module outputs are finite, so the fault is in the gradient of a weight.
-    # Backward reaches weights in the reverse of their order in the network.
+    # Search from the last weight to the first, because backward reaches them in this order.
     for name, gradient in reversed(list(zip(weights, gradients, strict=True))):
         if gradient is not None and not gradient.isfinite().all():
             return Origin("gradient", name, 0)
@@ -183,7 +184,7 @@ def _replay_micro_batch(
 
 @final
 class _Watch:
-    """Note the first module whose output, or the gradient of whose output, is non-finite."""
+    """Find the first module with a non-finite output, or a non-finite gradient of its output."""
 
     def __init__(self, network: nn.Module) -> None:
         self.origin: Origin | None = None
@@ -192,8 +193,8 @@ class _Watch:
 
     def __enter__(self) -> "_Watch":
         for name, module in self._network.named_modules():
-            # Hooks run in the order of their registration. This hook is the last, so it sees the
-            # output after all other hooks have changed it: one of them may be at fault.
+            # Hooks run in the order of their registration. This hook is registered last, so it
+            # sees the output after any change by the other hooks: one of them may be at fault.
             handle = module.register_forward_hook(self._watch_output(name))
             self._handles.callback(handle.remove)
         return self
@@ -218,7 +219,7 @@ class _Watch:
 
 
 def _origin_in(module: nn.Module, name: str) -> Origin:
-    """Blame a weight of the module if one is non-finite, else the module's output."""
+    """Return a non-finite weight of the module as the origin; without one, the module's output."""
     for weight_name, weight in module.named_parameters(recurse=False):
         if not weight.isfinite().all():
             return Origin("weight", f"{name}.{weight_name}" if name else weight_name, 0)
@@ -229,7 +230,7 @@ def _is_bad(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return False
     detached = tensor.detach()
-    # A tensor without a gradient may be an attention mask, in which -inf is legitimate.
+    # A tensor that needs no gradient may be an attention mask, in which -inf is legitimate.
     bad = ~detached.isfinite() if tensor.requires_grad else _nan_or_inf(detached)
     return bool(bad.any())
 
@@ -240,7 +241,7 @@ def _nan_or_inf(tensor: Tensor) -> Tensor:
 
 
 def _by_name(network: nn.Module, inputs: NetworkInputs) -> dict[str, Any]:
-    """Return the arguments of a call by their names in the signature of the network's forward."""
+    """Return the arguments of a call, keyed by their names in the signature of `forward`."""
     names = list(inspect.signature(network.forward).parameters)
     names += [str(number) for number in range(len(names), len(inputs.positional))]
     positional = zip(names, inputs.positional, strict=False)
@@ -267,7 +268,7 @@ def _indices(network: nn.Module, inputs: NetworkInputs) -> tuple[int, ...]:
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested sequences and mappings, with their dotted keys."""
+    """Yield each tensor in nested sequences and mappings, with its dotted key."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
