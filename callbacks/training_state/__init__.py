@@ -1,4 +1,4 @@
-"""The training state monitor: metrics of each step, and a judgment on it."""
+"""The training state monitor: report metrics of each step, and find the cause of a bad step."""
 
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings

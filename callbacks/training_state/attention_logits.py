@@ -1,4 +1,4 @@
-"""The largest attention logits in the forward passes of a step, by module and head."""
+"""Find the largest attention logits in the forward passes of a step, by module and head."""
 
 import contextlib
 import math
@@ -72,19 +72,20 @@ def _heads_last(tensor: Tensor) -> tuple[int, ...]:
 class AttentionLogits:
     """Find the largest attention logits in the forward passes of a network.
 
-    Two kinds of attention are seen, in training mode only:
+    Two kinds of attention are recognized, in training mode only:
 
     - ``torch.nn.functional.scaled_dot_product_attention``, whose logits are computed a second time;
     - a softmax over the last of four dimensions, whose inputs are taken as the logits. GPT-OSS
-      subtracts the largest logit before its softmax, so it shows zeros.
+      subtracts the largest logit before its softmax, so its largest logits are reported as 0.
 
-    Other attention kernels are not seen. Forward passes that are repeated in the backward pass
-    (gradient checkpointing) are not looked at a second time.
+    Other attention kernels are not recognized. If gradient checkpointing repeats a forward pass in
+    the backward pass, the repetition is ignored.
 
     Source: MindFormers, ``max_attention_logit_format``.
 
     Args:
-        network: Network to watch, not compiled. It has hooks between `begin` and `end` only.
+        network: Network to watch, which must not be compiled. It has hooks only between `begin` and
+            `end`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -95,7 +96,7 @@ class AttentionLogits:
         self._mode: contextlib.ExitStack | None = None
 
     def begin(self) -> None:
-        """Begin to watch, and forget what was seen before."""
+        """Start watching, and discard earlier results."""
         self.close()
         for name, module in self._network.named_modules():
             for hook in (
@@ -105,18 +106,18 @@ class AttentionLogits:
                 self._hooks.callback(hook.remove)
 
     def end(self) -> dict[str, Tensor]:
-        """Stop watching.
+        """Stop watching, and return the largest logits since `begin`.
 
         Returns:
-            Largest logits by the name of the module that computes the attention: shape ``(H,)``,
-            float32.
+            Tensors of shape ``(H,)``, float32, keyed by the name of the module that computes the
+            attention.
         """
         self._hooks.close()
         largest, self._largest = self._largest, {}
         return largest
 
     def close(self) -> None:
-        """Stop watching, and forget what was seen."""
+        """Stop watching, and discard the results."""
         self.end()
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
@@ -134,7 +135,7 @@ class AttentionLogits:
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             if self._mode is None:
                 return
-            # A module inside that raised an error has left its name on the path.
+            # Also remove names of inner modules: a module that raised an error has left its name.
             while self._path and self._path.pop() != name:
                 pass
             if module is self._network:

@@ -17,7 +17,7 @@ def check_finite(numbers: StepNumbers) -> None:
     Source: MindFormers, ``check_for_nan_in_loss_and_grad``.
 
     Args:
-        numbers: Numbers of a step. Leave out steps whose overflow the loss scale explains.
+        numbers: Numbers of a step. Do not check a step whose overflow the loss scale explains.
 
     Raises:
         ValueError: If loss or norm is nan or infinite, or the gradients overflowed.
@@ -37,10 +37,10 @@ def check_finite(numbers: StepNumbers) -> None:
 
 @final
 class SpikeGuard:
-    """Stop a training at a spike of the global norm, unless it is a repetition.
+    """Stop a training at the first spike of the global norm at a step.
 
-    All spikes are written to ``abnormal_global_norm.json``. A resumed run continues if it has a
-    spike again at a step that is in this file.
+    Each spike is written to ``abnormal_global_norm.json`` with its step. If a resumed run spikes
+    again at a step in this file, training continues.
 
     Source: MindFormers, ``check_for_global_norm``.
 
@@ -59,7 +59,7 @@ class SpikeGuard:
             self._norms = json.loads(self._path.read_text(encoding="utf-8"))
 
     def check(self, step: int, norm: float) -> None:
-        """Raise if the global norm of a step is a spike.
+        """Write a spike of the global norm to the file; raise if it is the first at this step.
 
         Raises:
             RuntimeError: If this is the first spike at this step.
@@ -93,12 +93,13 @@ class SpikeGuard:
 class SpikeCount:
     """Stop a training after too many spikes of the global norm in a row.
 
-    The step has skipped these updates. A norm that is nan counts as a spike.
+    By then the training step itself has skipped the updates of these spikes. A NaN norm counts as a
+    spike.
 
     Source: MindFormers, ``use_skip_data_by_global_norm``.
 
     Args:
-        threshold: Smallest norm that is a spike, as ``StepConfig.global_norm_spike_threshold``.
+        threshold: Smallest norm that is a spike; use ``StepConfig.global_norm_spike_threshold``.
         limit: Number of spikes in a row that stops the training.
     """
 
@@ -127,7 +128,7 @@ class SpikeCount:
         run_logger(__package__).info("%s", text)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count."""
+        """Return the number of spikes in a row."""
         return {"num_in_a_row": self.num_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How the tokens of a step are distributed over the experts of a network."""
+"""Measure how the tokens of a step are distributed over the experts of a network."""
 
 import contextlib
 import inspect
@@ -12,9 +12,9 @@ _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 
 
 def imbalance(shares: Tensor) -> Tensor:
-    """Return the largest share over the mean share.
+    """Return the ratio of the largest share to the mean share.
 
-    1 is a balanced load; ``E`` means that one expert gets all tokens.
+    A ratio of 1 means a balanced load; ``E`` means that one expert gets all tokens.
 
     Args:
         shares: Share of token assignments that each expert got, shape ``(E,)``.
@@ -25,13 +25,13 @@ def imbalance(shares: Tensor) -> Tensor:
 def drop_rate(shares: Tensor, capacity_factor: float) -> Tensor:
     """Return the share of assignments that experts of limited capacity would drop.
 
-    ``sum(relu(share - capacity_factor / E))``.
+    This is ``sum(relu(share - capacity_factor / E))``.
 
     Source: MindFormers, ``MoEDropRateCallback``.
 
     Args:
         shares: Share of token assignments that each expert got, shape ``(E,)``.
-        capacity_factor: Capacity of an expert over its mean share.
+        capacity_factor: Capacity of an expert as a multiple of the mean share ``1 / E``.
     """
     return (shares - capacity_factor / shares.numel()).clamp(min=0).sum()
 
@@ -40,12 +40,12 @@ def drop_rate(shares: Tensor, capacity_factor: float) -> Tensor:
 class ExpertLoad:
     """Count how many tokens each expert of a network gets, in training mode.
 
-    Experts are recognized by an attribute ``num_experts`` and a forward with an argument
-    ``top_k_index``, ``router_indices`` or ``selected_experts`` that holds the numbers of the chosen
-    experts, as in transformers. Padding tokens count, too.
+    A module is recognized as experts if it has an attribute ``num_experts`` and its forward has an
+    argument ``top_k_index``, ``router_indices`` or ``selected_experts`` with the indices of the
+    chosen experts, as in transformers. Padding tokens count, too.
 
     Args:
-        network: Network to watch. It has hooks between `begin` and `end` only.
+        network: Network to watch. It has hooks only between `begin` and `end`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -56,27 +56,27 @@ class ExpertLoad:
         self._hooks = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Begin to count, from zero."""
+        """Start counting from zero."""
         self.close()
         for name, module in self.experts.items():
             hook = module.register_forward_pre_hook(self._count(name), with_kwargs=True)
             self._hooks.callback(hook.remove)
 
     def end(self) -> dict[str, Tensor]:
-        """Stop counting.
+        """Stop counting, and return the shares since `begin`.
 
         Returns:
-            For each module, by its name: the share of token assignments that each expert got, shape
-            ``(E,)``, float32. The shares of a module add up to 1.
+            Share of token assignments that each expert got, shape ``(E,)``, float32, keyed by the
+            name of the module. The shares of a module add up to 1.
         """
         self._hooks.close()
         counts, self._counts = self._counts, {}
         # Gradient checkpointing repeats the forward in the backward pass. All tokens then count
-        # twice, and the shares stay the same.
+        # twice, which does not change the shares.
         return {name: (each / each.sum()).float() for name, each in counts.items()}
 
     def close(self) -> None:
-        """Stop counting, and forget the counts."""
+        """Stop counting, and discard the counts."""
         self.end()
 
     def _count(self, name: str) -> Any:
@@ -90,7 +90,8 @@ class ExpertLoad:
             if chosen.is_floating_point() or chosen.dtype == torch.bool:
                 return
             num_experts = int(module.num_experts)  # type: ignore[arg-type]  # (`_choice_of` has checked that it is an int)
-            # An expert on another rank has the number `num_experts`: count it apart and drop it.
+            # The index `num_experts` stands for any expert on another rank: give these tokens an
+            # extra count, and drop it.
             counts = torch.zeros(num_experts + 1, dtype=torch.float64, device=chosen.device)
             flat = chosen.detach().reshape(-1).long()
             ones = torch.ones((), dtype=torch.float64, device=chosen.device).expand(flat.shape)
@@ -101,7 +102,7 @@ class ExpertLoad:
 
 
 def _choice_of(module: nn.Module) -> tuple[str, int] | None:
-    """Return name and position of the argument with the chosen experts; ``None`` without one."""
+    """Return name and position of the argument with the chosen experts; ``None`` if missing."""
     if not isinstance(getattr(module, "num_experts", None), int):
         return None
     names = list(inspect.signature(module.forward).parameters)

@@ -1,4 +1,4 @@
-"""What the training state monitor watches in the forward passes of a step."""
+"""Watch the forward passes of a step for the training state monitor."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, final
@@ -12,7 +12,7 @@ from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 
 
 class ForwardNumbers(NamedTuple):
-    """What was seen in the forward passes of a step, by the name of the module; on the device."""
+    """Numbers from the forward passes of a step, on the device, keyed by module name."""
 
     max_attention_logits: Mapping[str, Tensor]
     """Shape ``(heads,)``, float32."""
@@ -36,20 +36,20 @@ class ForwardWatches:
         self._has_said = False
 
     def begin(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         for watch in (self._attention, self._experts):
             if watch is not None:
                 watch.begin()
 
     def end(self) -> ForwardNumbers:
-        """Stop watching, and return what was seen since `begin`."""
+        """Stop watching, and return the numbers since `begin`."""
         logits = {} if self._attention is None else self._attention.end()
         shares = {} if self._experts is None else self._experts.end()
         if self._attention is not None and not logits and not self._has_said:
             self._has_said = True
             run_logger(__package__).warning(
                 "TrainingStateMonitor cannot show attention logits: the forward calls neither "
-                "torch's scaled_dot_product_attention nor a softmax over four dimensions"
+                "torch's scaled_dot_product_attention nor a softmax of a four-dimensional tensor"
             )
         return ForwardNumbers(logits, shares)
 
@@ -63,15 +63,15 @@ class ForwardWatches:
 def forward_watches(
     settings: TrainingStateSettings, network: nn.Module | None, *, is_compiled: bool
 ) -> ForwardWatches | None:
-    """Return the watches that the settings ask for; ``None`` if there are none.
+    """Return the watches that the settings request; ``None`` if none is requested or possible.
 
-    Logs a warning if they are asked for but not possible.
+    Logs a warning if a requested watch is not possible.
 
     Args:
         settings: Settings of the monitor.
         network: Network without wrappers; ``None`` if unknown.
-        is_compiled: Whether the network is compiled. It is then not watched, because hooks would
-            change what is compiled.
+        is_compiled: Whether the network is compiled. A compiled network is not watched, because
+            hooks would change the compiled code.
     """
     asks = settings.max_attention_logit_format, settings.expert_load_format
     if not any(asks):

@@ -1,4 +1,4 @@
-"""The metrics that the training state monitor reports for a step, computed on the device."""
+"""Compute a step's metrics for the training state monitor, on the device."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _MOMENTS = {"adam_m_norm": "exp_avg", "adam_v_norm": "exp_avg_sq"}
 
 
 class Metric(NamedTuple):
-    """Name of one number of a step, and where it is written."""
+    """Name of a metric of a step, and the formats in which it is written."""
 
     tag: str
     formats: tuple[str, ...]
@@ -40,7 +40,7 @@ class PackedMetrics(NamedTuple):
 
 @final
 class StateMetrics:
-    """Compute the metrics that the settings ask for, without host-device synchronization.
+    """Compute the metrics that the settings request, without host-device synchronization.
 
     Source: MindFormers, ``TrainingStateMonitor``, with its tags. Norms are those of unscaled
     gradients; MindFormers reports norms of scaled gradients.
@@ -73,11 +73,11 @@ class StateMetrics:
         Args:
             step: Number of the step.
             output: Output of the step, a named tuple or a loss; ``None`` if the loop passes none.
-            norm_names: Names of the groups of its local norms.
+            norm_names: Names of the groups of gradients, one per local norm.
             model: Network whose weights are measured; ``None`` if unknown.
             optimizer: Optimizer whose state is measured, with or without wrappers; ``None`` if
                 unknown.
-            forward: What was seen in the forward passes of the step; ``None`` if not watched.
+            forward: Numbers from the forward passes of the step; ``None`` if they were not watched.
         """
         found = _Numbers()
         if self.is_due(step):
@@ -115,7 +115,7 @@ class StateMetrics:
         if settings.local_norm_format:
             numbers, index = self._selection(names, norms.device)
             tags = [f"local_norm/{names[i]}" for i in numbers]
-            # Both ways copy: the values are read later, and `norms` may change until then.
+            # Copy in both cases: the values are read later, and `norms` may change until then.
             shown = norms.clone() if index is None else norms.index_select(0, index)
             found.add(tags, settings.local_norm_format, shown)
         if settings.device_local_norm_format:
@@ -125,7 +125,10 @@ class StateMetrics:
     def _selection(
         self, names: tuple[str, ...], device: torch.device
     ) -> tuple[list[int], Tensor | None]:
-        """Return the indices of the reported groups, also as a tensor unless all are reported."""
+        """Return the indices of the reported groups, as a list and as a tensor.
+
+        The tensor is ``None`` if all groups are reported.
+        """
         if self._selected is None or self._selected[0] != names:
             numbers = [i for i, name in enumerate(names) if self._is_target(name)]
             whole = len(numbers) == len(names)

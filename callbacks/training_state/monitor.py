@@ -17,7 +17,7 @@ from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import MonitorCallback
 
 _TIMINGS = ("_runtime", "_per_second", "_time", "epoch")
-"""Ends of the names of evaluation metrics that are not results."""
+"""Suffixes of evaluation metrics that are not results."""
 
 
 @final
@@ -27,10 +27,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     The arguments are the fields of `TrainingStateSettings`, by keyword.
 
     ``on_step_end`` takes the output of the step as keyword ``step_output`` and its report as
-    ``step_report``. The monitor never synchronizes with the device: values are copied in the
-    background. They are used just before the next update (``on_pre_optimizer_step``; in a loop that
-    does not send this event, at the end of the next step), or earlier if the loop logs, evaluates,
-    saves or ends.
+    ``step_report``. A good step does not synchronize with the device: its values are copied in the
+    background. The monitor uses them just before the next update, at ``on_pre_optimizer_step``. If
+    the loop does not send this event, the monitor uses them at the end of the next step. It uses
+    them earlier if the loop logs, evaluates, saves or ends.
 
     **Metrics.** Each metric is written in the formats that its setting names:
 
@@ -39,20 +39,20 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     - ``"jsonl"``: ``training_state.jsonl`` in the run folder. Each record also has loss, norm,
       learning rate and loss scale of the step;
     - ``"trackers"``: in `MFTrainer`, the trackers of ``report_to``, whenever it logs; in a loop of
-      your own, ``log_to``.
+      your own, the function ``log_to``.
 
     Curves and records are written on every rank. Ranks other than 0 have their own files.
 
-    **Anomalies.** With ``find_culprit``, a step that overflows, spikes or has a non-finite loss is
-    written to ``anomalies.jsonl`` in the run folder, with layer, rank and norms (`Anomaly` lists
-    the fields), and to the log in one line. A dynamic loss scale overflows on purpose while it
-    searches for its value: such steps are only counted, in `num_scale_overflows`. To name a layer,
-    the monitor needs local norms (``StepConfig(local_norm=True)``). A fault in the forward pass
-    makes all gradients non-finite; then only ``replay`` can tell where it began.
+    **Anomalies.** With ``find_culprit``, a step that overflows, spikes or has a non-finite loss
+    gets a record in ``anomalies.jsonl`` in the run folder, and a line in the log. The record names
+    layer, rank and norms (`Anomaly` lists the fields). A dynamic loss scale overflows on purpose
+    while it searches for its value: such steps are only counted, in `num_scale_overflows`. To name
+    a layer, the monitor needs local norms (``StepConfig(local_norm=True)``). A fault in the forward
+    pass makes all gradients non-finite; then only ``replay`` can tell where the fault began.
 
     **In a loop that passes no output**, such as a stock Trainer, the monitor reports optimizer
-    state, weights and throughput, and judges the loss and the norm that the loop logs. A warning
-    says once what is missing.
+    state, weights and throughput, and checks the loss and the norm that the loop logs. A warning,
+    logged once, names the values that are missing.
 
     With a Trainer, the usual norms and the counts are part of the checkpoint.
 
@@ -74,18 +74,18 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._warnings: set[str] = set()
         self._num_scale_overflows = 0
         self.saved_run: dict[str, Any] | None = None
-        """State that the next run continues from if it begins at the step of this state."""
+        """State that an earlier run saved; ignored by a run that begins at another step."""
 
     @property
     def num_scale_overflows(self) -> int:
-        """Overflows by which the loss scale searched for its value, among the steps read so far."""
+        """Number of steps read so far that overflowed only because the loss scale was too high."""
         finder = None if self._run is None else self._run.finder
         return self._num_scale_overflows if finder is None else finder.num_scale_overflows
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
     ) -> None:
-        """Begin a run: work out its length, and look at the weights."""
+        """Begin a run: determine its length, and record the norms of the weights."""
         self._close()
         self._run = self._begin(args, state, state.global_step, known)
 
@@ -101,7 +101,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._run.clock.restart()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Use the values of the step before while the weights are still those that it left."""
+        """Write and judge the previous step, before this step's update changes the weights."""
         self._flush()
 
     def on_step_end(
@@ -113,7 +113,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         step_report: StepReport | None = None,
         **known: Any,
     ) -> None:
-        """Begin to copy the values of this step.
+        """Write and judge the previous step if it is pending; start copying this step's values.
 
         Raises:
             TypeError: If `step_output` is not the output of a step.
@@ -145,7 +145,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         logs: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Use the pending values; in a loop without outputs, judge the values in the log."""
+        """Write and judge the last step; in a loop without outputs, judge the logged values."""
         del args
         self._flush()
         if self._run is not None:
@@ -157,7 +157,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run.clock.restart()
 
     def values_to_log(self) -> dict[str, float]:
-        """Return the metrics for trackers of the newest reported step, by tag.
+        """Return the newest reported step's metrics for trackers, keyed by tag.
 
         `MFTrainer` adds them to its log. Synchronizes with the device, as logging does anyway.
         """
@@ -172,7 +172,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         metrics: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Use the pending values, look at the weights, and write the results."""
+        """Write and judge the last step, record the weights' norms, and write the results."""
         del args
         if self._run is None:
             return
@@ -186,26 +186,27 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run.writers.write_evaluation(state.global_step, results)
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Use the pending values, and look at the weights."""
+        """Write and judge the last step, and record the norms of the weights."""
         if self._run is not None:
             self._run.pause()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Use the pending values, and look at the weights."""
+        """Write and judge the last step, and record the norms of the weights."""
         if self._run is not None:
             self._run.pause()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Use the pending values, and close all files."""
+        """Write and judge the last step, and close all files."""
         self._flush()
         self._close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a Trainer writes into its checkpoint. Uses the pending values.
+        """Return the state that a Trainer writes into its checkpoint.
+
+        Writes and judges the last step first.
 
         Returns:
-            Settings under ``args``, usual norms and counts under ``attributes``, as JSON can hold
-            them.
+            Settings under ``args``, usual norms and counts under ``attributes``, ready for JSON.
         """
         self._flush()
         saved = self.saved_run if self._run is None else self._run.state_dict()
@@ -257,7 +258,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 def _missing_values(
     settings: TrainingStateSettings, output: Any, known: Mapping[str, Any]
 ) -> list[str]:
-    """Return what cannot be reported in a loop, and why.
+    """Return a text for each kind of value that the loop does not provide, with the reason.
 
     Args:
         settings: Settings of the monitor.

@@ -1,4 +1,4 @@
-"""One run of training as the training state monitor follows it."""
+"""Follow a run for the training state monitor: write the metrics of its steps and judge them."""
 
 import dataclasses
 import functools
@@ -37,11 +37,11 @@ from mfwrap.tensors.wrappers import unwrapped_network
 _NO_EVIDENCE = StepEvidence((), None, None)
 _LARGEST_FLOAT16 = 65504.0
 _LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
-"""Largest norm whose square float32 can hold. A step with a larger one overflows."""
+"""Largest norm whose square float32 can hold. A step with a larger norm overflows."""
 
 
 class _Step(NamedTuple):
-    """What the host knows when a step ends."""
+    """Numbers that the host knows when a step ends, and references to values on the device."""
 
     number: int
     position: RunPosition
@@ -57,17 +57,17 @@ class _Step(NamedTuple):
 
 @final
 class TrainingStateRun:
-    """Write the metrics of each step of a run, and judge each step.
+    """Write the metrics of each step of a run, and judge whether the step is good.
 
     Values are copied to the host without synchronizing with the device. They are used at the next
-    `flush`, or at the end of the next step.
+    `flush`, at the latest at the end of the next step.
 
     Args:
         settings: Settings of the monitor.
-        args: Arguments of the Trainer; ``None`` in another loop.
+        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         state: State of the loop.
         global_step: Steps finished before the first step of this run.
-        model: Network, in its wrappers; ``None`` if unknown.
+        model: Network, with its wrappers; ``None`` if unknown.
         train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
 
     Raises:
@@ -124,7 +124,7 @@ class TrainingStateRun:
         """Watch the forward passes of a step, if its metrics are reported.
 
         Args:
-            global_step: Finished steps, counting this one as finished.
+            global_step: Number of this step: the finished steps plus one.
         """
         self._is_watched = self._watches is not None and self._metrics.is_due(global_step)
         if self._watches is not None and self._is_watched:
@@ -140,7 +140,7 @@ class TrainingStateRun:
         model: nn.Module | None,
         optimizer: Any,
     ) -> None:
-        """Use the values of the previous step, and begin to copy the values of this step.
+        """Write and judge the previous step, and start copying the values of this step.
 
         Args:
             global_step: Finished steps, this one included.
@@ -151,7 +151,8 @@ class TrainingStateRun:
             optimizer: Optimizer whose state is measured, with or without wrappers; ``None`` if
                 unknown.
         """
-        # Pending values belong to the step before. This step's update has changed the weights.
+        # Pending values belong to the previous step. This step's update has changed the weights
+        # since, so the previous step cannot be replayed exactly.
         self.flush(weights_have_moved=True)
         if self.finder is not None and self.finder.recorder is not None:
             self.finder.recorder.end_step()
@@ -192,17 +193,17 @@ class TrainingStateRun:
             weights_have_moved: Whether a later update has changed the weights already.
 
         Raises:
-            RuntimeError: As `SpikeGuard.check`.
-            ValueError: As `check_finite` and `SpikeCount.check`.
+            RuntimeError: If `SpikeGuard.check` raises it.
+            ValueError: If `check_finite` or `SpikeCount.check` raises it.
         """
         if self._reads is not None:
             self._weights_have_moved = weights_have_moved
             self._reads.flush()
 
     def pause(self) -> None:
-        """Use the pending values, look at the weights, and let the clock start again.
+        """Write and judge the last step, record the norms of the weights, and restart the clock.
 
-        Called where training pauses: for an evaluation, a checkpoint, the end of an epoch.
+        Call this where training pauses: for an evaluation, a checkpoint, the end of an epoch.
         """
         self.flush()
         if self.finder is not None and self.finder.weights is not None:
@@ -213,8 +214,8 @@ class TrainingStateRun:
         """Judge a step by its logged loss and norm, in a loop that passes no step output.
 
         Raises:
-            RuntimeError: As `flush`.
-            ValueError: As `flush`.
+            RuntimeError: If `SpikeGuard.check` raises it.
+            ValueError: If `check_finite` or `SpikeCount.check` raises it.
         """
         values = values_of_logs(logs)
         if values is None:
@@ -225,7 +226,7 @@ class TrainingStateRun:
         self._judge(numbers_of(global_step, values), _NO_EVIDENCE)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as JSON can hold it. Call `flush` first."""
+        """Return the state for a resumed run, ready for JSON. Call `flush` first."""
         finder, spike_count = self.finder, self._spike_count
         return {
             "global_step": self.last_step,
@@ -235,10 +236,10 @@ class TrainingStateRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; one of another step than the run begins at is ignored.
+        """Continue from a saved state; ignore it if this run begins at another step.
 
         Args:
-            state: Returned by `state_dict`.
+            state: State that `state_dict` returned.
         """
         if state["global_step"] != self.last_step:
             return
@@ -270,7 +271,7 @@ class TrainingStateRun:
         return self._samples_per_process / seconds / baseline
 
     def _submit(self, step: _Step, shown: Tensor | None) -> None:
-        """Begin to copy the values of a step to the host, all in one tensor."""
+        """Start copying the values of a step to the host, all in one tensor."""
         values = [] if step.packed is None else [step.packed.tensor]
         if shown is not None:
             values.append(shown)
@@ -308,8 +309,8 @@ class TrainingStateRun:
         if self.finder is not None:
             moved = self._weights_have_moved
             anomaly = self.finder.judge(numbers, evidence, weights_have_moved=moved)
-            # All ranks find an overflow or a spike, so one record is enough; a lone bad loss is
-            # known to its own rank only.
+            # All ranks find the same overflow or spike, so the main process alone writes it. A
+            # non-finite loss without an overflow is known to one rank only, which writes it.
             is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")
             if anomaly is not None and (self._is_main or not is_shared):
                 self._anomalies.write(anomaly)
@@ -364,10 +365,10 @@ def _is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> boo
 
 
 def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:
-    """Return the largest finite gradient of a network; that of float16 if it may use float16."""
+    """Return the largest number that a gradient can hold; assume float16 if it may be in use."""
     if model is None or (args is not None and args.fp16):
         return _LARGEST_FLOAT16
-    # accelerate wraps the forward in autocast without telling the dtype.
+    # accelerate has wrapped the forward in autocast, whose dtype is unknown here.
     may_be_float16 = hasattr(model, "_original_forward") and not (args is not None and args.bf16)
     if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
         return _LARGEST_FLOAT16

@@ -26,7 +26,7 @@ class TrainingStateSettings(RunSettings):
     ``"jsonl"`` or ``"trackers"``, a list of these, or ``None``. A metric with ``None`` is not
     computed.
 
-    Source: MindFormers, ``monitor_config``. Ours are `expert_load_format`,
+    Source: MindFormers, ``monitor_config``. Not in MindFormers: `expert_load_format`,
     `expert_capacity_factor`, `find_culprit`, `replay`, `spike_factor`, `folder`, `log_to`, and the
     formats ``"jsonl"`` and ``"trackers"``.
 
@@ -36,11 +36,12 @@ class TrainingStateSettings(RunSettings):
     """
 
     target: Sequence[str] | None = None
-    """Regular expressions. ``local_norm/`` and ``adam_*_norm/`` are reported for parameters in
-    whose names one of them is found. ``None``: for all parameters."""
+    """Regular expressions that select parameters for ``local_norm/`` and ``adam_*_norm/``. A
+    parameter is reported if at least one expression is found in its name. ``None`` selects all
+    parameters."""
 
     invert: bool = False
-    """Report the parameters in whose names no expression of `target` is found."""
+    """Report the parameters that `target` does not select, instead of those that it selects."""
 
     step_interval: int = 1
     """Steps from one record to the next."""
@@ -69,61 +70,65 @@ class TrainingStateSettings(RunSettings):
     max_attention_logit_format: Formats = None
     """``max_attention_logit/<module>/head_<i>``, ``/mean`` and ``/max``: largest attention logit of
     each head over all micro-batches. The logits are computed a second time.
-    `mfwrap.callbacks.training_state.attention_logits.AttentionLogits` says which attention is
-    seen."""
+    `mfwrap.callbacks.training_state.attention_logits.AttentionLogits` lists the kinds of attention
+    that are recognized."""
 
     expert_load_format: Formats = None
     """``expert_load/<module>/expert_<i>``: share of the tokens that an expert gets, in a
-    mixture-of-experts network. ``expert_imbalance/<module>``: largest share over the mean share."""
+    mixture-of-experts network. ``expert_imbalance/<module>``: ratio of the largest share to the
+    mean share."""
 
     expert_capacity_factor: float | None = None
-    """Capacity of an expert over its mean share. ``expert_load_format`` then also writes
-    ``drop_rate/<module>``, the share of assignments that experts of this capacity would drop."""
+    """Capacity of an expert as a multiple of the mean share. If set, ``expert_load_format`` also
+    writes ``drop_rate/<module>``, the share of assignments that experts of this capacity would
+    drop."""
 
     stable_rank_config: Mapping[str, Any] | StableRankSettings | None = None
-    """``weight_stable_rank/<parameter>`` and ``weight_eigenvalue/<parameter>``; for the weights of
-    experts with ``/expert_<i>``, ``/expert_max``, ``/expert_min`` and ``/expert_mean``. A mapping
-    with the fields of `StableRankSettings` as keys."""
+    """Mapping with the fields of `StableRankSettings` as keys. It configures the metrics
+    ``weight_stable_rank/<parameter>`` and ``weight_eigenvalue/<parameter>``. For the weights of
+    experts, ``/expert_<i>``, ``/expert_max``, ``/expert_min`` or ``/expert_mean`` follows."""
 
     throughput_baseline: float | None = None
-    """Samples per second and process that count as 1. ``throughput_linearity`` is the measured
-    throughput over it. It is written to the log, to TensorBoard if `tensorboard_dir` is given, and
-    in every format that another metric has. ``None`` writes nothing."""
+    """Samples per second and process to compare with. ``throughput_linearity`` is the ratio of the
+    measured throughput to this baseline. It is written to the log, to TensorBoard if
+    `tensorboard_dir` is given, and in every format that another metric has. ``None`` writes
+    nothing."""
 
     print_struct: bool = False
     """Log names and shapes of all trainable parameters, and stop after the first step."""
 
     check_for_nan_in_loss_and_grad: bool = False
-    """Raise ``ValueError`` when the loss is non-finite, or the gradients are and the loss scale is
-    not the reason. An update with non-finite gradients was skipped."""
+    """Raise ``ValueError`` when the loss is non-finite, or when the gradients are non-finite for
+    another reason than a loss scale that is too high. An update with non-finite gradients has been
+    skipped by then."""
 
     check_for_global_norm: bool = False
     """Raise ``RuntimeError`` at a global norm of at least `global_norm_spike_threshold`. A resumed
     run continues if there is a spike again at the same step."""
 
     use_skip_data_by_global_norm: bool = False
-    """Raise ``ValueError`` after `global_norm_spike_count_threshold` global norms in a row of at
-    least `global_norm_spike_threshold`. The step skips such updates with
-    ``StepConfig(use_skip_data_by_global_norm=True)``."""
+    """Raise ``ValueError`` after `global_norm_spike_count_threshold` spikes in a row. A spike is a
+    global norm of at least `global_norm_spike_threshold`. To skip the update of each spike, also
+    set ``StepConfig(use_skip_data_by_global_norm=True)``."""
 
     global_norm_spike_threshold: float = 3.0
-    """Smallest global norm that `check_for_global_norm` and `use_skip_data_by_global_norm` regard
-    as a spike."""
+    """Smallest global norm that counts as a spike, for `check_for_global_norm` and
+    `use_skip_data_by_global_norm`."""
 
     global_norm_spike_count_threshold: int = 10
     """Number of spikes in a row that stops the training."""
 
     find_culprit: bool = True
-    """Write ``anomalies.jsonl``: which layer and rank a step went wrong in."""
+    """Write ``anomalies.jsonl``, which names the layer and rank where a step went wrong."""
 
     replay: bool = False
-    """Repeat a step with non-finite gradients on its own inputs and random numbers, to name the
-    first module whose output or gradient is non-finite. The monitor then keeps references to the
-    inputs of two steps."""
+    """Repeat a step that has non-finite gradients, with the same inputs and random numbers, to name
+    the first module whose output or gradient is non-finite. For this, the monitor keeps references
+    to the inputs of two steps."""
 
     spike_factor: float = 10.0
-    """A global norm above this many times the usual one is a spike, if it is also more than six
-    standard deviations above it. A spike is an anomaly."""
+    """A global norm is a spike, and an anomaly, if it is above this multiple of the usual norm and
+    also more than six standard deviations above the usual norm."""
 
     folder: str | os.PathLike[str] | None = None
     """Run folder; ``None`` takes ``args.output_dir``."""
@@ -134,8 +139,9 @@ class TrainingStateSettings(RunSettings):
     log_to: Callable[[dict[str, float], int], None] | None = field(
         default=None, repr=False, compare=False
     )
-    """Called on the main process with the numbers of the format ``"trackers"``, by their tags, and
-    the step. For a loop of your own: `accelerate.Accelerator.log` fits."""
+    """Function that writes the format ``"trackers"`` in a loop of your own, for example
+    `accelerate.Accelerator.log`. The main process calls it with a dict of numbers by tag, and the
+    step."""
 
     def __post_init__(self) -> None:
         forms = {
@@ -166,7 +172,8 @@ class TrainingStateSettings(RunSettings):
             )
             raise ValueError(msg)
         for name in ("replay", "check_for_nan_in_loss_and_grad"):
-            # Both need the culprit finder, which tells an ordinary overflow from a fault.
+            # Both settings need the culprit finder: it distinguishes an ordinary overflow from a
+            # fault.
             if getattr(self, name) and not self.find_culprit:
                 msg = f"`{name}` must be False without `find_culprit`, got True"
                 raise ValueError(msg)
@@ -180,7 +187,7 @@ class TrainingStateSettings(RunSettings):
 
     @property
     def formats(self) -> frozenset[str]:
-        """All formats that some metric has."""
+        """All formats that are set for at least one metric."""
         return frozenset(one for formats in self._formats_by_name().values() for one in formats)
 
     @property
@@ -242,7 +249,7 @@ def _formats(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _target(value: Any) -> tuple[str, ...]:
-    """Return regular expressions as a tuple; ``None`` becomes one that fits every name."""
+    """Return regular expressions as a tuple; ``None`` becomes an expression for every name."""
     if value is None:
         return (".*",)
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):

@@ -65,8 +65,8 @@ class Spectrum(NamedTuple):
     """Results of power iteration, for one or several matrices."""
 
     stable_rank: Tensor
-    """Shape ``(N,)``, float32: squared Frobenius norm over `eigenvalue`. Between 1 and the rank of
-    the matrix, up to the error of the iteration."""
+    """Shape ``(N,)``, float32: squared Frobenius norm divided by `eigenvalue`. It is between 1 and
+    the rank of the matrix, up to the error of the iteration."""
 
     eigenvalue: Tensor
     """Shape ``(N,)``, float32: largest eigenvalue of ``W.T @ W``, approximated from below."""
@@ -87,8 +87,9 @@ def spectrum(weight: Tensor, num_iterations: int) -> Spectrum:
     """
     matrices = weight.detach().float().reshape(-1, *weight.shape[-2:])
     size = matrices.shape[-1]
-    # A start that is orthogonal to the first singular vector never finds it. A vector of ones is
-    # orthogonal to all rows of a centered weight; cosines of squares fit no such regular structure.
+    # Power iteration cannot find a singular vector that is orthogonal to the start vector. A vector
+    # of ones would be orthogonal to all rows of a centered weight. Cosines of squares are so
+    # irregular that no regular structure of a weight is orthogonal to them.
     start = torch.arange(1, size + 1, device=weight.device, dtype=torch.float64)
     vector = torch.cos(start * start).float().reshape(1, size, 1)
     vector = (vector / vector.norm()).expand(len(matrices), size, 1)
@@ -109,7 +110,7 @@ def tagged_spectra(
         settings: Selects the weights and the values to report.
 
     Returns:
-        MindFormers' tags, and tensors of one dimension that hold one value per tag when joined.
+        MindFormers' tags, and one-dimensional tensors. Their concatenation has one value per tag.
     """
     tags: list[str] = []
     values: list[Tensor] = []
@@ -133,7 +134,10 @@ def tagged_spectra(
 
 
 def _gathered(weight: Tensor, *, whole: bool) -> Tensor:
-    """Return this rank's shard of a weight, or the whole weight: then every rank must call this."""
+    """Return this rank's shard of a weight, or the whole weight if `whole` is set.
+
+    If `whole` is set, every rank must call this.
+    """
     gather: Any = getattr(weight, "full_tensor" if whole else "to_local", None)
     gathered: Tensor = weight if gather is None else gather()
     return gathered

@@ -1,4 +1,4 @@
-"""Where the metrics of a step are written: the log, TensorBoard, a JSON Lines file, trackers."""
+"""Write the metrics of a step to the log, TensorBoard, a JSON Lines file and trackers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ class MetricWriters:
     """Write each metric of a step in its formats.
 
     Args:
-        logs: Write to the log. Without it, metrics with the format ``"log"`` are not logged.
+        logs: Write metrics with the format ``"log"`` to the log; ``False`` ignores this format.
         tensorboard: Folder of the events file; ``None`` writes no curves.
         json_lines: JSON Lines file; ``None`` writes no records.
         log_to: Called with the metrics for trackers and the step; ``None`` keeps them in `tracked`.
-        max_grad_norm: Added to the first record; ``None`` adds nothing.
+        max_grad_norm: Limit of the global norm, added to the first record; ``None`` adds nothing.
 
     Raises:
         ImportError: If `tensorboard` is given and TensorBoard is not installed.
@@ -62,7 +62,7 @@ class MetricWriters:
             metrics: Metrics to write.
             values: Value of each metric.
             step_numbers: Loss, norm and other numbers of the step, by name. They are added to the
-                record and to what `log_to` gets.
+                JSON Lines record and to the numbers for `log_to`.
         """
         by_format: dict[str, dict[str, float]] = {}
         for metric, value in zip(metrics, values, strict=True):
@@ -119,11 +119,11 @@ def metric_writers(
     *,
     is_main: bool,
 ) -> MetricWriters:
-    """Return the writers that the settings ask for on this rank.
+    """Return the writers that the settings request on this rank.
 
     Args:
         settings: Settings of the monitor.
-        args: Arguments of the Trainer; ``None`` in another loop.
+        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         folder: Run folder; ``None`` if unknown.
         is_main: Whether this is the main process. It alone writes to the log and to trackers.
 
