@@ -1,4 +1,4 @@
-"""When `ModelCheckpoint` writes checkpoints, and which ones it keeps."""
+"""Settings of `ModelCheckpoint`: when it writes checkpoints, and which checkpoints it keeps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ _ONLY: Mapping[str, object] = {
 class CheckpointConfig:
     """Settings of `ModelCheckpoint`.
 
-    Source: MindSpore, ``train.CheckpointConfig``. There, of two settings that exclude each other,
-    the first silently wins, even if only by its default.
+    Source: MindSpore, ``train.CheckpointConfig``. There, two settings that exclude each other are
+    not an error: the first takes precedence silently, even if it only has its default value.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -38,10 +38,12 @@ class CheckpointConfig:
     """Seconds from one checkpoint to the next, checked after each step; 0 to save by steps."""
 
     keep_checkpoint_max: int = 5
-    """Number of newest checkpoints to keep; 0 to keep by minutes, or all."""
+    """Number of newest checkpoints to keep; 0 to keep by `keep_checkpoint_per_n_minutes` or, if
+    that is 0 too, to keep all."""
 
     keep_checkpoint_per_n_minutes: int = 0
-    """Keep the first checkpoint of each span of so many minutes, and the newest; 0 turns it off."""
+    """Keep one checkpoint for each period of this many minutes, and the newest; 0 turns this
+    off."""
 
     integrated_save: bool = True
     """Must be True: every rank has whole weights."""
@@ -54,7 +56,8 @@ class CheckpointConfig:
 
     append_info: Sequence[str | Mapping[str, Any]] | None = None
     """Mappings of numbers, strings and tensors to add to the checkpoint. (MindSpore's entries
-    ``"epoch_num"`` and ``"step_num"`` are allowed; both numbers are always saved.)"""
+    ``"epoch_num"`` and ``"step_num"`` are accepted without effect: both numbers are always
+    saved.)"""
 
     enc_key: bytes | None = None
     """Must be ``None``: encryption is not supported."""

@@ -30,9 +30,10 @@ class EarlyStopping(Callback):
         verbose: Print a line when training ends early.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger value is better. ``"auto"``:
             ``"min"`` for losses and errors, else ``"max"``.
-        baseline: Only improvements to a value better than this reset the patience; ``None`` for
-            all improvements.
-        restore_best_weights: End with the weights of the best epoch. A copy is kept on the CPU.
+        baseline: Value to beat. An improvement resets the patience only if the new value is better
+            than `baseline`. ``None``: every improvement resets the patience.
+        restore_best_weights: When training ends early, load the weights of the best epoch. A copy
+            of these weights is kept on the CPU.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -71,12 +72,12 @@ class EarlyStopping(Callback):
         self._best_weights: dict[str, Tensor] = {}
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Forget the last training."""
+        """Reset the state that an earlier training left."""
         del run_context
         self._restart()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Compare the value of the epoch; end training if the patience is used up."""
+        """Compare the epoch's value with the best value; end training if patience is used up."""
         parameters = run_context.original_args()
         value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:

@@ -17,13 +17,13 @@ class History(Callback):
 
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}
-        """Values by name: ``net_output``, the loss of the last step of each epoch on this rank, and
-        the metrics of each evaluation."""
+        """Lists of values by name: ``net_output`` (loss of the last step of each epoch, on this
+        rank) and the metrics of each evaluation."""
         self.epoch: dict[str, list[int]] = {"epoch": []}
         """Numbers of the epochs, counted from 1."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Forget the last training."""
+        """Discard the values of an earlier training."""
         del run_context
         self.history, self.epoch = {}, {"epoch": []}
 

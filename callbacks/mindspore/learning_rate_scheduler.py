@@ -15,11 +15,11 @@ class LearningRateScheduler(Callback):
     """Set the learning rate of each parameter group after each step.
 
     The function is called once per group with the rate of that group. A rate that is a tensor is
-    changed in place; reading it synchronizes with its device. If there is also an `lr_scheduler`,
-    the one that sets a rate last wins.
+    changed in place; reading it synchronizes with its device. If `Model` also has an
+    `lr_scheduler`, the rate that is set last takes effect.
 
-    Source: MindSpore, ``train.LearningRateScheduler``, which works only if `Model` has the
-    optimizer.
+    Source: MindSpore, ``train.LearningRateScheduler``. There, the callback works only if the
+    optimizer is passed to `Model`.
 
     Args:
         learning_rate_function: Called with the current rate and the number of steps done, >= 1;

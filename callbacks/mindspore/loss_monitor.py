@@ -29,8 +29,8 @@ class LossMonitor(Callback):
     a dynamic loss scale, overflows are normal. A training step of your own reports an overflow as
     its second value: ``(loss, overflow, loss_scale, ...)``, as a named or a plain tuple.
 
-    Source: MindSpore, ``train.LossMonitor``, which checks the loss only if the cell returns nothing
-    else, and then also ends trainings with a dynamic loss scale.
+    Source: MindSpore, ``train.LossMonitor``. There, the loss is checked only if the cell returns
+    nothing else. A non-finite loss then ends the training even with a dynamic loss scale.
 
     Args:
         per_print_times: Steps from one line to the next; 0 prints no lines.

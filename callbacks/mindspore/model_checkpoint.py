@@ -35,8 +35,8 @@ class ModelCheckpoint(Callback):
 
     - ``network`` and ``optimizer``: their ``state_dict()``.
     - ``cell``: the ``state_dict()`` of the training cell: loss scale, counters, average.
-    - ``lr_scheduler``: if there is a schedule.
-    - ``loss_fn``: if the loss function has weights.
+    - ``lr_scheduler``: the ``state_dict()`` of the schedule, if there is a schedule.
+    - ``loss_fn``: the ``state_dict()`` of the loss function, if it has weights.
     - ``epoch_num`` and ``step_num``, and the entries of `CheckpointConfig.append_info`.
 
     To resume from it::
@@ -143,7 +143,8 @@ class ModelCheckpoint(Callback):
         if self._config.format == "safetensors":
             save_model(network, str(path))
             return
-        # First: flushing the cell updates the schedule and so the learning rates of the optimizer.
+        # Do this first: `_state_of` flushes the cell. That updates the schedule, and so the
+        # learning rates in the optimizer's state below.
         state = _state_of(parameters)
         state |= {
             "network": network.state_dict(),
@@ -152,7 +153,7 @@ class ModelCheckpoint(Callback):
             "step_num": parameters.cur_step_num,
         }
         if taken := state.keys() & self._config.info.keys():
-            msg = f"`append_info` must not use names that checkpoints have: {sorted(taken)}"
+            msg = f"`append_info` must not use names of a checkpoint's own entries: {sorted(taken)}"
             raise ValueError(msg)
         torch.save(state | self._config.info, path)
 
@@ -161,7 +162,7 @@ class ModelCheckpoint(Callback):
         if self._config.keep_checkpoint_max:
             old = self._saved[: -self._config.keep_checkpoint_max]
         elif self._config.keep_checkpoint_per_n_minutes:
-            # The second newest is deleted if the third newest belongs to the same span.
+            # Delete the second newest checkpoint if the third newest is less than a span older.
             span = self._config.keep_checkpoint_per_n_minutes * 60
             last = self._saved[-3:]
             old = [last[1]] if len(last) == 3 and last[1].seconds - last[0].seconds < span else []
@@ -173,7 +174,7 @@ class ModelCheckpoint(Callback):
 
 
 def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
-    """Return the states of training cell, schedule and loss function, if they have any."""
+    """Return the ``state_dict()`` of the training cell, schedule and loss function, if present."""
     cell, schedule = parameters.train_network, parameters.get("lr_scheduler")
     loss_fn = parameters.get("loss_fn")
     state: dict[str, Any] = {}
@@ -188,7 +189,7 @@ def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
 
 
 def _free_prefix(directory: Path, prefix: str, suffix: str) -> str:
-    """Return the prefix, numbered if files with the prefix exist."""
+    """Return the prefix, followed by a free number if checkpoints with the prefix exist."""
     names = [path.name for path in directory.glob(f"*.{suffix}")] if directory.is_dir() else []
     taken = {
         int(match[1] or 0)

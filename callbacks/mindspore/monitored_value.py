@@ -18,7 +18,7 @@ _SMALLER_IS_BETTER = {
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss in the output of a training cell, of any shape; ``None`` without a loss.
+    """Return the loss, of any shape, in the output of a training cell; ``None`` without a loss.
 
     Args:
         outputs: The loss, an object with an attribute `loss`, or a tuple that starts with the loss.
@@ -34,8 +34,8 @@ def loss_of(outputs: Any) -> Tensor | None:
 def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
     """Return the monitored value at the end of an epoch; ``None`` if it is unknown.
 
-    The value is a metric of this epoch's evaluation, under its name or, as a Trainer names it, with
-    the prefix ``eval_``. Without such a metric, ``"loss"`` is the loss of the last step, as a mean
+    The value is the metric `monitor` of this epoch's evaluation, or ``eval_<monitor>``, as a
+    Trainer names it. Without such a metric, ``"loss"`` means the loss of the last step, averaged
     over ranks; reading it synchronizes with the device.
 
     Args:
@@ -45,8 +45,8 @@ def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
     Raises:
         TypeError: If the metric is not a single number.
     """
-    # `eval_results` stays in the parameters for later epochs; `metrics` only exists after an
-    # evaluation in this epoch.
+    # Test for `metrics`, which exists only if this epoch was evaluated. `eval_results` may be that
+    # of an earlier epoch.
     if "metrics" in parameters:
         metrics = {**parameters.get("eval_results", {}), **parameters.metrics}
         for name in (monitor, f"eval_{monitor}"):
@@ -118,7 +118,7 @@ class Improvement:
 
     @property
     def worst(self) -> float:
-        """The infinity that every finite value is better than."""
+        """Worst possible value: infinity if a smaller value is better, otherwise minus infinity."""
         return math.inf if self.is_downward else -math.inf
 
     def improves(self, value: float, best: float) -> bool:

@@ -16,8 +16,8 @@ class ReduceLROnPlateau(Callback):
     The rates of all parameter groups are lowered. With the same `patience` and `cooldown`,
     ``torch.optim.lr_scheduler.ReduceLROnPlateau`` lowers them one epoch later.
 
-    Source: MindSpore, ``train.ReduceLROnPlateau``, which refuses parameter groups and schedules,
-    and takes a value of 0 for unknown.
+    Source: MindSpore, ``train.ReduceLROnPlateau``. There, parameter groups and schedules are
+    refused, and a value of 0 counts as unknown.
 
     Args:
         monitor: Name of the value: a metric, ``"eval_loss"``, or ``"loss"`` for the loss of the
@@ -28,8 +28,8 @@ class ReduceLROnPlateau(Callback):
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger value is better. ``"auto"``:
             ``"min"`` for losses and errors, else ``"max"``.
         min_delta: An improvement must be larger than this, >= 0.
-        cooldown: Epochs after a change in which the patience is not used up; the last one of them
-            counts again.
+        cooldown: Number of epochs to wait after a change of the rates. While waiting, epochs
+            without an improvement do not count toward `patience`. The last of these epochs counts.
         min_lr: Lowest rate.
 
     Raises:
@@ -75,12 +75,12 @@ class ReduceLROnPlateau(Callback):
         self._cooldown_left = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Forget the last training."""
+        """Reset the state that an earlier training left."""
         del run_context
         self._restart()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Compare the value of the epoch; lower the rates if the patience is used up."""
+        """Compare the epoch's value with the best value; lower the rates if patience is used up."""
         parameters = run_context.original_args()
         value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:

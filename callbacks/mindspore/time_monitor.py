@@ -24,7 +24,8 @@ class TimeMonitor(Callback):
     Source: MindSpore, ``train.TimeMonitor``.
 
     Args:
-        data_size: Number of steps for the mean; ``None`` for the steps of the epoch.
+        data_size: Number of steps by which the epoch's time is divided for the mean; ``None`` for
+            the number of steps in the epoch.
         data_time: Also print the mean time between steps, in which data is loaded.
         clock: Returns seconds from an arbitrary start.
 
@@ -87,7 +88,7 @@ class TimeMonitor(Callback):
         self._end_step()
 
     def on_eval_epoch_end(self, run_context: RunContext) -> None:
-        """Print the times; continue to time the epoch of training around the evaluation."""
+        """Print the times; continue to time the training epoch that contains the evaluation."""
         self._end("Eval", run_context)
         self._epoch_start, self._step_end, self._num_steps, self._data_seconds = self._outer
 

@@ -216,7 +216,7 @@ def test_additional_information(tmp_path):
     assert torch.load(tmp_path / "a-1_1.ckpt", weights_only=True)["dataset"] == "digits"
 
     config = CheckpointConfig(append_info=[{"network": 3}])
-    with pytest.raises(ValueError, match=r"names that checkpoints have: \['network'\]"):
+    with pytest.raises(ValueError, match=r"names of a checkpoint's own entries: \['network'\]"):
         model().train(1, batches(1), callbacks=ModelCheckpoint("b", tmp_path, config))
 
 
