@@ -1,4 +1,4 @@
-"""Record each step and evaluation of a run in ``metrics.jsonl``, and its speed beside it."""
+"""Record steps and evaluations in ``metrics.jsonl``, and throughput in ``throughput.jsonl``."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class MetricsRecorder(TrainerCallback):
         folder: Run folder, which gets ``metrics.jsonl``.
         evaluates_average: Whether evaluations during training use averaged weights. Their metrics
             then get the prefix ``ema_``.
-        says_evaluations: Whether to log evaluations as well.
+        says_evaluations: Whether to log the results of evaluations, too.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MetricsRecorder(TrainerCallback):
                 )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one more record; does nothing outside of the main process."""
+        """Write an additional record, on the main process only."""
         if self._writes:
             self._lines.append(record)
 
@@ -134,8 +134,8 @@ class MetricsRecorder(TrainerCallback):
 class ThroughputRecorder(TrainerCallback):
     """Write samples per second, summed over processes, each time that the Trainer logs.
 
-    They go to ``throughput.jsonl``, because the numbers in ``metrics.jsonl`` are the same each time
-    a run is repeated. The time of evaluations and checkpoints is left out.
+    ``throughput.jsonl`` is a file of its own, so that a repeated run writes the same
+    ``metrics.jsonl``. The time of evaluations and checkpoints is left out.
 
     Args:
         folder: Run folder, which gets ``throughput.jsonl``.
@@ -177,7 +177,8 @@ class ThroughputRecorder(TrainerCallback):
         record = {"throughput": samples / (self._start[1] - seconds)}
         self._lines.append({"step": state.global_step, **record})
 
-    # Start the clock again after an evaluation or a checkpoint. Steps since the last log are lost.
+    # Restart the clock after an evaluation or a checkpoint, to leave its time out. The steps
+    # between the last log and this event are then not measured.
     on_evaluate = on_train_begin
     on_save = on_train_begin
 

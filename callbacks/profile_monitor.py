@@ -36,8 +36,8 @@ class ProfileMonitor(TrainerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `start_step` is < 1 or `stop_step` < `start_step`. Training raises it at the
-            start if `output_path` is ``None`` and the loop has no ``args.output_dir``.
+        ValueError: If `start_step` is < 1 or `stop_step` < `start_step`. At the start of training,
+            if `output_path` is ``None`` and the loop has no ``args.output_dir``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ProfileMonitor(TrainerCallback):
         self._profiler.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Count the step; write the profile after the last one."""
+        """Count the step; write the profile after `stop_step`."""
         if self._profiler is None:
             return
         self._num_steps += 1

@@ -22,21 +22,22 @@ _CPU_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,  # noqa: SLF001  (the operation has no public name)
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,  # noqa: SLF001  (the operation has no public name)
 }
-"""Operations on the CPU that torch's counter ignores."""
+"""Formulas for CPU operations that torch's counter does not know."""
 
 
 @final
 class StepFlops:
     """Count the FLOPs of the first update on this device.
 
-    Counted are matrix products, convolutions and scaled dot-product attention: forward, backward
-    and recomputed, in every micro-batch. Causal attention counts as if nothing were masked.
+    The count includes matrix products, convolutions and scaled dot-product attention, in the
+    forward and backward of every micro-batch. Recomputed operations count again. Causal attention
+    counts as if nothing were masked.
 
-    Not counted are element-wise operations, normalizations, softmax, grouped products of experts,
-    the optimizer, everything that ``torch.compile`` has compiled, and kernels unknown to torch,
-    such as those of the flash-attn package.
+    The count does not include element-wise operations, normalizations, softmax, grouped products
+    of experts, the optimizer, operations that ``torch.compile`` has compiled, and kernels unknown
+    to torch, such as those of the flash-attn package.
 
-    Counting makes that one update slower. All other updates run as usual.
+    Counting makes the first update slower. All other updates run as usual.
     """
 
     def __init__(self) -> None:
@@ -46,11 +47,11 @@ class StepFlops:
         self._counter: FlopCounterMode | None = None
 
     def start(self, network: nn.Module | None, *, compiled: bool = False) -> None:
-        """Begin to count, unless an update has been counted before.
+        """Start to count the FLOPs of an update; do nothing if an update has been counted before.
 
         Args:
-            network: Network of the update, which is searched for compiled modules; ``None`` if
-                unknown.
+            network: Network of the update; it is not counted if it has a compiled module. ``None``
+                if unknown.
             compiled: Whether the loop compiles the network.
         """
         self.cancel()
@@ -63,7 +64,7 @@ class StepFlops:
         self._counter.__enter__()
 
     def stop(self) -> None:
-        """End the count of the update and keep it in `value`."""
+        """Stop counting and store the count in `value`."""
         if self._is_done:
             return
         counter = self._counter
@@ -77,7 +78,7 @@ class StepFlops:
             self.value = float(counter.get_total_flops())
 
     def cancel(self) -> None:
-        """End a count without keeping it."""
+        """Stop counting and discard the count."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
@@ -99,7 +100,7 @@ def _is_compiled(network: nn.Module) -> bool:
 
 
 def device_peak_tflops(network: nn.Module | None) -> float | None:
-    """Return the peak rate of the GPU that holds a network, as `peak_tflops` does.
+    """Return the peak rate of the GPU that holds a network; see `peak_tflops`.
 
     Returns:
         TFLOP/s; ``None`` without a network, without a GPU, or if the GPU is not in the table.
@@ -131,13 +132,14 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
-    # Slices of a GPU (MIG) and cut-down versions are slower than their names suggest: no rate.
+    # Slices of a GPU (MIG) and cut-down versions are slower than the GPU whose name they contain.
+    # Their rate is unknown.
     ("MIG", None),
     ("Laptop GPU", None),
     ("Max-Q", None),
     ("RTX 4090 D", None),
-    # NVIDIA, data center. From Hopper on, data sheets list rates with structured sparsity. These
-    # are half of them: TFLOP/s of float16 or bfloat16 products of dense matrices.
+    # NVIDIA, data center: TFLOP/s of dense float16 or bfloat16 products. From Hopper on, data
+    # sheets list the rate with structured sparsity, which is twice the rate listed here.
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("B100", 1750.0),
@@ -177,5 +179,5 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
     ("MI250", 362.1 / 2),
     ("MI210", 181.0),
 )
-"""Dense half-precision TFLOP/s in the makers' data sheets, most specific names first; ``None`` is
-unknown."""
+"""Name of a GPU, and its dense half-precision TFLOP/s in the maker's data sheet; ``None`` if
+unknown. The first name found counts, so more specific names come first."""

@@ -32,29 +32,30 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         { Epoch:[  1/  2], step:[    2/    3], loss:[10.500/10.750], per_step_time: 76ms, ...
           33.3% |████████████████                                  | 52.10850 samples/s/p  0:00:00 }
 
-    - ``loss``: loss of this step, and mean over the steps of its epoch. A non-finite loss is
-      printed, left out of the mean, and counted in `num_losses_not_finite`. On several ranks both
-      numbers are means over ranks. For this, ranks exchange a message whenever a step is printed or
-      the loop logs, saves, evaluates or ends. A message has two numbers for each step since the
-      previous message. All ranks must have the callback.
+    - ``loss``: loss of this step, and mean loss of the epoch so far. A non-finite loss is printed,
+      left out of the mean, and counted in `num_losses_not_finite`. On several ranks both numbers
+      are means over ranks, so all ranks must have the callback. The ranks exchange a message
+      whenever a step is printed or the loop logs, saves, evaluates or ends. A message has two
+      numbers for each step since the previous message.
     - ``per_step_time``: mean over the steps since the last record. A step's time runs from
       ``on_step_begin`` to ``on_step_end``, so evaluation, checkpoints and logging are not included.
-    - the time at the end: estimate of the time left, from an exponential mean of the step times
-      without the first step of the run.
+    - The time at the end of the second line: estimate of the time left, from an exponential mean of
+      the step times. The first step of the run is left out of this mean.
     - Unknown values: ``lr`` is left out, ``overflow cond`` and ``loss_scale`` are ``unavailable``,
       ``global_norm`` is ``None``, and without a batch size the throughput is
       ``0.00000 samples/s/p``.
-    - If the FLOPs are known, ``, train_throughput_per_npu: 1.234T`` (TFLOP/s of this device)
-      follows the norm; if the device's peak rate is known too, so does ``, mfu: 41.0%``.
-      Recomputed activations count as work.
+    - If the FLOPs of an update are known, the first line ends with
+      ``, train_throughput_per_npu: 1.234T`` (TFLOP/s of this device). If the device's peak rate is
+      known too, ``, mfu: 41.0%`` follows. Recomputed operations count as FLOPs.
 
-    In a loop that passes no output, such as a stock Trainer, the numbers come from ``on_log``,
-    where the loss is the mean of the steps since the last log. A warning says once what is missing.
-    In a loop of your own, set ``max_steps`` and ``global_step`` of the state.
+    Some loops, such as a stock Trainer's, do not pass the output of a step. The numbers then come
+    from ``on_log``, where the loss is the mean of the steps since the last log. A warning, logged
+    once, names the values that are missing. In a loop of your own, set ``max_steps`` and
+    ``global_step`` of the state.
 
     With a Trainer, the running mean is part of the checkpoint. `MFTrainer` restores it. A stock
-    Trainer restores it if ``restore_callback_states_from_checkpoint`` is set, and then makes the
-    callback anew with the default ``clock``.
+    Trainer restores it if ``restore_callback_states_from_checkpoint`` is set; it then creates the
+    callback again, with the default ``clock``.
 
     Source: MindFormers, ``MFLossMonitor``.
 
@@ -80,11 +81,11 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         self._has_warned = False
         self._num_losses_not_finite = 0
         self.saved_mean: SavedMean | None = None
-        """Mean that the next run continues if it begins at the step at which this was saved."""
+        """Mean that an earlier run saved; ignored by a run that begins at another step."""
 
     @property
     def num_losses_not_finite(self) -> int:
-        """Number of non-finite losses of the run, among those read so far."""
+        """Number of non-finite losses of the run, among the losses read so far."""
         if self._run is None:
             return self._num_losses_not_finite
         return self._run.num_losses_not_finite
@@ -92,7 +93,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
     ) -> None:
-        """Begin a run: work out its length."""
+        """Begin a run, and determine its length."""
         self._cancel_count()
         self._run = None
         if self._takes_part(state):
@@ -100,14 +101,14 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             self._run.clock.restart()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begin a new mean."""
+        """Begin a new mean of the losses."""
         if self._run is not None:
             self._run.begin_epoch()
 
     def on_step_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
     ) -> None:
-        """Start the clock, and the count of the first update's FLOPs."""
+        """Start the clock; in the first update, start to count FLOPs."""
         if not self._takes_part(state):
             return
         if self._run is None:
@@ -180,8 +181,8 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         """Print the last step if it is due, and close the events file."""
         self._cancel_count()
         if self._run is not None:
-            # Use this rank's losses only. This event also occurs when the loop failed on one rank,
-            # and then a message to the other ranks would never be answered.
+            # Use this rank's losses only. This event also occurs when the loop has failed on one
+            # rank. The other ranks would then never answer a message, and this rank would hang.
             self._run.send(alone=True)
         self._flush()
         if self._run is not None:
@@ -197,8 +198,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         Prints the last step if it is due.
 
         Returns:
-            Settings under ``args`` and the running mean under ``attributes``, as JSON can hold
-            them.
+            Settings under ``args`` and the running mean under ``attributes``, ready for JSON.
         """
         self._flush()
         mean = self.saved_mean if self._run is None else self._run.save_mean()
@@ -256,8 +256,8 @@ class MFLossMonitor(TrainerCallback, ExportableState):
         if not self._has_warned:
             self._has_warned = True
             run_logger(__package__).warning(
-                "MFLossMonitor gets no `step_output` in this loop. It cannot show overflow, loss "
-                "scale and the loss of each step, and prints the numbers that the loop logs."
+                "MFLossMonitor gets no `step_output` in this loop. It prints only the numbers that "
+                "the loop logs, without overflow, loss scale and the loss of each step."
             )
 
 

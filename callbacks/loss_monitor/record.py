@@ -1,4 +1,4 @@
-"""The record of one step, as the two lines that MindFormers prints and scripts parse."""
+"""Format the record of a step as the two lines that MindFormers prints and scripts parse."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,21 +16,21 @@ _MOST_SECONDS = 86_399_999_999_999
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Everything that is printed about a step."""
+    """The numbers that are printed about a step."""
 
     position: RunPosition
     values: StepValues
     mean_loss: float
     seconds: float
-    """Mean time of a step since the last record; 0 is unknown."""
+    """Mean time of a step since the last record; 0 if unknown."""
 
     seconds_left: float
     global_batch_size: int
-    """Samples of one update on all processes; 0 is unknown."""
+    """Samples of one update on all processes; 0 if unknown."""
 
     num_processes: int
     tflops: float | None
-    """TFLOP/s of one device; ``None`` is unknown."""
+    """TFLOP/s of one device; ``None`` if unknown."""
 
     peak_tflops: float | None
 

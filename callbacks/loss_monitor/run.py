@@ -1,4 +1,4 @@
-"""One run of training as the loss monitor follows it: from steps to printed records."""
+"""Follow a run for the loss monitor: collect the values of its steps, and make the records."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from mfwrap.collectives import add_over_ranks, num_ranks
 
 
 class SavedMean(TypedDict):
-    """State of an `EpochMean`, as JSON can hold it."""
+    """State of an `EpochMean`, ready for JSON."""
 
     global_step: int
     """Step after which the state was saved."""
@@ -40,7 +40,7 @@ class _Rates(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """What the host knows when a step ends."""
+    """Numbers of a step that the host knows as soon as the step ends."""
 
     position: RunPosition
     epoch: tuple[int, int]
@@ -67,12 +67,13 @@ class MonitoredRun:
     Args:
         settings: Settings of the monitor.
         emit: Called with each record.
-        args: Arguments of the Trainer; ``None`` in another loop.
+        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         state: State of the loop.
         global_step: Steps finished before the first step of this run.
         train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
         model: Network, for the peak rate of its device; ``None`` if unknown.
-        saved_mean: Mean to continue; ignored unless it was saved at `global_step`.
+        saved_mean: Mean that an earlier run saved. It continues if it was saved at `global_step`;
+            otherwise it is ignored.
 
     Raises:
         ValueError: If the length of the run is unknown.
@@ -113,11 +114,14 @@ class MonitoredRun:
 
     @property
     def num_losses_not_finite(self) -> int:
-        """Number of non-finite losses among those read so far."""
+        """Number of non-finite losses among the losses read so far."""
         return self._mean.num_not_finite
 
     def begin_epoch(self) -> None:
-        """Begin a new mean, unless the run has just begun: it may resume within an epoch."""
+        """Begin a new mean, except at the start of a run.
+
+        There the saved mean continues, because the run may resume within an epoch.
+        """
         if self._num_steps:
             self._pass_over_data += 1
 
@@ -132,7 +136,7 @@ class MonitoredRun:
             flops: FLOPs of one update; ``None`` if unknown.
             sends: Average the losses over ranks now even if this step is not printed.
         """
-        # Flush before the clock is read: waiting for the last step belongs to the step time.
+        # Flush before reading the clock: the wait for the previous step's values is step time.
         self.flush()
         self.clock.end_step()
         self._num_steps += 1
@@ -146,11 +150,11 @@ class MonitoredRun:
             self.send()
 
     def send(self, *, alone: bool = False) -> None:
-        """Average the losses of all steps since the last call, and begin to copy their values.
+        """Average over ranks each loss since the last call, and start to copy the steps' values.
 
         Args:
-            alone: Use this rank's own losses and send nothing, because the other ranks may have
-                left the loop.
+            alone: Use this rank's own losses without communication, because the other ranks may
+                have left the loop.
         """
         steps, self._unsent = self._unsent, []
         if not steps:
@@ -165,11 +169,11 @@ class MonitoredRun:
             self._reads.submit(values.tensor, receive)
 
     def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
-        """Make a record of an entry of the Trainer's log, whose loss is the mean of several steps.
+        """Make a record from an entry of the Trainer's log; its loss is a mean of several steps.
 
         Args:
             global_step: Finished steps.
-            logs: Entry of the log; one without a ``loss`` is ignored.
+            logs: Entry of the log; an entry without a ``loss`` is ignored.
             flops: FLOPs of one update; ``None`` if unknown.
         """
         values = values_of_logs(logs)
@@ -196,7 +200,7 @@ class MonitoredRun:
         )
 
     def _is_due(self, global_step: int) -> bool:
-        # As in MindFormers, a step is printed if the loop's count has gone back.
+        # As in MindFormers, also print if the number of the step has not increased.
         if 0 < global_step - self._last_printed < self._per_print_times:
             return False
         self._last_printed = global_step
@@ -237,7 +241,7 @@ class EpochMean:
     """Average the finite losses of an epoch, and count the non-finite losses of the run.
 
     Args:
-        saved: State to continue from; ``None`` begins with no loss.
+        saved: State to continue from; ``None`` starts without any loss.
     """
 
     def __init__(self, saved: SavedMean | None = None) -> None:
@@ -253,7 +257,7 @@ class EpochMean:
         return self._total / self._num_losses if self._num_losses else math.nan
 
     def add(self, loss: float, *, epoch: tuple[int, int], num_steps: int = 1) -> None:
-        """Add the loss of one step, or the mean loss of several.
+        """Add the loss of one step, or the mean loss of several steps.
 
         Args:
             loss: Loss, finite or not.
@@ -283,7 +287,7 @@ class EpochMean:
 
 
 def averages_loss(settings: LossMonitorSettings) -> bool:
-    """Return whether ranks send each other their losses."""
+    """Return whether losses are averaged over several ranks."""
     return settings.loss_over_ranks and num_ranks() > 1
 
 
@@ -292,14 +296,15 @@ def _averaged_over_ranks(steps: Sequence[PackedValues]) -> list[PackedValues]:
     """Replace this rank's losses by the means over all ranks, with one message for all steps.
 
     Every rank must call this for the same steps. A rank's loss is left out of the mean if it is
-    non-finite although the step did not overflow: the batch of that rank had no target.
+    non-finite although the step did not overflow. Such a loss means that the batch of that rank had
+    no target.
 
     Args:
-        steps: ``n`` steps, at least one, each with a loss.
+        steps: Values of ``n`` steps, at least one, each with a loss.
 
     Returns:
-        ``n`` steps with new tensors. No host-device synchronization, except with a process group
-        that synchronizes by itself, such as gloo.
+        Values of the ``n`` steps in new tensors. No host-device synchronization, except with a
+        process group that synchronizes by itself, such as gloo.
     """
     losses = torch.stack([_value(step, "loss") for step in steps])
     overflows = torch.stack([_value(step, "overflow") for step in steps])

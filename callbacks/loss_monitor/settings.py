@@ -29,7 +29,7 @@ class LossMonitorSettings(RunSettings):
     communication."""
 
     flops_per_step: float | None = None
-    """FLOPs of one update on this device, if you know them."""
+    """FLOPs of one update on this device; ``None`` if unknown."""
 
     count_flops: bool = False
     """Count the FLOPs of the first update, from ``on_step_begin`` to ``on_step_end``. Counting
@@ -37,8 +37,8 @@ class LossMonitorSettings(RunSettings):
     `mfwrap.callbacks.loss_monitor.flops.StepFlops` lists the operations that count."""
 
     peak_tflops: float | None = None
-    """Dense half-precision TFLOP/s of this device, for the ``mfu``. ``None`` takes the rate of the
-    maker's data sheet, if the device is a known GPU."""
+    """Peak rate of this device in dense half-precision TFLOP/s, for the ``mfu``. ``None`` takes the
+    rate from the maker's data sheet, if the device is a known GPU."""
 
     tensorboard_dir: str | os.PathLike[str] | None = None
     """Folder of the events file with MindFormers' curves. ``None`` writes no curves."""
@@ -80,5 +80,5 @@ class LossMonitorSettings(RunSettings):
 
     @property
     def shows_flops(self) -> bool:
-        """FLOPs are given or will be counted."""
+        """Whether FLOPs are given or will be counted."""
         return self.count_flops or self.flops_per_step is not None

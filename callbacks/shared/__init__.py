@@ -1,1 +1,1 @@
-"""Parts that several callbacks use: values of a step, progress of a run, log, settings."""
+"""Helpers of several callbacks: values of a step, progress of a run, log, settings."""

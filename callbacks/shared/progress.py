@@ -1,4 +1,4 @@
-"""How long a run is, where in the run a step is, and how long steps take."""
+"""Compute the length of a run, the position of a step in the run, and the time of steps."""
 
 import math
 import time
@@ -18,13 +18,13 @@ _DECAY = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Settings of every monitor that follows the steps of a run."""
+    """Settings shared by all monitors that follow the steps of a run."""
 
     origin_epochs: int | None = None
-    """Number of epochs of the run; ``None`` takes the loop's."""
+    """Number of epochs of the run; ``None`` takes the loop's number."""
 
     dataset_size: int | None = None
-    """Number of updates in an epoch; ``None`` takes the loop's."""
+    """Number of updates in an epoch; ``None`` takes the loop's number."""
 
     initial_epoch: int = 0
     """Epochs finished before ``state.global_step`` was 0."""
@@ -90,7 +90,8 @@ class RunPosition:
         """Finished fraction of the run, in percent."""
         length = self.length
         whole_epochs = length.num_epochs * length.steps_per_epoch
-        # MindFormers' order of divisions: its rounding decides on the last block of the bar.
+        # Divide in MindFormers' order. Another order rounds differently, and could show one block
+        # of the progress bar more or less.
         percent = self.step / length.num_epochs / length.steps_per_epoch * 100
         return percent * (whole_epochs / length.num_steps)
 
@@ -104,8 +105,8 @@ class RunPosition:
 class StepClock:
     """Measure the time of steps, without the time that the loop spends between them.
 
-    A step's time runs from the last `restart` to `end_step`. `end_step` restarts the clock too, so
-    a loop that sends no event at the begin of a step is measured from end to end.
+    A step's time runs from the last `restart` to `end_step`. `end_step` restarts the clock too. So
+    without a `restart` at the start of a step, its time runs from the end of the previous step.
 
     Args:
         clock: Returns seconds since an arbitrary start.
@@ -121,11 +122,11 @@ class StepClock:
         self._weight = 0.0
 
     def restart(self) -> None:
-        """Start the time of a step now."""
+        """Start to measure a step."""
         self._start = self._clock()
 
     def end_step(self) -> None:
-        """Record the time since the last restart as a step time. Ignored without a restart."""
+        """Record the time since the last restart as a step's time, if there was a restart."""
         start, self._start = self._start, self._clock()
         if start is None:
             return
@@ -139,16 +140,16 @@ class StepClock:
             self._weight = _DECAY * self._weight + (1 - _DECAY)
 
     def end_lap(self) -> float:
-        """Return the mean time of the steps since the last call, in seconds; 0 without any."""
+        """Return the mean time of the steps since the last call, in seconds; 0 without steps."""
         seconds = self._lap_seconds / self._lap_steps if self._lap_steps else 0.0
         self._lap_seconds, self._lap_steps = 0.0, 0
         return seconds
 
     @property
     def typical_seconds(self) -> float:
-        """Exponential mean of the step times, bias-corrected, in seconds; 0 without any.
+        """Exponential mean of the step times, bias-corrected, in seconds; 0 without steps.
 
-        The first step includes warm-up. It is left out as soon as there is another one.
+        The first step includes warm-up, so it is left out as soon as there is a second step.
         """
         if self._weight:
             return self._smoothed / self._weight
@@ -161,7 +162,7 @@ def run_length(
     args: TrainingArguments | None,
     train_dataloader: Any,
 ) -> RunLength:
-    """Work out how long a run is, from the monitor's settings and from the loop.
+    """Determine the length of a run from the monitor's settings and from the loop.
 
     The number of updates in an epoch has three possible sources, in this order:
 
@@ -175,8 +176,8 @@ def run_length(
         settings: Settings of the monitor.
         state: State of the loop. Its ``max_steps`` and ``num_train_epochs`` are used; 0 means
             unknown.
-        args: Arguments of the Trainer, which replace unknown values of `state`; ``None`` in
-            another loop.
+        args: Arguments of the Trainer, which replace unknown values of `state`; ``None`` in a loop
+            without a Trainer.
         train_dataloader: Data loader, with or without a length; ``None`` if unknown.
 
     Returns:
@@ -184,8 +185,8 @@ def run_length(
         ``global_step`` was 0.
 
     Raises:
-        ValueError: If ``max_steps`` is unknown, and so is the number of epochs or the number of
-            updates in an epoch.
+        ValueError: If ``max_steps`` is unknown, and the number of epochs or of updates in an epoch
+            is unknown too.
     """
     max_steps = _max_steps(state, args)
     epochs = settings.origin_epochs or _num_epochs(state, args, max_steps)
@@ -195,7 +196,7 @@ def run_length(
     if steps_per_epoch is None or not (epochs or max_steps):
         msg = (
             "the length of the run is unknown: `state.max_steps` must be set in a loop of your "
-            "own, got 0; or give the monitor `origin_epochs` and `dataset_size`"
+            "own, got 0; or set `origin_epochs` and `dataset_size` of the monitor"
         )
         raise ValueError(msg)
     if settings.dataset_size and max_steps and not settings.origin_epochs:
@@ -203,8 +204,8 @@ def run_length(
     epochs = epochs or math.ceil(max_steps / steps_per_epoch)
     first_step = settings.initial_epoch * steps_per_epoch + settings.initial_step
     whole_epochs = epochs * steps_per_epoch
-    # A resumed loop that counts from 0 again sets `max_steps` to the remaining steps. A small
-    # `max_steps` then does not mean that the last epoch is cut short.
+    # A `max_steps` below the steps of all epochs means that the last epoch is cut short. The
+    # exception is a resumed loop that counts from 0 again: its `max_steps` are the remaining steps.
     within_last = 0 < max_steps < whole_epochs and not first_step
     return RunLength(
         num_epochs=epochs,
@@ -234,7 +235,8 @@ def _num_epochs(state: TrainerState, args: TrainingArguments | None, max_steps: 
     epochs: float = state.num_train_epochs
     if epochs <= 0 and args is not None and args.max_steps <= 0:
         epochs = args.num_train_epochs
-    # For data of unknown length the Trainer sets the number of epochs to sys.maxsize.
+    # For data of unknown length the Trainer sets the number of epochs to sys.maxsize. So a number
+    # above `max_steps` counts as unknown.
     if epochs <= 0 or 0 < max_steps < epochs:
         return None
     return math.ceil(epochs)
@@ -251,8 +253,8 @@ def _num_updates(train_dataloader: Any, args: TrainingArguments | None) -> int |
 def _steps_per_epoch(max_steps: int, epochs: int | None, num_updates: int | None) -> int | None:
     if not max_steps:
         return num_updates
-    # The gradient accumulation of a custom loop without `args` is unknown. If it uses several
-    # batches for each update, `num_updates` is too large and contradicts its number of epochs.
+    # Without `args` the gradient accumulation is unknown. If the loop uses several batches for each
+    # update, `num_updates` is too large and contradicts the number of epochs: then ignore it.
     if num_updates and (epochs is None or math.ceil(max_steps / num_updates) == epochs):
         return num_updates
     return math.ceil(max_steps / (epochs or 1))

@@ -1,4 +1,4 @@
-"""Logger and standard output of the callbacks."""
+"""Write the callbacks' messages to the log and to standard output."""
 
 import logging
 import sys
@@ -16,8 +16,9 @@ def run_logger(name: str) -> logging.Logger:
     Call this when there is something to log, not at import: an import must not configure logging.
 
     Args:
-        name: ``__name__`` of a module of `mfwrap.callbacks`; inside a package of it
-            ``__package__``, because users filter by this name and modules may be split.
+        name: Name of the logger: ``__package__`` of the calling module, or ``__name__`` if the
+            module is directly in `mfwrap.callbacks`. Users filter by this name, so it should not
+            change when a module of a subpackage is split.
     """
     library, callbacks = logging.getLogger("mfwrap"), logging.getLogger("mfwrap.callbacks")
     if library.level == callbacks.level == logging.NOTSET:
@@ -31,7 +32,8 @@ def run_logger(name: str) -> logging.Logger:
 def _standard_output() -> logging.Handler:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(_FORMAT))
-    # Records also propagate to the root logger: its handlers would print each a second time.
+    # Records also propagate to the root logger. If that has handlers, they print each record, and
+    # this handler must not print it again.
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     return handler
 

@@ -1,4 +1,4 @@
-"""Settings of a callback, written once: its constructor takes the fields of a settings class."""
+"""Let a callback's constructor take the fields of a settings class as arguments."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ _Constructor = Callable[[Any, _Settings], None]
 def takes_settings(
     make_settings: Callable[_Arguments, _Settings],
 ) -> Callable[[_Constructor[_Settings]], Callable[Concatenate[Any, _Arguments], None]]:
-    """Give an ``__init__`` that needs settings the arguments of the settings class.
+    """Decorate an ``__init__(self, settings)`` so that it takes each setting as an argument.
 
-    Names, types, defaults and descriptions of the settings then stand in one place, the class.
-    Type checkers, editors, `help` and `inspect.signature` see its fields as arguments of the
-    decorated ``__init__``.
+    Names, types, defaults and descriptions of the settings are then declared in one place, the
+    settings class. Type checkers, editors, `help` and `inspect.signature` see the class's fields as
+    arguments of the decorated ``__init__``.
 
     Args:
-        make_settings: The settings class; its errors are those of the constructor.
+        make_settings: The settings class. The decorated ``__init__`` raises its errors.
     """
 
     def decorate(
@@ -47,7 +47,7 @@ def takes_settings(
 
 
 def saved_settings(settings: Any) -> dict[str, Any]:
-    """Return the settings that a checkpoint keeps, by the names of their fields.
+    """Return the settings to save in a checkpoint, keyed by field name.
 
     Callables, such as a clock, are left out: JSON cannot hold them.
 
@@ -65,13 +65,13 @@ def saved_settings(settings: Any) -> dict[str, Any]:
 
 
 def check_bools(settings: Any) -> None:
-    """Check that every setting whose default is a bool is a bool.
+    """Check that each setting with a bool as default is a bool.
 
     Args:
         settings: Instance of a dataclass.
 
     Raises:
-        TypeError: If a setting is not a bool though its default is.
+        TypeError: If a setting is not a bool, although its default is.
     """
     for field in dataclasses.fields(settings):
         if isinstance(field.default, bool):

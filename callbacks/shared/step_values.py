@@ -111,7 +111,7 @@ def skip_flag(output: Any, report: StepReport | None) -> Tensor | None:
 
 
 def values_of_logs(logs: Mapping[str, Any]) -> StepValues | None:
-    """Return the values in an entry of the Trainer's log; ``None`` for an entry without a loss."""
+    """Return the values in an entry of the Trainer's log; ``None`` if the entry has no loss."""
     numbers = {
         name: float(value)
         for name in ("loss", "learning_rate", "grad_norm")
@@ -128,7 +128,7 @@ def values_of_logs(logs: Mapping[str, Any]) -> StepValues | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNumbers:
-    """What a step is judged by, on the host. Unknown flags are false, unknown counts 0."""
+    """Numbers by which a step is judged, on the host. Unknown flags are false, unknown counts 0."""
 
     step: int
     loss: float
@@ -142,12 +142,12 @@ class StepNumbers:
 
 
 def numbers_of(step: int, values: StepValues, *, last_scale: float | None = None) -> StepNumbers:
-    """Return what a step is judged by.
+    """Return the numbers by which a step is judged.
 
     Args:
         step: Number of the step.
         values: Values of the step.
-        last_scale: Loss scale after the step before, used if `values` has no ``scale_before``.
+        last_scale: Loss scale after the previous step, used if ``values.scale_before`` is unknown.
     """
     return StepNumbers(
         step=step,

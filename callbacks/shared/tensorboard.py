@@ -1,4 +1,4 @@
-"""Curves in TensorBoard."""
+"""Write curves for TensorBoard."""
 
 import os
 from typing import Any, final

@@ -155,8 +155,8 @@ def test_a_loop_without_outputs(caplog):
 
     assert [w for w in warnings if "step_output" in w] == [
         (
-            "MFLossMonitor gets no `step_output` in this loop. It cannot show overflow, loss scale "
-            "and the loss of each step, and prints the numbers that the loop logs."
+            "MFLossMonitor gets no `step_output` in this loop. It prints only the numbers that the "
+            "loop logs, without overflow, loss scale and the loss of each step."
         )
     ]
     rest = "lr: 5e-05, overflow cond: unavailable, loss_scale: unavailable, global_norm: [0.5]"
