@@ -1,11 +1,11 @@
-"""Train with the loop of accelerate's documentation, with the step attached.
+"""Train with the loop of accelerate's documentation, and with mfwrap's step attached to it.
 
     python -m mfwrap.recipes.accelerate_loop --output_dir runs/accelerate_loop
     torchrun --nproc_per_node 2 -m mfwrap.recipes.accelerate_loop
     python -m mfwrap.recipes.accelerate_loop --resume_from_checkpoint runs/accelerate_loop/step_100
 
-Compared with a plain accelerate loop there is one more line, the call of `attach`. Model and text
-are those of `mfwrap.recipes.causal_lm`. Each epoch ends with an evaluation of raw and of averaged
+The only line that a plain accelerate loop does not have is the call of `attach`. Model and text are
+those of `mfwrap.recipes.causal_lm`. Each epoch ends with an evaluation of raw and of averaged
 weights.
 """
 
@@ -39,7 +39,7 @@ class LoopArguments:
     sequence_length: int = field(default=256, metadata={"help": "longest text, in bytes"})
     max_samples: int | None = field(default=None, metadata={"help": "number of texts, default all"})
     learning_rate: float = field(default=3e-3, metadata={"help": "highest learning rate"})
-    warmup_steps: int = field(default=30, metadata={"help": "updates until that rate is reached"})
+    warmup_steps: int = field(default=30, metadata={"help": "updates of linear warm-up"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "limit of the global norm"})
     ema_decay: float = field(default=0.95, metadata={"help": "decay of the averaged weights"})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16"})
@@ -52,7 +52,7 @@ class LoopArguments:
 
 
 class Training:
-    """The prepared objects of a training, and how many updates are done.
+    """Hold the prepared objects of a training, and the number of finished updates.
 
     Args:
         arguments: Settings of the run.
@@ -66,11 +66,11 @@ class Training:
             cpu=not torch.accelerator.is_available(),
             mixed_precision=arguments.mixed_precision,
             gradient_accumulation_steps=arguments.gradient_accumulation_steps,
-            # The order of an epoch then depends on the epoch's number only, so that a run can be
-            # resumed in the middle of one.
+            # With this sampler, the order of the data depends only on the number of the epoch. So a
+            # run can resume in the middle of an epoch.
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         )
-        self.attached: AttachedStep = attach(  # the one line
+        self.attached: AttachedStep = attach(  # the only additional line
             self.accelerator, StepConfig(local_norm=True, local_norm_groups="layer"), self._average
         )
         set_seed(arguments.seed)
@@ -86,7 +86,8 @@ class Training:
         self.updates_per_epoch = math.ceil(
             len(training) / num_processes / arguments.gradient_accumulation_steps
         )
-        # accelerate steps a schedule once per process at each update.
+        # accelerate steps a schedule once per process at each update, so multiply its lengths by
+        # the number of processes.
         schedule = get_linear_schedule_with_warmup(
             optimizer,
             arguments.warmup_steps * num_processes,
@@ -101,7 +102,7 @@ class Training:
         return ExponentialMovingAverage(model, self.arguments.ema_decay, warmup=True)
 
     def resume(self, folder: Path) -> None:
-        """Load a checkpoint; the number of updates is in its folder's name."""
+        """Load a checkpoint, and read the number of updates from the name of its folder."""
         self.accelerator.load_state(str(folder))
         self.num_updates = int(folder.name.removeprefix("step_"))
 
@@ -148,7 +149,7 @@ def train_epoch(run: Training, epoch: int, monitors: Monitors) -> None:
 
 
 def loss_monitor(run: Training) -> MFLossMonitor:
-    """Return MindFormers' log of the run."""
+    """Return a monitor that logs the run as MindFormers does."""
     arguments = run.arguments
     return MFLossMonitor(
         per_print_times=arguments.per_print_times,
@@ -173,7 +174,7 @@ def evaluate_both(run: Training) -> tuple[float, float]:
 
 def main() -> None:
     """Train, evaluate after each epoch, and save the model."""
-    # HfArgumentParser types its argument as a class of its own that no dataclass is.
+    # HfArgumentParser declares its argument with a type of its own, which no dataclass has.
     parser = HfArgumentParser(LoopArguments)  # type: ignore[arg-type]  # (see above)
     (arguments,) = parser.parse_args_into_dataclasses()
     run = Training(arguments)
@@ -195,7 +196,7 @@ def main() -> None:
     if run.accelerator.is_main_process:
         run.accelerator.unwrap_model(run.model).save_pretrained(arguments.output_dir / "model")
     accelerator = run.accelerator
-    # A network that outlives its process group can keep the processes from ending.
+    # Release the network before the process group ends: otherwise the processes may hang at exit.
     del run, monitors
     accelerator.free_memory()
     accelerator.end_training()

@@ -1,11 +1,11 @@
-"""Train a small Llama on Python's own documentation, byte by byte: the cell at its plainest.
+"""Train a small Llama on Python's own documentation, byte by byte, with the training cell.
 
     python -m mfwrap.recipes.causal_lm --output_dir runs/causal_lm
     torchrun --nproc_per_node 2 -m mfwrap.recipes.causal_lm
 
 Nothing is downloaded: the model is built from its configuration, and the text comes from Python's
 `pydoc_data.topics`. The run folder gets `metrics.jsonl`, `run.png`, and the models of raw and of
-averaged weights in the format of `save_pretrained`. Of several processes only the main one writes.
+averaged weights in the format of `save_pretrained`. Only the main process writes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class RecipeArguments:
     )
     sequence_length: int = field(default=256, metadata={"help": "longest text, in bytes"})
     learning_rate: float = field(default=3e-3, metadata={"help": "highest learning rate"})
-    warmup_steps: int = field(default=30, metadata={"help": "updates until that rate is reached"})
+    warmup_steps: int = field(default=30, metadata={"help": "updates of linear warm-up"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "limit of the global norm"})
     ema_decay: float = field(default=0.95, metadata={"help": "decay of the averaged weights"})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16"})
@@ -170,7 +170,7 @@ def evaluate(model: torch.nn.Module, loader: DataLoader[Any], accelerator: Accel
 
 
 class Monitors:
-    """Callbacks in a loop without a Trainer, called with the arguments that a Trainer gives them.
+    """Call callbacks in a loop without a Trainer, with the arguments that a Trainer would pass.
 
     Args:
         callbacks: Callbacks, in the order in which they are called.
@@ -193,7 +193,7 @@ class Monitors:
 
 
 def run_monitors(arguments: RecipeArguments, num_processes: int) -> list[TrainerCallback]:
-    """Return the monitors: the log of the run and, on several processes, each one's local norms."""
+    """Return monitors that log the run and, with several processes, write their local norms."""
     samples = arguments.micro_batch_size * arguments.gradient_accumulation_steps * num_processes
     monitors: list[TrainerCallback] = [
         MFLossMonitor(
@@ -215,7 +215,7 @@ def train(
     recorder: MetricsRecorder,
     monitors: Monitors,
 ) -> None:
-    """Do all updates."""
+    """Train for all updates, and notify the monitors after each update."""
     batches = micro_batches(loader, arguments.gradient_accumulation_steps)
     for step, batch in zip(range(1, arguments.max_steps + 1), batches, strict=False):
         output = cell.step(batch)
@@ -227,7 +227,7 @@ def train(
 
 
 def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None:
-    """Train from the start to the end, evaluate and save."""
+    """Build the model, train it, evaluate raw and averaged weights, and save both."""
     model = build_model(arguments.sequence_length)
     optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, fused=True)
     schedule = get_cosine_schedule_with_warmup(
@@ -293,7 +293,7 @@ def save(
 
 def main() -> None:
     """Read the settings, train, evaluate raw and averaged weights, and write the run folder."""
-    # HfArgumentParser types its argument as a class of its own that no dataclass is.
+    # HfArgumentParser declares its argument with a type of its own, which no dataclass has.
     parser = HfArgumentParser(RecipeArguments)  # type: ignore[arg-type]  # (see above)
     (arguments,) = parser.parse_args_into_dataclasses()
     set_seed(arguments.seed)
@@ -305,7 +305,7 @@ def main() -> None:
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
     )
     train_and_save(arguments, accelerator)
-    # A network that outlives its process group can keep the processes from ending.
+    # Release the network before the process group ends: otherwise the processes may hang at exit.
     accelerator.free_memory()
     accelerator.end_training()
 

@@ -95,7 +95,7 @@ class ShiftedImages(Dataset[tuple[Tensor, Tensor]]):
 def create_dataset(
     batch_size: int, seed: int
 ) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
-    """Return the loaders of training images and, with a fifth of all digits, of held-out images."""
+    """Return a loader of training images and a loader of held-out images, a fifth of all digits."""
     digits = load_digits()
     pixels = torch.from_numpy(digits.images.astype(np.float32) / 16)[:, None]
     images = functional.interpolate(pixels, size=(32, 32), mode="bilinear")
@@ -117,7 +117,7 @@ def create_dataset(
 
 def main() -> None:
     """Train, save checkpoints, and print the accuracy on held-out digits."""
-    # HfArgumentParser types its argument as a class of its own that no dataclass is.
+    # HfArgumentParser declares its argument with a type of its own, which no dataclass has.
     parser = HfArgumentParser(LeNetArguments)  # type: ignore[arg-type]  # (see above)
     (config,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(config.seed)

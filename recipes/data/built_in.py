@@ -93,7 +93,7 @@ class DocstringsSource(DataSource):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PythonTokensSource(DataSource):
-    """Source lines of the standard library. Columns: ``tokens`` and their kinds, ``labels``."""
+    """Source lines of the standard library. Columns: ``tokens``; ``labels``, a kind per token."""
 
     type: Literal["python_tokens"] = "python_tokens"
 
@@ -157,7 +157,7 @@ def _conversation(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def _sources() -> Iterator[tuple[str, str]]:
-    """Yield name and source of each installed module."""
+    """Yield the name and the source of each module in `_MODULES` that is installed."""
     folder = Path(sysconfig.get_path("stdlib"))
     for module in _MODULES:
         file = folder / f"{module}.py"
@@ -181,7 +181,7 @@ _KINDS = {
 
 
 def _token_lines(source: str) -> Iterator[list[tuple[str, str]]]:
-    """Yield the tokens of each source line with more than two tokens, with their kinds."""
+    """Yield, for each source line with more than two tokens, a list of tokens and their kinds."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     for _, line in itertools.groupby(tokens, key=lambda token: token.start[0]):
         kinds = [(token.string, _kind(token)) for token in line]
@@ -209,7 +209,7 @@ _DESCRIBED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackageDocstringsSource(DataSource):
-    """Docstrings of packages of the standard library, without repetition.
+    """Docstrings of packages of the standard library, without duplicates.
 
     Columns: ``text``, a docstring of at least 40 characters; ``label``, the package.
     """

@@ -13,18 +13,19 @@ from mfwrap.recipes.data.source import DataError
 @final
 @dataclass(frozen=True)
 class Kind:
-    """What the values of a column must be."""
+    """Requirements for the values of a column."""
 
     expect: Callable[[Any], tuple[str, Callable[[Any], bool]]]
-    """Takes the value of the first row, and returns a description of a fitting value and a function
-    that returns whether a value fits."""
+    """Takes the value of the first row. Returns a description of values that fit, and a function
+    that tests whether a value fits."""
 
     dtypes: str = r"(?!)"
-    """Pattern of the arrow types whose values all fit, apart from null. Rows of a column of such a
-    type need not be read one by one. The default matches no type."""
+    """Regular expression for arrow types whose values always fit, except null. The rows of a column
+    of such a type are not read one by one. The default matches no type."""
 
     as_long_as: str | None = None
-    """Column, checked earlier, whose value must have the same length in each row."""
+    """Name of another column, checked earlier. In each row, both values must have the same
+    length."""
 
 
 Columns = Mapping[str, Kind | None]
@@ -32,7 +33,7 @@ Columns = Mapping[str, Kind | None]
 
 
 def needed_columns(needs: Sequence[Columns], found: Collection[str]) -> Columns | None:
-    """Return the first alternative of `needs` whose columns all exist; ``None`` if none does.
+    """Return the first set of columns in `needs` whose columns all exist; ``None`` without one.
 
     Args:
         needs: Alternative sets of columns of a task, in order of precedence.
@@ -45,9 +46,10 @@ def check_rows(rows: Dataset, columns: Columns, names: Mapping[str, str]) -> Non
     """Check that every value fits the kind of its column.
 
     Args:
-        rows: Rows with the task's names of columns.
+        rows: Rows whose columns have the task's names.
         columns: Columns to check.
-        names: Names of renamed columns in the user's data by the task's names, for messages.
+        names: The user's name of each renamed column, keyed by the task's name. Messages use the
+            user's names.
 
     Raises:
         DataError: If a value does not fit. The message names column, row and value.

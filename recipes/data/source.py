@@ -14,8 +14,8 @@ class Section:
     """Base of the frozen dataclasses that the sections of a recipe are parsed into.
 
     Unknown keys and values of a wrong type are errors; an int is accepted for a float. Values out
-    of range raise a ``ValueError`` in ``__post_init__``. Its message begins with the key in
-    backticks, which becomes the place of the error in the recipe.
+    of range raise a ``ValueError`` in ``__post_init__``. Its message must begin with the key in
+    backticks: the `RecipeError` that the user sees then names this key and its line.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
@@ -50,7 +50,8 @@ class DataSource(Section, abc.ABC):
     """Columns of this source; ``None`` if they are known only after the data have been read."""
 
     columns: dict[str, str] = field(default_factory=dict)
-    """Name of a column in the data by the name that the task uses: ``{text: body}``."""
+    """Name of a column in the data, keyed by the task's name for it: with ``{text: body}``, the
+    column ``body`` is used as ``text``."""
 
     eval_fraction: float = 0.1
     """Share of the rows to hold out if the source has no rows for evaluation; 0 holds out none."""
@@ -68,7 +69,8 @@ class DataSource(Section, abc.ABC):
     """Maximum number of tokens in a sequence, for tasks that tokenize the data themselves."""
 
     packing: bool | None = None
-    """For ``causal_lm``: cut the concatenation of all texts into sequences, not each text."""
+    """For ``causal_lm``: concatenate all texts, and cut the result into sequences. By default, each
+    text is cut by itself."""
 
     def __post_init__(self) -> None:
         """Check that values are in range and columns are known."""
@@ -100,7 +102,7 @@ class DataSource(Section, abc.ABC):
 
         Raises:
             ValueError: If the key ``columns`` names a column that the data do not have.
-            DataError: If there are no training rows, or from `check`.
+            DataError: If there are no training rows, or if `check` raises it.
         """
         rows = self.read()
         train, evaluation = self._renamed(rows.train), rows.evaluation

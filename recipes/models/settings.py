@@ -38,14 +38,14 @@ class ModelSettings(Section):
 
     path: str | None = None
     """Checkpoint to start from: a name on the Hugging Face hub, a folder, or
-    ``package:name/folder`` for a folder of an installed package, which is not imported."""
+    ``package:name/folder`` for a folder of an installed package. (The package is not imported.)"""
 
     config: dict[str, Any] | None = None
     """Configuration of a model with random weights: ``model_type`` and the keys of that type."""
 
     tokenizer: str | None = None
-    """Name on the hub, folder, or ``bytes`` for one token per byte. The default is the tokenizer
-    of the checkpoint, and ``bytes`` with a `config`."""
+    """Name on the hub, folder, or ``bytes`` for one token per byte. The default is the
+    checkpoint's tokenizer if `path` is set, and ``bytes`` if `config` is set."""
 
     revision: str | None = None
     """Branch, tag or commit of `path` on the hub."""
@@ -62,7 +62,7 @@ class ModelSettings(Section):
         """Check that the settings name exactly one model."""
         if (self.path is None) == (self.config is None):
             got = "neither" if self.path is None else "both"
-            msg = f"`path` must be set if `config` is not, and only then; got {got}"
+            msg = f"`path` must be set if and only if `config` is not set, got {got}"
             raise ValueError(msg)
         if self.config is not None:
             self._check_config(self.config)
@@ -149,7 +149,7 @@ class ModelSettings(Section):
 
 
 def _place(setting: str, name: str | None) -> str | None:
-    """Return the folder of a name ``package:name/folder``, and any other name unchanged.
+    """Return the folder that ``package:name/folder`` means, or any other name unchanged.
 
     Raises:
         ValueError: If the package is not installed, or does not have the folder.
@@ -167,7 +167,7 @@ def _place(setting: str, name: str | None) -> str | None:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the keys of a model's configuration that follow from a tokenizer."""
+    """Return the settings of a model's configuration that follow from a tokenizer."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
 
@@ -205,7 +205,7 @@ _TABLES = frozenset(
         "wpe",
     }
 )
-"""Names of the embedding of absolute positions in models of transformers."""
+"""Names that models of transformers give to their embedding of absolute positions."""
 
 
 def fitting_length(data: DataSource, network: nn.Module) -> int:
@@ -250,8 +250,9 @@ def _num_positions(network: nn.Module) -> int | None:
     ]
     if not tables:
         return None
-    # Some models count positions from the index after the padding index, so the rows up to it are
-    # unused. Other models have spare rows, so a smaller configured number takes precedence.
+    # Some models number the positions from the row after the padding row, so the rows up to and
+    # including the padding row are unused. Other models have spare rows, so the configured number
+    # of positions takes precedence if it is smaller.
     sizes = [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         for table in tables

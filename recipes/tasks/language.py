@@ -1,4 +1,4 @@
-"""Build the Trainer's keywords for language models."""
+"""Build the Trainer's keyword arguments for language models."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabu
 
 
 def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return the Trainer's keywords to predict each next token of texts."""
+    """Return the Trainer's keyword arguments for predicting the next token in texts."""
     tokenizer = model.make_tokenizer()
     network = model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer))
     length = fitting_length(data, network)
@@ -35,13 +35,13 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
 
 
 def build_supervised_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return the keywords of TRL's ``SFTTrainer``, for conversations, prompts or texts."""
+    """Return keyword arguments of TRL's ``SFTTrainer``, for conversations, prompts or texts."""
     del data
     return _tuning(model, rows, TUNING)
 
 
 def build_preference_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return the keywords of TRL's ``DPOTrainer``, for chosen and rejected answers."""
+    """Return keyword arguments of TRL's ``DPOTrainer``, for chosen and rejected answers."""
     del data
     return _tuning(model, rows, PREFERENCES)
 
@@ -57,16 +57,16 @@ def _tuning(model: ModelSettings, rows: Rows, needs: Sequence[Columns]) -> dict[
 
 
 def _token_ids(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the tokens of each text, with the end-of-text token."""
+    """Yield the token ids of each text, followed by the end-of-text token."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts["text"]:
-        # No truncation and no warning about the model's length: the caller cuts the texts.
+        # Do not truncate, and do not warn about the model's length: the caller cuts the texts.
         encoded = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
         yield [*encoded["input_ids"], *end]
 
 
 def _pieces(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
-    """Yield each text in pieces; a piece of one token has no target and is left out."""
+    """Cut each text into pieces and yield them, except pieces of one token: they have no target."""
     for ids in texts:
         for start in range(0, len(ids), length):
             if len(piece := ids[start : start + length]) > 1:
@@ -74,7 +74,7 @@ def _pieces(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
 
 
 def _packed(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
-    """Yield pieces of equal length of the concatenated texts; an incomplete last one is dropped."""
+    """Concatenate the texts and yield pieces of equal length; drop an incomplete last piece."""
     pending: list[int] = []
     for ids in texts:
         pending += ids

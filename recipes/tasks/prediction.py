@@ -1,4 +1,4 @@
-"""Build the Trainer's keywords for classification and regression."""
+"""Build the Trainer's keyword arguments for classification and regression."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +25,7 @@ _IGNORED = -100
 def build_sequence_classification(
     model: ModelSettings, data: DataSource, rows: Rows
 ) -> dict[str, Any]:
-    """Return the Trainer's keywords to classify texts, with the metric ``accuracy``."""
+    """Return the Trainer's keyword arguments for classifying texts; the metric is ``accuracy``."""
     tokenizer = model.make_tokenizer()
     labels = _labels(rows, "label")
     network = model.make_model(
@@ -52,7 +52,7 @@ def build_sequence_classification(
 def build_token_classification(
     model: ModelSettings, data: DataSource, rows: Rows
 ) -> dict[str, Any]:
-    """Return the Trainer's keywords to classify words, with the metric ``accuracy``.
+    """Return the Trainer's keyword arguments for classifying words; the metric is ``accuracy``.
 
     The first token of a word has the word's label. The loss ignores its other tokens.
     """
@@ -83,7 +83,7 @@ def build_token_classification(
 def build_image_classification(
     model: ModelSettings, data: DataSource, rows: Rows
 ) -> dict[str, Any]:
-    """Return the Trainer's keywords to classify images, with the metric ``accuracy``.
+    """Return the Trainer's keyword arguments for classifying images; the metric is ``accuracy``.
 
     An ``image`` is a PIL image, or values in [0, 1] of shape ``(H, W)`` or ``(H, W, C)``. All
     images must have the same size. The model gets values in [-1, 1].
@@ -99,7 +99,7 @@ def build_image_classification(
         }
 
     def renamed(images: Dataset) -> Dataset:
-        # The Trainer drops every column that is not an argument of the model.
+        # Rename the columns, because the Trainer drops those that are not arguments of the model.
         names = {"image": "pixel_values", "label": "labels"}
         return images.select_columns(list(names)).rename_columns(names)
 
@@ -117,7 +117,7 @@ def build_image_classification(
 
 
 def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return the Trainer's keywords for regression: predict one number from the features of a row.
+    """Return the Trainer's keyword arguments for predicting one number from a row's features.
 
     Evaluation reports the metrics ``mse`` and ``r2``.
     """
@@ -161,7 +161,7 @@ def regression_errors(prediction: Any) -> dict[str, float]:
 
 
 class _Labels:
-    """The classes of a data set, and their numbers for the model.
+    """The classes of a data set, and the model's index of each class.
 
     Args:
         names: Names of the classes.
@@ -177,7 +177,7 @@ class _Labels:
         }
 
     def index(self, value: Any) -> int:
-        """Return the number of a class.
+        """Return the index of a class.
 
         Raises:
             ValueError: If the class is unknown.
@@ -205,7 +205,7 @@ def _mapped(rows: Dataset, encode: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:
-    """Return the word's label for the first token of each word, and -100 for other tokens."""
+    """Return labels of tokens: the word's label for a word's first token, -100 for all others."""
     before = [None, *words]
     return [
         _IGNORED if word is None or word == last else labels[word]

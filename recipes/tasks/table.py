@@ -1,4 +1,4 @@
-"""The table of tasks: everything that a recipe can train, and what belongs to each task."""
+"""The table of tasks: what a recipe can train, and what each task needs."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -74,16 +74,16 @@ SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and how to build the Trainer."""
+    """A task that a recipe can train a model for, and how to build its Trainer."""
 
     needs: tuple[Columns, ...]
-    """Alternative sets of columns of the data; the first that is complete is used."""
+    """Alternative sets of columns of the data; the first set whose columns all exist is used."""
 
     build: Callable[[ModelSettings, DataSource, Rows], dict[str, Any]]
-    """Builds the Trainer's keywords: model, data sets, collator, tokenizer and metrics."""
+    """Builds the Trainer's keyword arguments: model, data sets, collator, tokenizer and metrics."""
 
     options: frozenset[str] = frozenset()
-    """Optional keys of the section ``data`` that only some tasks use, and this task does."""
+    """Optional keys of the section ``data`` that this task accepts, but not every other task."""
 
     uses_tokenizer: bool = True
     """Whether the recipe may set ``model.tokenizer``."""
@@ -110,8 +110,8 @@ class Task:
     """MindFormers' ``trainer.type`` and ``trainer.task_name`` for this task."""
 
     example_data: str = ""
-    """Built-in source of data that an imported MindFormers file starts with. MindFormers' own data
-    are MindRecord files, which only MindSpore reads."""
+    """Built-in source of data for a recipe that is converted from a MindFormers file. The data of
+    that file cannot be used: they are MindRecord files, which only MindSpore reads."""
 
     example_model: str = ""
     """``model_type`` for a MindFormers file that does not name a known model."""
