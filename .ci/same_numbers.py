@@ -1,11 +1,11 @@
-"""Prove that a change alters no number: run a revision and the working tree, compare every bit.
+"""Check that a change alters no number: run a revision and the working tree, compare every bit.
 
     python .ci/same_numbers.py 18b68ba
 
-Three seeded runs: the causal_lm recipe for 50 steps, an MFTrainer that is stopped and resumed, and
-two ranks under DistributedDataParallel. The script compares every loss, norm, learning rate, loss
-scale and final tensor. A fourth run resumes, with the working tree, the checkpoint that the
-revision wrote.
+There are three seeded runs: the causal_lm recipe for 50 steps, an MFTrainer that is stopped and
+resumed, and two ranks under DistributedDataParallel. The script compares every loss, norm, learning
+rate, loss scale and final tensor. In a fourth run, the working tree resumes from the checkpoint
+that the revision wrote.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def digest(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def flat_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's tensors under "index.name"."""
+    """Return an optimizer's tensors, keyed by "index.name"."""
     import torch
 
     states = optimizer.state_dict()["state"]
@@ -57,7 +57,8 @@ def record_recipe(folder: Path) -> dict[str, Any]:
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         kept = {name: record[name] for name in names if name in record}
-        # A record may hold local norms in an object of their own or under "local_norm/<group>".
+        # Revisions differ in how they write local norms: in an object "local_norm", or each under
+        # "local_norm/<group>". Convert the second form to the first, so that they can be compared.
         flat = {k: v for k, v in record.items() if k.startswith("local_norm/")}
         if flat:
             kept["local_norm"] = {k.removeprefix("local_norm/"): v for k, v in flat.items()}
@@ -136,7 +137,7 @@ def new_trainer(folder: Path, seed: int) -> Any:
 
 
 def record_trainer(folder: Path, checkpoint: Path | None) -> dict[str, Any]:
-    """Train, stop and resume, or resume `checkpoint`; return the log and all final tensors."""
+    """Train, stop and resume, or only resume `checkpoint`; return the log and all final tensors."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -215,7 +216,7 @@ def record_rank(out: Path) -> None:
 
 
 def record_ranks(folder: Path) -> dict[str, Any]:
-    """Start two ranks; return what both wrote."""
+    """Run `record_rank` on two ranks; return the outputs and tensors of both."""
     folder.mkdir(parents=True)
     launcher = [
         sys.executable,
@@ -233,7 +234,7 @@ def record_ranks(folder: Path) -> dict[str, Any]:
 
 
 def package_tree(source: Path, tree: Path) -> Path:
-    """Make a folder of links in the shape of an ordinary install of the checkout at `source`."""
+    """Link the checkout at `source` into `tree`, with the layout of an installed package."""
     package = tree / "mfwrap"
     package.mkdir(parents=True)
     for path in [*(source / "mfwrap").iterdir(), source / "callbacks", source / "recipes"]:
@@ -242,7 +243,7 @@ def package_tree(source: Path, tree: Path) -> Path:
 
 
 def recorded(name: str, source: Path, *resumed: str) -> dict[str, Any]:
-    """Record all runs of a checkout in processes of its own."""
+    """Record all runs of the checkout at `source` in a new process that imports this checkout."""
     folder = BUILD / name
     tree = package_tree(source, folder / "tree")
     environment = {
@@ -257,7 +258,7 @@ def recorded(name: str, source: Path, *resumed: str) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, place: str = "") -> Iterator[str]:
-    """Yield the places at which two trees of values differ."""
+    """Yield a line for each place where two trees of values differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for name in one:
             yield from differences(one[name], other[name], f"{place}/{name}")
@@ -276,7 +277,7 @@ def count(tree: Any) -> int:
 
 
 def compare(revision: str) -> int:
-    """Record the revision (once) and the working tree; print what differs."""
+    """Record the working tree, and the revision if it is not yet recorded; print differences."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", revision],
         check=True,
@@ -302,7 +303,7 @@ def compare(revision: str) -> int:
 
 
 def main() -> int:
-    """Compare, or record as a process of its own."""
+    """Compare a revision with the working tree, or, with a hidden option, record runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Contestants: ways to do everything after backward."""
+"""Contestants of epilogue.py: ways to do everything after backward."""
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-4
 
 
 class Model(nn.Module):
-    """Parameters without a forward pass.
+    """A model with parameters and without a forward pass.
 
     Args:
         weights: Initial values; the model copies them.
@@ -58,11 +58,11 @@ class Contestant(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> None:
-        """Unscale, clip, update, average, measure every gradient's norm."""
+        """Unscale, clip, update, average the weights, and compute every gradient's norm."""
 
 
 class Mfwrap(Contestant):
-    """The part of `MFTrainOneStepCell` after backward."""
+    """Do the part of `MFTrainOneStepCell` that follows backward."""
 
     name = "mfwrap, fused AdamW"
 
@@ -84,7 +84,7 @@ class Mfwrap(Contestant):
 
 
 class Torch(Contestant):
-    """torch's GradScaler and ``clip_grad_norm_``, with one host read per parameter for its norm."""
+    """Use torch's GradScaler and ``clip_grad_norm_``; read each norm on the host by itself."""
 
     fused = True
     reads_norms = True
@@ -97,7 +97,7 @@ class Torch(Contestant):
         self._scaler = torch.amp.GradScaler(
             self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6
         )
-        # A scaler creates its scale in the first call of `scale`.
+        # The scaler creates its scale in the first call of `scale`, and `unscale_` needs it.
         self._scaler.scale(torch.zeros((), device=self.device))
         self._average = self.make_average()
         self.norms: list[float] = []
@@ -118,7 +118,7 @@ class Torch(Contestant):
 
 
 class TorchFused(Torch):
-    """With fused AdamW and one foreach call for the average."""
+    """Use fused AdamW, and one foreach call for the average."""
 
     name = "torch, fused AdamW, foreach average"
 
@@ -129,21 +129,21 @@ class TorchFused(Torch):
 
 
 class TorchFusedWithoutNorms(TorchFused):
-    """The same, without the norm of every parameter."""
+    """Do the same as `TorchFused`, without the norm of every parameter."""
 
     name = "the same, without norms by parameter"
     reads_norms = False
 
 
 class TorchForeach(TorchFused):
-    """With foreach AdamW."""
+    """Use foreach AdamW, and one foreach call for the average."""
 
     name = "torch, foreach AdamW, foreach average"
     fused = False
 
 
 class TorchAveragedModel(Torch):
-    """With torch's AveragedModel."""
+    """Use fused AdamW, and torch's AveragedModel for the average."""
 
     name = "torch, fused AdamW, AveragedModel"
 
@@ -153,7 +153,7 @@ class TorchAveragedModel(Torch):
 
 
 class TorchEmaPytorch(Torch):
-    """With the package ema-pytorch."""
+    """Use fused AdamW, and the package ema-pytorch for the average."""
 
     name = "torch, fused AdamW, ema-pytorch"
 

@@ -1,4 +1,4 @@
-"""Count what a step costs beside time: host reads, memory traffic, temporary memory."""
+"""Count the costs of a step other than time: host reads, memory traffic, temporary memory."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
@@ -65,7 +65,8 @@ class _Traffic(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
         }
         if named.get("grad_scale") is None:
-            # The fused kernels write gradients only when they divide them.
+            # The schema says that fused optimizers write the gradients. They do so only when they
+            # divide the gradients by `grad_scale`.
             written.discard("grads")
         read = self._bytes(named.values())
         self.num_bytes += read + self._bytes(named[name] for name in written if name in named)
@@ -96,7 +97,7 @@ def count_traffic(step: Callable[[], None], *, larger_than: int) -> int:
 
 
 def transient_peak(step: Callable[[], None], device: torch.device) -> int:
-    """Return the peak of the bytes that `step` allocates beyond those allocated before it."""
+    """Return the peak memory during `step`, in bytes, beyond the memory allocated before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -1,14 +1,17 @@
-"""Measure whole steps on several ranks: DDP and FSDP2, plain and with mfwrap.
+"""Measure training steps on several ranks: DDP and FSDP2, each with and without mfwrap.
 
     python benchmarks/distributed.py                                       # 2 processes, gloo
     python benchmarks/distributed.py --device cuda --ranks 8 --width 1024 --layers 16
 
-Plain means backward, `clip_grad_norm_` and fused AdamW. mfwrap does the same and adds each rank's
-own norms by parameter before the reduction, overflow checks that all ranks agree on, and a dynamic
-loss scale. Each round trains every contestant from the start; the two of a kind take turns step by
-step. The time of a run is the median of its steps without the first ones. The table shows the
-median and the range over rounds, and the median of the ratios within a round. Messages are the
-collectives that one step requests from the backend.
+A step without mfwrap is a plain loop with `clip_grad_norm_` and fused AdamW. A step with mfwrap
+does the same, and adds each rank's own norms by parameter before the reduction, overflow checks
+that all ranks agree on, and a dynamic loss scale.
+
+Each round trains every contestant from the start. The two contestants of a kind, with and without
+mfwrap, take turns after each step. The time of a run is the median of its steps without the first
+two. The table shows the median and the range of these times over rounds, and the median over rounds
+of the ratio to the plain loop of the same round. Messages are the collectives that one step
+requests from the backend.
 """
 
 import argparse
@@ -68,7 +71,7 @@ def sharded(arguments: argparse.Namespace) -> nn.Module:
 
 
 def plain_step(network: nn.Module) -> Step:
-    """Return a step written by hand."""
+    """Return a training step without mfwrap, written by hand."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
 
     def reduces(*, last: bool) -> None:
@@ -129,7 +132,7 @@ def seconds_per_step(
 ) -> dict[str, float]:
     """Return the median time of each kind of step; all ranks start a step together.
 
-    The kinds take turns step by step, so a machine that slows down affects all of them.
+    The kinds take turns after each step, so that a machine that slows down affects all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(arguments.steps):
@@ -144,7 +147,7 @@ def seconds_per_step(
 
 
 def messages_of(step: Step, batches: list[Tensor]) -> int:
-    """Return how many messages a step sends."""
+    """Return how many collectives a step requests from the backend."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step(batches)
     return sum(event.name.startswith("c10d::") for event in profiler.events())
@@ -178,7 +181,7 @@ def train_rank(rank: int, arguments: argparse.Namespace, port: int, results: str
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return device, sizes and number of rounds."""
+    """Parse the command line: device, sizes and number of rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
@@ -201,7 +204,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all contestants, and print the table."""
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
         results = str(Path(folder, "results.pt"))

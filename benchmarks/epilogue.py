@@ -1,12 +1,13 @@
-"""Measure everything after backward: mfwrap beside plain torch and other averages of weights.
+"""Measure everything after backward: mfwrap compared with plain torch and other averages.
 
     python benchmarks/epilogue.py                      # GPT-2's shapes, 30 million parameters
     python benchmarks/epilogue.py --device cuda        # GPT-2 medium's, 355 million
 
 All contestants get the same parameters and the same scaled gradients. They take turns, in an order
-that changes from round to round. Each unscales, clips by the global norm, skips on overflow, runs
-AdamW, averages the weights and computes the norm of every gradient. The table shows the median and
-the quartiles of the times, and the median of the ratios within a round.
+that changes from round to round. Each contestant unscales, clips by the global norm, skips on
+overflow, runs AdamW, averages the weights and computes the norm of every gradient. The table shows
+the median and the quartiles of the times over rounds, and the median over rounds of the ratio of
+mfwrap's time to the contestant's time.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def report(
     seconds: dict[str, list[float]],
     num_parameters: int,
 ) -> None:
-    """Print one row per contestant."""
+    """Print the table, with one row per contestant."""
     ours = seconds[contestants[0].name]
     print(
         "| everything after backward | ms, median (quartiles) | mfwrap takes | bytes per parameter "
@@ -88,7 +89,7 @@ def report(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return device, size and number of rounds."""
+    """Parse the command line: device, size and number of rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--width", type=int, help="hidden size (default: 384, on cuda 1024)")
@@ -98,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all contestants, and print the table."""
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     on_cpu = device.type == "cpu"

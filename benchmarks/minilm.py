@@ -1,12 +1,12 @@
-"""Fine-tune MiniLM with the stock Trainer and with mfwrap: accuracies of both, and of the average.
+"""Compare the accuracy of MiniLM after fine-tuning with the stock Trainer and with mfwrap.
 
     python benchmarks/minilm.py                        # three seeds, some minutes on two cores
     python benchmarks/minilm.py --seeds 1 --steps 10
 
 Both train the recipe minilm_classification with the same checkpoint, rows, order, optimizer,
 schedule and clipping. The seed determines the order, the dropout and the classifier's initial
-weights. Each run of mfwrap keeps its folder; at the end one page shows all runs. Needs the extra
-`minilm`.
+weights. mfwrap is also evaluated with averaged weights. Each run of mfwrap keeps its folder; at the
+end one page shows all runs. Needs the extra `minilm`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 def recipe_of(seed: int, folder: Path, steps: int) -> Recipe:
-    """Return the shipped recipe with a seed, evaluated only at the end and not saved."""
+    """Return the shipped recipe with this seed, with one evaluation at the end, without saving."""
     overrides = {
         "training.seed": seed,
         "training.output_dir": folder,
@@ -53,7 +53,7 @@ def recipe_of(seed: int, folder: Path, steps: int) -> Recipe:
 
 
 def train_plain(recipe: Recipe) -> Outcome:
-    """Train as the recipe says with transformers' own Trainer."""
+    """Train the recipe with transformers' own Trainer."""
     set_seed(recipe.arguments.seed)
     keywords = recipe.task.build(recipe.model, recipe.data, recipe.data.rows())
     trainer = Trainer(args=recipe.arguments, **keywords)
@@ -64,7 +64,7 @@ def train_plain(recipe: Recipe) -> Outcome:
 
 
 def train_mfwrap(recipe: Recipe) -> Outcome:
-    """Run the recipe."""
+    """Train the recipe with mfwrap."""
     found = run_recipe(recipe).metrics
     return Outcome(found["eval_accuracy"], found["ema_eval_accuracy"], found["eval_loss"])
 
@@ -76,7 +76,7 @@ CONTESTANTS: dict[str, Callable[[Recipe], Outcome]] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return number of seeds, length and folder."""
+    """Parse the command line: number of seeds, length of a run, and folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contestant")
     parser.add_argument("--steps", type=int, default=90, help="updates of a run")
@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, print and write the page."""
+    """Train all runs, print their results, and write the page of the runs."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()

@@ -1,15 +1,20 @@
-"""Measure what monitors cost: everything on beside everything off, in the same training.
+"""Measure what monitors cost: the same training without monitors and with all monitors.
 
     python benchmarks/monitors.py                       # a Llama of 8 million parameters
     python benchmarks/monitors.py --device cuda --width 1024 --layers 16 --batch-size 16
 
 Each round trains without monitors, with local norms alone, and with all monitors, in random order.
-All monitors are the loss monitor, the health of checkpoints, the search for culprits with replay,
-and every number of the training state monitor as JSON lines and TensorBoard curves: norms of
-gradients and losses in each step; weights, optimizer state and attention logits in each tenth step
-(`--interval`); stable ranks in each hundredth. The time of a run is the mean of its steps without
-the first ones. The table shows the median and the range over rounds, and those of the ratios within
-a round.
+All monitors are:
+
+- the loss monitor, the health of checkpoints and the comparison of replicas;
+- the search for culprits with replay;
+- every number of the training state monitor, as JSON lines and TensorBoard curves: norms of
+  gradients and losses in each step; weights, optimizer state and attention logits in each tenth
+  step (`--interval`); stable ranks in each hundredth step.
+
+The time of a run is the mean of its steps without the first five. The table shows the median and
+the range of these times over rounds, and the median and the range of their ratios to the time
+without monitors in the same round.
 """
 
 import argparse
@@ -51,7 +56,7 @@ class Timer(TrainerCallback):
         self._times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the time after the warm-up and after the last step."""
+        """Record the time after the warm-up and after the last step."""
         del args, control
         if state.global_step in {WARM_UP, state.max_steps}:
             if self._device == "cuda":
@@ -59,7 +64,7 @@ class Timer(TrainerCallback):
             self._times.append(time.perf_counter())
 
     def seconds_per_step(self, steps: int) -> float:
-        """Return the mean time of the steps that count."""
+        """Return the mean time of the steps after the warm-up."""
         start, end = self._times
         return (end - start) / (steps - WARM_UP)
 
@@ -93,7 +98,7 @@ def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
 def seconds_per_step(
     what: str, model: LlamaForCausalLM, tokens: Tensor, options: argparse.Namespace
 ) -> float:
-    """Train, and return the mean time of a step."""
+    """Train with the kind of monitors that `what` names, and return the mean time of a step."""
     timer = Timer(options.device)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MFTrainer(
@@ -121,7 +126,7 @@ def seconds_per_step(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure each kind of monitors, and print the table."""
     parser = argument_parser(__doc__, steps=45)
     parser.add_argument(
         "--interval", type=int, default=10, help="steps between two records of weights and states"

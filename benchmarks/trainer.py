@@ -1,13 +1,16 @@
-"""Measure whole training steps: MFTrainer beside the stock Trainer and Lightning.
+"""Measure whole training steps: MFTrainer compared with the stock Trainer and Lightning.
 
     python benchmarks/trainer.py                       # a Llama of 31 million parameters
     python benchmarks/trainer.py --device cuda --width 1024 --layers 16 --batch-size 16
 
 All contestants train the same model on the same data with fused AdamW, accumulation, clipping and a
-cosine schedule, each in its own process. They take turns step by step in random order, so a machine
-that slows down affects all of them. A round trains every contestant from the start. Its time is the
-median of its steps; its ratio is the median of the ratios of steps with the same number. The first
-steps do not count. The table shows median and range of both over rounds.
+cosine schedule, each in its own process. They take turns after each step, in random order, so that
+a machine that slows down affects all of them.
+
+A round trains every contestant from the start, and leaves out the first two steps. A contestant's
+time in a round is the median of its steps. Its ratio in a round is the median over steps of its
+time divided by the stock Trainer's time for the same step. The table shows the median and the range
+of times and ratios over rounds.
 """
 
 import argparse
@@ -44,7 +47,7 @@ def build_model(width: int, layers: int, sequence_length: int) -> LlamaForCausal
 
 
 def argument_parser(description: str | None, steps: int) -> argparse.ArgumentParser:
-    """Return a parser of device, sizes and number of rounds.
+    """Return a parser of a command line with device, sizes and number of rounds.
 
     Args:
         description: Docstring of the program; the help shows its first line.
@@ -69,8 +72,8 @@ def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
 
     Args:
         index: Index of the contestant in `CONTESTANTS`.
-        turn: Connection to the main process, which sends when a step may begin; this process sends
-            when the step has ended.
+        turn: Connection to the main process. A message from the main process lets this process
+            start a step. This process sends a message back when the step has ended.
         arguments: Device and sizes.
     """
     warnings.filterwarnings("ignore")
@@ -101,12 +104,13 @@ def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
 
 
 def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> list[list[float]]:
-    """Train every contestant once, and return the time of each one's steps that count."""
+    """Train every contestant once, and return the times of its steps, without the first steps."""
     context = get_context("spawn")
     processes, turns = [], []
     for index in range(len(CONTESTANTS)):
         turn, other_end = context.Pipe()
-        # A process that ends too early takes the others, and this one, with it.
+        # If a contestant fails, `recv` below raises EOFError and ends this process. The other
+        # contestants then end too, because they are daemons.
         process = context.Process(target=train, args=(index, other_end, arguments), daemon=True)
         process.start()
         other_end.close()
@@ -130,16 +134,17 @@ def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> lis
 
 
 def median_and_spread(values: list[float], form: str) -> str:
-    """Return the median, least and most of some numbers."""
+    """Format the median, the minimum and the maximum of some numbers."""
     numbers = (statistics.median(values), min(values), max(values))
     median, least, most = (format(number, form) for number in numbers)
     return f"{median} ({least} to {most})"
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all contestants, and print the table."""
     parser = argument_parser(__doc__, steps=20)
-    # Few tokens for the parameters, as in fine-tuning; with many, the model takes all of the time.
+    # Use few tokens for the number of parameters, as in fine-tuning. With many tokens, forward and
+    # backward take nearly all of the time, and the contestants cannot be told apart.
     parser.set_defaults(width=512, layers=8, batch_size=1)
     arguments = parser.parse_args()
     length = arguments.sequence_length

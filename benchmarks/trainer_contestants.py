@@ -1,4 +1,4 @@
-"""Contestants: trainers."""
+"""Contestants of trainer.py: ways to run a whole training step."""
 
 import abc
 import importlib.util
@@ -31,7 +31,7 @@ WARMUP = 2
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contestant trains."""
+    """The model, data and sizes that every contestant trains with."""
 
     model: LlamaForCausalLM
     tokens: Tensor
@@ -89,7 +89,7 @@ def _train(trainer: Trainer, step_done: Callable[[], None]) -> None:
 
 
 class Stock(Contestant):
-    """transformers' Trainer as it is: no norms by parameter, no average."""
+    """Use transformers' Trainer as it is: no norms by parameter, no average."""
 
     name = "stock Trainer"
 
@@ -99,7 +99,7 @@ class Stock(Contestant):
 
 
 class _NormsByHand(TrainerCallback):
-    """The usual recipe in forums: the norm of each gradient, read one by one."""
+    """Read the norm of each gradient on the host, one by one, as forums usually recommend."""
 
     def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.norms = {
@@ -119,7 +119,7 @@ class _AverageByHand(TrainerCallback):
 
 
 class StockWithCallbacks(Contestant):
-    """The same with norms by parameter and an average, as callbacks written by hand."""
+    """Use transformers' Trainer with more callbacks, for norms by parameter and an average."""
 
     name = "stock Trainer, callbacks for norms and average"
 
@@ -131,7 +131,7 @@ class StockWithCallbacks(Contestant):
 
 
 class Ours(Contestant):
-    """MFTrainer: dynamic loss scale, norms by parameter, average, a record of every step."""
+    """Use MFTrainer with dynamic loss scale, norms by parameter, average, a record of each step."""
 
     name = "MFTrainer, everything on"
 
@@ -150,7 +150,7 @@ class Ours(Contestant):
 
 
 class Lightning(Contestant):
-    """Lightning with its own average of weights and its own norms of gradients."""
+    """Use Lightning with its own average of weights and its own norms of gradients."""
 
     name = "Lightning, norms and average"
 
