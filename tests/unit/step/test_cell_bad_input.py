@@ -94,7 +94,7 @@ BAD_SETTINGS = {
     "pattern finds nothing": (
         {"local_norm_groups": ["layers", "missing"]},
         ValueError,
-        r"`local_norm_groups` must find .*\['missing'\]",
+        r"`local_norm_groups` must match .*\['missing'\]",
     ),
     "groups": ({"local_norm_groups": 3}, TypeError, "`local_norm_groups` must be"),
     "ema": ({"ema": 0.999}, TypeError, "`ema` must be an ExponentialMovingAverage"),
