@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (_, name), cases in families.items():
         marker = cases[0].get_closest_marker("fast_sample")
         if marker is not None:
-            # Seeded by the test's name, so that every run samples the same cases.
+            # Seed the generator with the test's name, so that every run samples the same cases.
             choice = random.Random(name)  # noqa: S311  (sampling, not cryptography)
             kept = choice.sample(cases, min(marker.args[0], len(cases)))
             for case in cases:

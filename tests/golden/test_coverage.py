@@ -46,7 +46,7 @@ INSTEAD = {
     "ls_tensor1d_set_sense": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "mf_natural_overflow_b": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
     "mf_relu_natural_overflow": "golden.test_far_scales::test_far_scale_overflows_with_the_norm",
-    # torch's Adam adds epsilon after the bias correction, MindSpore's before it.
+    # torch's Adam adds epsilon after the bias correction; MindSpore's Adam adds it before.
     "adam_eps_big": "golden.test_optimizers::test_another_epsilon",
     "adam_loss_scale": "golden.test_optimizers::test_another_epsilon",
     # mfwrap raises when the cell is constructed, MindFormers at the first step.

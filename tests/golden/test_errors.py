@@ -72,7 +72,7 @@ def called_name(case):
     return case["call"].partition("(")[0]
 
 
-# The argument of MindFormers' ClipGradNorm is `max_grad_norm` of mfwrap's cell.
+# MindFormers passes the limit to ClipGradNorm; mfwrap's cell takes it as `max_grad_norm`.
 CALLS = {
     **scaling_calls(),
     "clip_by_global_norm(grads, -1.0)": lambda: clip_by_global_norm(GRADIENTS, -1.0),

@@ -61,8 +61,8 @@ def test_accelerates_loop(tmp_path):
     printed = launch("accelerate_loop", tmp_path, *settings, "--checkpointing_steps=3")
     names = {path.name for path in (tmp_path / "step_6").iterdir()}
 
-    # 48 texts make 24 micro-batches, 12 on each process. Those make 6 updates, of which every
-    # second one is printed.
+    # 48 texts make 24 micro-batches, 12 on each process. 12 micro-batches make 6 updates, and every
+    # second update is printed.
     assert printed.count("{ Epoch") == 3
     assert printed.count("loss on held-out text") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step_3", "step_6"]

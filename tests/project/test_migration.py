@@ -33,7 +33,7 @@ DOCUMENTED = {
         *("scale_factor", "scale_window", "increase_ratio", "decrease_ratio", "cur_iter"),
         *("last_overflow_iter", "bad_step", "bad_step_max", "Momentum", "RuntimeError"),
     ),
-    # Guide "Comparison of the training process" of three frameworks.
+    # Guide "Comparison of the training process", which compares three frameworks.
     "The comparison of three frameworks": (
         *("set_context", "GRAPH_MODE", "Accuracy", "SoftmaxCrossEntropyWithLogits", "Model"),
         *("CheckpointConfig", "ModelCheckpoint", "LossMonitor", "model.train", "lenet", "LeNet"),

@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "foreach AdamW": lambda weights: AdamW(weights, lr=1e-2, weight_decay=0.1, foreach=True),
     "fused SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=True),
     "SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=False),
-    # The default of Adafactor's first eps depends on the weights' dtype, so it is set here.
+    # The default of Adafactor's first eps depends on the weights' dtype, so set both values of eps.
     "Adafactor": lambda weights: Adafactor(weights, lr=1e-2, eps=(1e-7, 1e-3)),
 }
 

@@ -32,7 +32,8 @@ STEPS = {
     "metric_for_best_model": "loss",
     # Prefer the highest loss, so that the best checkpoint is not the last one.
     "greater_is_better": True,
-    # Without warm-up the first update changes the weights, so averages differ from then on.
+    # Without warm-up, the first update already changes the weights, so the averages differ from the
+    # weights from the first update on.
     "warmup_steps": 0,
 }
 EPOCHS = STEPS | {"eval_strategy": "epoch", "save_strategy": "epoch"}

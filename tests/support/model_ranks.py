@@ -40,8 +40,8 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         "ACCELERATE_USE_CPU": "true",
     }
     # Train in a function, so that the network is freed before the process group is destroyed. If
-    # the network kept the group alive, freeing the network later could deadlock: it would hold the
-    # GIL while it waits for a thread of the group that may need the GIL.
+    # the network kept the group alive, freeing the network later could deadlock: the main thread
+    # would hold the GIL and wait for a thread of the group, which may need the GIL.
     torch.save(_train(rank, folder), Path(folder) / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 

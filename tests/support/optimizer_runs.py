@@ -11,11 +11,13 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 from mfwrap.step.optimizers import SkippableOptimizer
 
-# Vectorized kernels treat these differently: more than a vector, less than a vector, a scalar.
+# Vectorized kernels have separate code for more elements than a vector holds, for fewer elements,
+# and for a scalar. Test each.
 SHAPES = [(7, 9), (5,), ()]
 HALF = [torch.bfloat16, torch.float16]
-# Dividing in another way changes a gradient by two roundings, 1.2e-7 relative. A step changes in
-# the same proportion, and momentum adds up a few steps. At rates of at most 0.1, 2e-6 is ample.
+# The wrapper and the plain optimizer divide gradients in different ways, so gradients differ by two
+# roundings, 1.2e-7 relative. The weights' steps differ in the same proportion, and momentum adds up
+# a few steps. At learning rates of at most 0.1, an `atol` of 2e-6 is ample.
 CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 
 

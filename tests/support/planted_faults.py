@@ -23,8 +23,9 @@ _RECORDED_AS = {
 def random_faults(seed: int, num_ranks: int = 1) -> list[tuple[int, Fault]]:
     """Return the faults of one run of 30 steps as pairs of rank and fault, ordered by step."""
     dice = random.Random(seed)  # noqa: S311  (test data, not cryptography)
-    # Choose even steps, because only the first of two neighboring bad steps is replayed. The last
-    # fault may be a spike, so it comes late: a spike is found only after a history of norms.
+    # Choose even steps, because only the first of two consecutive bad steps is replayed. Put the
+    # last fault late in the run: it may be a spike, and the monitor needs a history of norms to
+    # find a spike.
     steps = [*sorted(dice.sample(range(2, 21, 2), FAULTS_OF_A_RUN - 1)), 28 + dice.randrange(2)]
     kinds = [dice.choice(KINDS) for _ in steps]
     lasting = LASTING if num_ranks > 1 else LASTING[:1]

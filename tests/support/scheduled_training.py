@@ -164,7 +164,7 @@ class ScheduledTraining:
         self.bad_element = BadElement(network.layers[0].weight, NAN)
         inner = OPTIMIZERS[optimizer](network.parameters())
         accumulation = self.accelerator.gradient_accumulation_steps
-        # With accumulation, the last update of an epoch has one micro-batch less than the others.
+        # With accumulation, the last update of an epoch has one micro-batch fewer than the others.
         batches = labelled_batches(UPDATES_PER_EPOCH * accumulation - (accumulation > 1))
         dataset = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
         schedule = self.how.make(inner)

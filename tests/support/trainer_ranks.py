@@ -91,7 +91,7 @@ class Signalled(TrainerCallback):
         """Draw one set of random numbers on rank 0 and two sets on rank 1."""
         for _ in range(1 + self._rank):
             torch.rand(())
-            random.random()  # noqa: S311  (a random number, not a secret)
+            random.random()  # noqa: S311  (test data, not cryptography)
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "fused AdamW": lambda weights: AdamW(weights, lr=3e-3, weight_decay=0.1, fused=True),
     "fused SGD": lambda weights: SGD(weights, lr=0.05, momentum=0.9, fused=True),
     "foreach AdamW": lambda weights: AdamW(weights, lr=3e-3, weight_decay=0.1, foreach=True),
-    # The default of Adafactor's first eps depends on the weights' dtype, so it is set here.
+    # The default of Adafactor's first eps depends on the weights' dtype, so set both values of eps.
     "Adafactor": lambda weights: Adafactor(weights, lr=1e-2, eps=(1e-7, 1e-3)),
 }
 

@@ -280,8 +280,8 @@ def test_as_a_module(recipe):
     "launcher",
     [
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"],
-        # To start several CPU processes, accelerate needs MPI. Use its launcher for GPUs, which
-        # starts the same program without MPI.
+        # accelerate's launcher for CPUs needs MPI to start several processes. Use accelerate's
+        # launcher for GPUs, which starts the same program without MPI.
         ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
          "--main_process_port", "29532", "--num_machines", "1", "--mixed_precision", "no",
          "--dynamo_backend", "no"],

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mfwrap import MFTrainOneStepCell, StepConfig
 
-# The documented defaults: those of MindFormers for each setting that MindFormers has.
+# The documented defaults. If MindFormers has the setting, the default is the same as in
+# MindFormers.
 DEFAULTS = {
     "use_clip_grad": False,
     "max_grad_norm": 1.0,

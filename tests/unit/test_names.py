@@ -49,7 +49,8 @@ def test_no_function_of_torch_has_an_absent_name():
     does not have the function, but an absent name raises an ImportError.
     """
     assert {name for name in ABSENT_NAMES if hasattr(torch, name)} == {"Tensor"}
-    # A class is no problem: it knows its module, so pickle does not look for it elsewhere.
+    # `Tensor` is allowed, because it is a class: a class has a `__module__`, so pickle does not
+    # search other modules.
     assert isinstance(torch.Tensor, type)
 
 

@@ -273,7 +273,8 @@ def norms_of_placed_tensors(rank: int) -> dict[str, Any]:
         distribute_tensor(values[2], line, [Replicate()]),
         distribute_tensor(values[3], grid, [Replicate(), Shard(1)]),
         distribute_tensor(values[4], grid, [Shard(0), Shard(1)]),
-        # Sharded over the second mesh dimension only: each group along it has a full copy.
+        # Shard over the second mesh dimension only: the ranks of each group along this dimension
+        # together hold a full copy.
         distribute_tensor(values[5], grid["shard"], [Shard(0)]),
     ]
     cpu = torch.device("cpu")

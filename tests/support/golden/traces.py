@@ -220,7 +220,8 @@ def _rate(
         return rate["value"], lambda _: 1.0
     recorded = case["lr_by_global_step"]
     rates = torch.tensor(rate["values"]).tolist() if "lr" in group else recorded
-    # LambdaLR also asks for the rate after the last update. It is not recorded, so repeat the last.
+    # LambdaLR also computes a rate after the last update. The recording ends before that rate, so
+    # repeat the last recorded rate.
     return 1.0, lambda position: rates[min(position, len(rates) - 1)]
 
 

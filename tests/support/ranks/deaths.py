@@ -117,8 +117,8 @@ def main(failure: str, way: str, rank: int, folder: Path) -> None:
     except (ValueError, RuntimeError):
         torch.save({"before": before, "after": _local_state(parts)}, folder / f"rank{rank}.pt")
         if failure == "raises and stays" and rank == 1:
-            # Stay alive until the test closes stdin. The other rank cannot notice the failure by a
-            # closed connection, so it must run into its timeout.
+            # Stay alive until the test closes stdin. The connection stays open, so the other rank
+            # notices the failure only when its timeout expires.
             sys.stdin.read()
         raise
 

@@ -268,8 +268,9 @@ def train_gan(rank: int) -> dict[str, Any]:
     local_norms = []
     for turn in range(4):
         optimizer = optimizers[turn % 2]
-        # Each optimizer zeroes the gradients of its own half only. The generator's loss also leaves
-        # gradients in the discriminator, which the next turn zeroes.
+        # Each optimizer zeroes only the gradients of its own half. The generator's loss also leaves
+        # gradients in the discriminator; the discriminator's optimizer zeroes them in the next
+        # turn.
         optimizer.zero_grad()
         accelerator.backward(network(inputs * (1 + turn), both=turn % 2 == 1))
         optimizer.step()

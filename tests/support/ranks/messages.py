@@ -28,8 +28,8 @@ def messages_of(rank: int, way: str) -> list[list[int]]:
     """
     step = WAYS[way](rank)
     for number in range(2):
-        # Leave out the first two steps: in them DistributedDataParallel rebuilds its buckets and
-        # sends their sizes.
+        # Do not profile the first two steps, because DistributedDataParallel rebuilds its buckets
+        # there and sends the buckets' sizes.
         step(number)
     sent = []
     for number in range(NUM_STEPS):

@@ -19,7 +19,8 @@ LOOPS = [
             precision=precision,
             scale=scale,
             accumulation=accumulation,
-            # 8 updates of one micro-batch, or 5 updates of four and a shorter last one of two.
+            # 8 updates of one micro-batch, or 5 updates of four micro-batches and a last update of
+            # two micro-batches.
             num_batches=8 if accumulation == 1 else 22,
         ),
         id=f"{optimizer}-{precision}-scale {scale:g}-accumulation {accumulation}",

@@ -181,7 +181,8 @@ def assert_near(expected: list[Any], actual: list[Any], *, rtol: float) -> None:
 SCALES = {
     "scale 1": lambda: 1.0,
     "scale 2**16": lambda: 2.0**16,
-    # Changes at every update, so that dividing a gradient by a wrong scale fails the test.
+    # This scale changes at every update, so the test fails if a gradient is divided by a wrong
+    # scale.
     "moving scale": lambda: DynamicLossScaleUpdateCell(2.0**10, 2, 1),
 }
 each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
@@ -235,8 +236,9 @@ def test_the_scale_of_a_gan_falls_for_the_overflow_of_either(optimizer, by_modul
     bad = ({1, 8}, {2, 5, 8})
 
     gan.train(limit=INF, by_module=by_module, bad=bad)
-    # An overflow of the generator lowers the scale later: when the discriminator's unused gradients
-    # are zeroed. The second training shows that no overflow is counted after the first training.
+    # An overflow of the generator lowers the scale only when the discriminator's unused gradients
+    # are zeroed. The scale stays constant in the second training, which has no overflows: all
+    # overflows of the first training have been counted by then.
     gan.train(limit=INF, by_module=by_module)
 
     scales = gan.scales

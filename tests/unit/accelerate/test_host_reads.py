@@ -204,7 +204,8 @@ def test_the_loop_with_a_foreach_optimizer_reads_once_an_update(make_optimizer, 
 def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
     """A loss monitor that prints every step reads nothing on the host after the first step."""
     factors = FACTORS["applied first"]
-    # Create these before the loop: TrainingArguments reset the state that accelerators share.
+    # Create the arguments before the loop, because TrainingArguments reset the state that all
+    # accelerators share.
     arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], max_steps=6)
     loop = whole_loop(FUSED["AdamW"], factors)
     caplog.set_level("INFO")

@@ -14,7 +14,7 @@ from support.accelerate_loops import OPTIMIZERS
 from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
 from support.small_networks import labelled_batches
 
-# Some of these loops step the schedule before the optimizer, about which torch warns.
+# Some of these loops step the schedule before the optimizer, and torch warns about this order.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -135,7 +135,7 @@ def test_the_last_rate_is_told_without_waiting(bad_updates):
 
 def saved_states(training: ScheduledTraining) -> dict[str, Any]:
     """Return copies of the optimizer's and the schedule's state, in the order of a manual save."""
-    # Copied because the states refer to lists that the schedules change later.
+    # Copy the states, because they refer to lists that the schedules change later.
     return {
         "optimizer": copy.deepcopy(training.optimizer.state_dict()),
         "schedule": copy.deepcopy(training.schedule.state_dict()),

@@ -137,8 +137,8 @@ def test_an_optimizer_that_comes_again_ends_the_round():
 
     values = [average.update(part) for part in (0, 0, 0, 1)]
 
-    # Optimizer 0 ends the first round by its second update, and the second round by its third
-    # update. Optimizer 1 completes the third round.
+    # The second update of optimizer 0 ends the first round, and its third update ends the second
+    # round. The update of optimizer 1 completes the third round.
     assert values == [0, 1, 2, 3]
 
 

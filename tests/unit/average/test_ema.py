@@ -107,7 +107,8 @@ def test_warmup_counts_applied_updates():
         ema.update(FLAGS[applied])
         steps.append((averages(ema)["0"] - before).item())
 
-    # 1 - 1/10, skipped, 1 - 2/11, skipped, then 1 - 3/12: 3/12 is the full decay of 0.25.
+    # The decays of the four applied updates are 1/10, 2/11, 3/12 and 3/12, because 3/12 is the full
+    # decay of 0.25. The weight is always 1 above the average, so an applied step is 1 - decay.
     assert steps == pytest.approx([0.9, 0.0, 9 / 11, 0.0, 0.75, 0.75])
 
 

@@ -125,7 +125,8 @@ def test_what_is_usual_goes_on_after_a_resume(tmp_path):
     assert [r["skips_since_last"] for r in records(tmp_path / "parts")] == [1, 2]
     assert [r["skips_since_last"] for r in records(tmp_path / "whole")] == [1, 2]
     assert (ours["global_norm"]["num_steps"], ours["skipped_updates"]) == (3, 3)
-    # The first part has `max_steps=3`, which shortens its schedule, so its norms differ a little.
+    # The run in "parts" first had `max_steps=3`, which shortens its schedule, so its norms differ
+    # from those of the run in "whole".
     assert theirs["global_norm"] == pytest.approx(ours["global_norm"], rel=0.5)
     assert theirs["skipped_updates"] == 3
     assert CheckpointMonitor.from_state(states[0])._settings == whole._settings

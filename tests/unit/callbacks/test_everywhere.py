@@ -292,7 +292,7 @@ def test_the_page_reads_what_was_written(run):
     if loop in {"Model", "attached loop"}:
         assert list(read.local_norms[0]) == shown
     if loop == "MFTrainer":
-        # The Trainer's log adds the norms of all other parameters.
+        # The monitor's norms come first. The Trainer's log adds the norms of all other parameters.
         assert list(read.local_norms[0])[: len(shown)] == shown
     if loop in SAVES:
         assert read.curves["eval_loss"].steps == [2, 4]

@@ -52,7 +52,8 @@ def test_a_flipped_bit(index, bit, seed):
     torch.manual_seed(seed)
     tensor = torch.randn(100)
     flipped, exchanged = tensor.clone(), tensor.clone()
-    # The highest bit is the sign of an int32, so its mask is the lowest int32.
+    # Bit 31 is the sign bit of an int32. Its mask, 1 << 31, is too large for an int32, so use
+    # -(2**31), which has only this bit set.
     flipped.view(torch.int32)[index] ^= (1 << bit) if bit < 31 else -(2**31)
     exchanged[[index, (index + 1) % 100]] = exchanged[[(index + 1) % 100, index]]
     hashes = bitwise_hashes([tensor, flipped, exchanged]).tolist()

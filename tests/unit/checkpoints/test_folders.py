@@ -331,7 +331,8 @@ def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
         except Interrupted:
             assert interrupted
 
-    # A write makes four changes: create the folder, sync, rename, sync. The fifth never happens.
+    # A write makes four changes: create the folder, sync, rename, sync. An interruption at a later
+    # change never occurs.
     assert bool(interrupted) == (number < 4)
     assert path.read_text() == ("old" if number < 3 else "new")
     with whole_file(path) as partial:

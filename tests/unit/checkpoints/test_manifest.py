@@ -35,7 +35,7 @@ def checkpoint(folder, *, listed=True, weights=None):
 def test_manifest(tmp_path):
     """The manifest lists each file with its size, also in subfolders, but not itself."""
     folder = checkpoint(tmp_path / "checkpoint-1")
-    # Write it again: the manifest that is already there must not be listed.
+    # Write the manifest a second time: it must not list the first manifest.
     write_manifest(folder)
     manifest = json.loads((folder / MANIFEST).read_text())
 

@@ -16,7 +16,7 @@ def drawn():
     """Return uniform and normal numbers from every generator."""
     legacy = np.random  # the global generator, which collators use
     return [
-        random.random(),  # noqa: S311  (numbers, no secrets)
+        random.random(),  # noqa: S311  (test data, not cryptography)
         random.gauss(0, 1),
         legacy.rand(),
         legacy.randn(),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell
 from support.host_reads import HostReads
 
-# Lists of windows that were recorded from MindFormers, by the largest and the smallest window.
+# Windows recorded from MindFormers. The keys are pairs of the largest and the smallest window.
 WINDOWS = {
     (1000, 20): [20, 30, 40, 50, 100, 200, 500, 1000],
     (2000, 100): [100, 200, 500, 1000, 2000],
@@ -115,7 +115,8 @@ def test_scale_and_window_follow_the_reference(limits, factor, scale, overflows)
     """Scale and window equal MindFormers' exactly after every step."""
     cell = AdaptiveLossScaleUpdateCell(scale, factor, *_first_window(limits), *limits)
     reference = Reference(scale, factor, cell.scale_window.item(), list(cell.window_list))
-    # Stop before MindFormers' scale may become infinite. Ours stays finite; see the test below.
+    # Compare only the steps before MindFormers' scale may become infinite. mfwrap's scale stays
+    # finite; see the test below.
     expected = [reference.step(overflow) for overflow in overflows]
     finite = next((i for i, (s, _) in enumerate(expected) if s > 2.0**127), len(expected))
 

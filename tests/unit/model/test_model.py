@@ -111,7 +111,8 @@ def test_a_manager_hears_of_every_step():
     manager = DynamicLossScaleManager(2.0**10, 2, 2)
     _, _, model = trained(2, with_a_nan(), loss_scale_manager=manager)
 
-    # Two epochs of a finite, a NaN and a finite step, with a window of two: halve, double, halve.
+    # Each of the two epochs has a finite, a NaN and a finite step. The window is two steps, so the
+    # scale is halved at step 2, doubled at step 4 and halved at step 5.
     assert manager.get_loss_scale() == float(model.train_network.scale_sense) == 2.0**9
     assert manager.cur_iter == 7
 

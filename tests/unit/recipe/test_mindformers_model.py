@@ -31,7 +31,8 @@ def imported(settings):
         ({"hidden_size": 8192}, 22016),
         ({"hidden_size": 8192, "multiple_of": None, "ffn_dim_multiplier": None}, 22016),
         ({}, 11008),
-        # The multiplier is applied before the factor of 2/3: 257, not 256, is rounded up.
+        # The multiplier is applied before the factor of 2/3, which gives 257. This is rounded up to
+        # 288, the next multiple of 32. In the other order the width would be 256.
         ({"hidden_size": 64, "multiple_of": 32, "ffn_dim_multiplier": 1.5}, 288),
         ({"hidden_size": 64, "multiple_of": 8, "intermediate_size": 100}, 100),
     ],

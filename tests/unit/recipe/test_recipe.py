@@ -9,7 +9,8 @@ from mfwrap.recipe.library import shipped_recipes
 from support.recipe_texts import message, parsed, recipe_text
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL sets it.
+# TRL sets `gradient_checkpointing`, which newer releases of transformers deprecate.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid(name):
     """Every shipped recipe is valid without a warning, and begins with a one-line summary."""

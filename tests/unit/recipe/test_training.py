@@ -50,7 +50,7 @@ def test_lr_schedule_section():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=recipe.arguments.learning_rate)
     schedule = recipe.schedule.make(optimizer, 10)
 
-    # The same rates as those recorded from MindFormers.
+    # The expected rates were recorded from MindFormers.
     rates = [schedule.rate(1.0, step) for step in (0, 1, 2, 6, 9, 10)]
     assert rates == pytest.approx([0, 0.5, 1, 0.55, 0.134254, 0.1], abs=1e-6)
 

@@ -53,7 +53,8 @@ def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, cap
         run(monkeypatch, tmp_path)
 
     records = [match.groups() for line in caplog.messages if (match := RECORD.search(line))]
-    # An epoch of 90 texts has 23 micro-batches, the last of which is smaller, and 12 updates.
+    # An epoch of 90 texts has 23 micro-batches, which make 12 updates. The last micro-batch is
+    # smaller.
     assert [record[:4] for record in records] == [
         ("1", "2", "5", "12"),
         ("1", "2", "10", "12"),

@@ -320,8 +320,8 @@ def test_an_accelerator_does_not_keep_the_cell_alive(tmp_path, ends):
     kept = [weakref.ref(cell), weakref.ref(network)]
     del network, optimizer, schedule, cell
     if ends == "saved":
-        # Saving must work without the cell. Until `free_memory` empties them, accelerate's lists
-        # hold the network.
+        # Saving must work after the cell is deleted. The network still exists, because accelerate's
+        # lists hold it until `free_memory` empties the lists.
         accelerator.save_state(tmp_path)
     accelerator.free_memory()
 

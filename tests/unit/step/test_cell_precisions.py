@@ -185,8 +185,8 @@ def test_a_float16_loss_does_not_overflow_before_its_backward():
         network.weight.fill_(8.0)
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**13)
 
-    # The loss of 16 times the scale of 8192 is 131,072, above float16's maximum of 65,504. The
-    # gradients are 8192, which float16 can hold.
+    # The loss is 16 and the scale 8192. Their product, 131,072, exceeds float16's maximum of
+    # 65,504. The scaled gradients are 8192, which float16 can hold.
     output = cell(torch.ones(1, 2).half())
 
     assert output.loss.item() == 16.0

@@ -170,8 +170,8 @@ class TestTrainOneStepWithLossScaleCell:
         # The documentation's labels have shape (10,), which broadcasts to the outputs' shape.
         loss, overflow, loss_scale = cell(torch.ones(10, 16), torch.ones(10, 10))
 
-        # Outputs are 16 and labels 1, so the loss is 15^2. Each weight contributes to 10 of the 100
-        # outputs, so its gradient is 2 * 15 * 10 / 100.
+        # All outputs are 16 and all labels are 1, so the loss is 15^2. Each weight contributes to
+        # 10 of the 100 outputs, so its gradient is 2 * 15 * 10 / 100.
         assert loss.item() == 225.0
         assert not overflow.item()
         assert loss_scale.item() == 4096.0

@@ -48,7 +48,8 @@ def test_a_power_of_two_is_divided_exactly(kind, divisor):
         alone.plain(gradients_of(step))
 
     assert_same(wrapped.weights(), alone.weights())
-    # Compare states after a step: before it, momentum is zeros in the wrapper and None in torch.
+    # Compare the states only after a step: before the first step, the momentum is zeros in the
+    # wrapper and None in torch.
     assert_same(wrapped.state(), alone.state())
 
 

@@ -83,8 +83,9 @@ def test_of_several_parts_and_of_none(two_ranks):
         own = STEPS_OF_5[rank] * torch.tensor([1.0, 1.0, 2.0])
         torch.testing.assert_close(result["local_norms"][0], own)
         torch.testing.assert_close(result["local_norms"][2], own)
-        # Two gradients are reduced: their norms are 7.5, the mean of 5 and 10, and 15. The third
-        # gradient is not reduced and counts with the mean of both ranks' squares.
+        # Two gradients are reduced. Their norms are the means over both ranks: 7.5 (of 5 and 10)
+        # and 15 (of 10 and 20). The third gradient is not reduced; the mean of both ranks' squared
+        # norms is added for it.
         expected = (7.5**2 + 15**2 + (5**2 + 10**2) / 2) ** 0.5
         torch.testing.assert_close(result["global_norms"][0].item(), expected, rtol=1e-6, atol=0)
     first, second = results

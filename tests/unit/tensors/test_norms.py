@@ -177,7 +177,8 @@ class _BytesRead(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            # A set, to count a tensor once if it is passed twice, as in a dot product with itself.
+            # Use a set, so that a tensor that is passed twice, as in its dot product with itself,
+            # counts once.
             taken = {
                 (tensor.data_ptr(), tensor.numel() * tensor.element_size())
                 for tensor in _tensors((args, kwargs))

@@ -122,7 +122,7 @@ class Raises(TrainerCallback):
     def __init__(self, event: str) -> None:
         def fail(args, state, control, **_):
             delattr(self, event)
-            msg = "what a callback raises"
+            msg = "error raised by a callback"
             raise OSError(msg)
 
         setattr(self, event, fail)
@@ -136,7 +136,7 @@ def test_a_callback_that_raises_ends_training_with_its_error(event, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[Raises(event)])
 
-    with pytest.raises(OSError, match="what a callback raises"):
+    with pytest.raises(OSError, match="error raised by a callback"):
         trainer.train()
     assert trainer.args.logging_nan_inf_filter is True
     assert signal.getsignal(signal.SIGTERM) is before

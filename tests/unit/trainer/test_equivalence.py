@@ -287,11 +287,13 @@ def test_arguments(case, tmp_path):
     difference = 1e-6 if not case.half else 1e-3 if case.clipped else 0.0
     assert_same_weights(stock, ours, difference=difference)
     if case.model is half_llama:
-        # The stock Trainer computes norms in the gradients' dtype, bfloat16: they are less exact.
+        # The stock Trainer computes norms in the gradients' dtype, bfloat16, so norms agree only to
+        # bfloat16's precision.
         assert values(ours, "loss") == values(stock, "loss")
         assert values(ours, "grad_norm") == pytest.approx(values(stock, "grad_norm"), rel=2**-8)
         return
     if case.resume_at is not None:
-        # MFTrainer's mean covers all steps; the stock Trainer's lacks those before the checkpoint.
+        # MFTrainer's mean loss covers all steps. The stock Trainer leaves out the steps before the
+        # checkpoint, so replace its mean by the mean of all logged losses.
         stock.log[-1]["train_loss"] = statistics.fmean(values(stock, "loss"))
     assert_same_log(stock, ours, relative=1e-3 if case.half and case.clipped else 1e-6)

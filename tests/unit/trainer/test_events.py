@@ -263,7 +263,8 @@ def attributes(*numbers: int) -> list[dict[str, Any]]:
         ({"Unknown": attributes(5)[0]}, [0, 0]),
         ({"Named": attributes(5)[0]}, [5, 0]),
         ({"Named": attributes(5, 6)}, [5, 6]),
-        # The stock Trainer appends to this list at each save; here it has saved three times.
+        # The stock Trainer appends the states of both callbacks at each save. This list is from a
+        # third save.
         ({"Named": attributes(1, 2, 3, 4, 5, 6)}, [5, 6]),
         ({"Named": {}}, [0, 0]),
     ],

@@ -31,7 +31,7 @@ class CountsReads(TrainerCallback):
             self._modes.__enter__()
         if state.global_step == 2 + COUNTED_UPDATES:
             self._modes.__exit__(None, None, None)
-            # On CPU, `to` copies nothing between devices, so it is no host read.
+            # On CPU, `to` copies nothing between devices, so do not count it as a host read.
             self.names = [name for name in self._modes.names if name != "to"]
 
 

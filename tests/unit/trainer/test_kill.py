@@ -54,7 +54,7 @@ def end_from_last_checkpoint(folder):
 
 def survive(folder, num_kills, expected):
     """Fail unless a run that is killed `num_kills` times at random moments ends as expected."""
-    draw = random.Random(0)  # noqa: S311  (moments, no secrets)
+    draw = random.Random(0)  # noqa: S311  (test data, not cryptography)
     num_runs, left = 0, num_kills
     while left > 0:
         run = folder / str(num_runs)
@@ -97,7 +97,8 @@ def test_told_to_end_twice(tmp_path):
     with start_process(tmp_path, SETTINGS, waits=True) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        # The process waits within its step for this line; now the step continues.
+        # Until now the process has waited within its step for a line on stdin. Send the line, so
+        # that the step continues.
         process.stdin.write("\n")
         process.stdin.flush()
         second = process.stdout.readline()

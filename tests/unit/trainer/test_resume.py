@@ -93,7 +93,8 @@ def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_fa
             logging_steps=st.integers(1, 5),
             evaluates=st.booleans(),
         )
-        # Evaluate only with `ema`: then EMACallback uses the Trainer's average, not one of its own.
+        # Evaluate only with `ema`: then EMACallback uses the Trainer's average and makes no average
+        # itself.
         .filter(lambda drawn: drawn.ema or not drawn.evaluates)
     )
     step = 2 * data.draw(st.integers(1, NUM_STEPS // 2 - 1))
@@ -212,7 +213,7 @@ class Drawing(Dataset):
 
     def __getitem__(self, index):
         row = {name: values.clone() for name, values in self._rows[index].items()}
-        row["input_ids"][0] = random.randrange(16)  # noqa: S311  (a number, no secret)
+        row["input_ids"][0] = random.randrange(16)  # noqa: S311  (test data, not cryptography)
         row["input_ids"][1] = np.random.randint(16)  # noqa: NPY002  (what augmentations use)
         return row
 

@@ -45,7 +45,8 @@ class Observer(TrainerCallback):
     def _note(self) -> None:
         trainer = self.trainer
         state = training_state(trainer.model, trainer.optimizer.optimizer)
-        # Leave the rates out: a schedule that has already advanced shows those of the next update.
+        # Leave out the parameter groups: if the schedule has already advanced, they contain the
+        # learning rates of the next update.
         self.states.append({name: v for name, v in state.items() if "/param_groups/" not in name})
         ema = getattr(trainer, "ema", None)
         if ema is not None:

@@ -145,7 +145,8 @@ def test_an_overridden_method_is_still_called(caller, name):
     method = vars(Trainer).get(caller)
     assert method is not None, f"{RELEASE} has no Trainer.{caller}, which called Trainer.{name}"
 
-    # Search without a parenthesis: `train` passes `_inner_training_loop` on without calling it.
+    # Search for the name without a parenthesis, because `train` passes `_inner_training_loop` as an
+    # argument and does not call it directly.
     called = re.search(rf"self\.{name}\b", inspect.getsource(method))
     assert called, f"{RELEASE}: Trainer.{caller} no longer calls Trainer.{name}"
 

@@ -101,7 +101,8 @@ def test_a_checkpoint_after_the_end_goes_on_as_if_there_were_none(tmp_path):
     keywords = {"save_strategy": "no"}
     whole = trained(tmp_path / "whole", settings, **keywords)
     ended = trained(tmp_path / "ended", settings, callbacks=[Ends()], **keywords)
-    # After a SIGTERM during the last step, the checkpoint is written after the training, as here.
+    # Write the checkpoint after the training, as MFTrainer does after a SIGTERM during the last
+    # step.
     ended._save_checkpoint(ended.model, None)
 
     resumed = resume(tmp_path / "ended" / "checkpoint-5", tmp_path / "more", settings, **keywords)

@@ -138,8 +138,8 @@ def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
     """The raw weights that were put aside do not overwrite the loaded best model."""
-    # The first evaluation is the best. So no save after the last evaluation restores raw weights
-    # before the best model is loaded.
+    # The first evaluation is the best, so only its checkpoint is saved. No save after the last
+    # evaluation restores the raw weights before the best model is loaded.
     trainer, follower, _, _ = trainer_of(tmp_path, kind, data=TWO, **(SHORT_EPOCHS | BEST))
     trainer.args.greater_is_better = True
     trainer.train()

@@ -132,7 +132,8 @@ def test_a_run_that_goes_on_elsewhere(tmp_path, kind):
     other, _, _ = trainer_of(tmp_path / "other", kind, learning_rate=1e-4)
     other.train()
     checkpoint = tmp_path / "first" / "checkpoint-2"
-    # Callbacks of a stock Trainer learn of a checkpoint in another folder only by this argument.
+    # In a stock Trainer, callbacks can find a checkpoint in another folder only through this
+    # argument.
     told = {"resume_from_checkpoint": str(checkpoint)} if kind == "stock" else {}
 
     averages = begun(tmp_path / "other", kind, checkpoint, **told)

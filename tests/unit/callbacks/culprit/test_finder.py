@@ -62,7 +62,8 @@ def test_clean_runs(seed, tmp_path):
     train_blocks(monitor, num_steps=45, num_micro_batches=1, seed=seed, scale=scale)
 
     assert records_of(tmp_path) == []
-    # The scale falls from 2**70 until squares fit into float32, then rises every third step.
+    # The scale falls from 2**70 until the squares of scaled gradients fit into float32. Then it
+    # rises after every third step and overflows again.
     assert monitor.num_scale_overflows > 10
 
 

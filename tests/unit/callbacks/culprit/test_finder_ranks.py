@@ -25,7 +25,7 @@ def check_planted(folder, seed):
         *before, record = by_step[fault.step]
         check_record(record, fault, rank=rank, seed=rank)
         if fault.kind == "blow-up":
-            # The blow-up is on one rank, so there is also a record that the replicas differ.
+            # Only one rank's weight blows up, so a second record says that the replicas differ.
             (differ,) = before
             check_record(differ, fault._replace(kind="drift"), rank=rank)
         else:

@@ -93,7 +93,8 @@ def test_where_norms_scatter_a_spike_is_six_deviations_above():
         history.add(10.0 ** (number % 3 - 1))
     deviation = math.sqrt(2 / 3) * math.log(10)
 
-    # Test on both sides of six with a margin, because the last values shift the exponential mean.
+    # Test with 5.7 and 6.3 deviations instead of exactly six, because the last values shift the
+    # exponential mean.
     assert not history.is_spike(history.usual * math.exp(5.7 * deviation))
     assert history.is_spike(history.usual * math.exp(6.3 * deviation))
 

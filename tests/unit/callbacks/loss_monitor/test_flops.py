@@ -61,7 +61,8 @@ def test_llama(attention, products):
     product = 2 * pieces * length * length * config.hidden_size
 
     expected = weights + products * product * config.num_hidden_layers
-    # Some releases of transformers compute the angles of the rotations as a matrix product.
+    # Some releases of transformers compute the angles of rotary embeddings as a matrix product,
+    # which also counts.
     angles = length * config.hidden_size // config.num_attention_heads
     assert counted(network, batch) in {expected, expected + angles}
 

@@ -44,7 +44,7 @@ def test_time_between_steps_does_not_count(event, caplog):
     loop.step(output(), seconds=0.25)
     loop.clock.now += 500
     loop.send(event)
-    # No `on_step_begin` follows, so the step's time starts at the event.
+    # No further `on_step_begin` is sent, so the step's time starts at `event`.
     loop.clock.now += 0.5
     loop.state.global_step += 1
     loop.send("on_step_end", step_output=output())

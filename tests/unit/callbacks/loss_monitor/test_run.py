@@ -56,7 +56,8 @@ def test_times_and_rates():
     assert record.throughput == 4 / 1.5
     assert record.tflops == 6 / 1.5
     assert record.peak_tflops == 8.0
-    # The first step counts as warm-up, so the four steps left take two seconds each.
+    # The first step counts as warm-up, so the estimate for the four remaining steps is two seconds
+    # each.
     assert record.seconds_left == pytest.approx(8.0)
 
 

@@ -40,7 +40,8 @@ def test_messages_are_sent_at_logging_steps_only(two_ranks):
 
     assert first["sent"] == second["sent"] == [[], [], [], [8], [2], []]
     assert shown(first["records"]) == [(2.0, 2.0)]
-    # No message follows step 6, so its loss in the mean is the loss of the main process alone.
+    # The ranks exchange no message after step 6, so for this step the total has only the main
+    # process's loss.
     assert first["mean"]["total"] == pytest.approx(MEANS[3] + MEANS[4] + LOSSES[0][5])
     assert first["mean"]["num_losses"] == 3
 

@@ -139,7 +139,8 @@ def test_a_second_run(tmp_path):
         loop.step(output())
         loop.send("on_train_end")
 
-    # Sorted, because TensorBoard reads files of the same second in the order of their names.
+    # Sort the steps, because TensorBoard reads files that were created in the same second in the
+    # order of their names.
     assert sorted(x for x, _ in curves(tmp_path)["loss"]) == [1, 2]
 
 

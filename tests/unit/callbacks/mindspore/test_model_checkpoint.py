@@ -154,7 +154,7 @@ def test_by_time(tmp_path):
     ]
     model().train(1, batches(10), callbacks=callbacks)
 
-    # Saved at 30, 60, ... 300 seconds; a period is two minutes.
+    # Step n is saved at 30 * n seconds. A period is two minutes, or four steps.
     assert names(tmp_path) == ["a-1_1.ckpt", "a-1_10.ckpt", "a-1_5.ckpt", "a-1_9.ckpt"]
 
 

@@ -150,7 +150,8 @@ def test_forward_passes(step):
         "expert_load/experts/expert_0": 0.75,
         "expert_load/experts/expert_1": 0.25,
         "expert_imbalance/experts": 1.5,
-        # Each of two experts may take 1.25 / 2 of the tokens. The first exceeds that by 0.125.
+        # Each of the two experts has a capacity of 1.25 / 2 of the tokens. The first expert's load
+        # of 0.75 exceeds this capacity by 0.125.
         "drop_rate/experts": 0.125,
     }
 

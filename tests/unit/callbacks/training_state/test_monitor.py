@@ -192,7 +192,8 @@ def test_a_resumed_run_appends(tmp_path):
 
     assert [record["step"] for record in lines(tmp_path / "parts")] == [1, 2, 3, 4]
     losses = [[r["local_loss"] for r in lines(tmp_path / name)] for name in ("whole", "parts")]
-    # The first part has a shorter schedule, so only the first two losses are equal.
+    # The run in "parts" first trained with a shorter schedule, so only the first two losses are
+    # equal.
     assert losses[0][:2] == losses[1][:2]
     saved = json.loads((tmp_path / "parts" / "checkpoint-2" / "trainer_state.json").read_text())
     kept = saved["stateful_callbacks"]["TrainingStateMonitor"]["attributes"]["saved_run"]
@@ -283,7 +284,8 @@ def test_the_culprit_in_mftrainer(tmp_path):
     )
     trainer.train()
     records = read_json_lines(tmp_path / "anomalies.jsonl")
-    # An update has four micro-batches of two rows, in order.
+    # Each update has four micro-batches of two rows, so rows 8n to 8n + 7 belong to update n + 1.
+    # For each poisoned update, find its first poisoned micro-batch.
     first = {i // 8 + 1: (i % 8) // 2 for i in reversed(poisoned)}
 
     assert [record["step"] for record in records] == sorted(step for step in first if step <= 5)
