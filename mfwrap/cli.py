@@ -1,4 +1,4 @@
-"""The command line: check, run, write and convert recipes, and draw runs.
+"""The command line: check, run, write and convert recipes, and plot runs.
 
 Exit codes: 0 if all went well, 1 if a run failed, 2 if a recipe or the command is wrong, 130 if
 the user interrupted it.
@@ -33,7 +33,7 @@ _RESUME_NEWEST = ""
 def _recipe_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete the names of shipped recipes and of files in the user's shell."""
+    """Return shell completions for RECIPE: the names of shipped recipes, and files."""
     del context, parameter
     names = [CompletionItem(one) for one in shipped_recipes() if one.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
@@ -193,7 +193,7 @@ def import_mindformers(file: Path, output: Path | None) -> None:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="PNG; by default RUN/run.png.")
 def plot(run: Path, output: Path | None) -> None:
-    """Draw the loss and the gradient norms of the run folder RUN.
+    """Plot the loss and the gradient norms of the run folder RUN.
 
     \b
     Example:
@@ -324,7 +324,7 @@ def _leave_process_group() -> None:
 
 
 def _draw(file: Path, draw: Callable[[], None]) -> None:
-    """Draw a run into a file, and print the path of the file."""
+    """Call `draw`, which writes `file`, and print the path of the file."""
     try:
         draw()
     except (FileNotFoundError, ValueError) as error:  # the run is missing or cannot be read

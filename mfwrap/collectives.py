@@ -8,12 +8,13 @@ only.
 Collectives that torch starts itself are not here: those of DistributedDataParallel, of
 ``fully_shard``, of DTensors (``full_tensor``) and of ``torch.distributed.checkpoint``.
 
-A backend sends only tensors on certain devices; NCCL needs them on CUDA devices. So pass tensors on
-the training device. gloo also takes tensors on CUDA devices, but copies them through the host,
-which synchronizes with the device. With NCCL only `any_rank` and `gather_objects` synchronize.
+A backend sends only tensors on certain devices; NCCL, for example, only tensors on CUDA devices. So
+pass tensors on the training device. gloo also takes tensors on CUDA devices, but copies them
+through the host, which synchronizes with the device. With NCCL only `any_rank` and `gather_objects`
+synchronize.
 
 Without a process group (``torch.distributed`` is not initialized, or this build of torch lacks it)
-there is one rank, number 0, and nothing is sent.
+there is only rank 0, and the functions here send nothing.
 """
 
 from typing import TypeVar

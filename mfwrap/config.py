@@ -14,7 +14,7 @@ class StepConfig:
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is out of range, or two values exclude each other.
+        ValueError: If a value is out of range, or two values contradict each other.
 
     Example:
         >>> StepConfig(use_clip_grad=True, max_grad_norm=0.5).max_grad_norm
@@ -58,7 +58,7 @@ class StepConfig:
     never stop."""
 
     def __post_init__(self) -> None:
-        """Check each value, and that no two values exclude each other."""
+        """Check each value, and check that no two values contradict each other."""
         for name in (
             "use_clip_grad",
             "local_norm",

@@ -28,13 +28,14 @@ class DeepSpeedCell:
     Args:
         engine: Engine that ``deepspeed.initialize`` returned. It must train in bfloat16, in float16
             or under ZeRO: otherwise DeepSpeed does not check whether gradients are finite.
-        config: Settings that the engine must have; ``None`` for the defaults. They are checked, not
-            set. The global norm is reported if `use_clip_grad` is set.
+        config: Settings that the engine must have; ``None`` for the defaults. The cell compares
+            them with the engine's settings, and does not change the engine. The global norm is
+            reported if `use_clip_grad` is set.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a setting of `config` differs from the engine's, or the engine does not
-            support it.
+        ValueError: If a setting of `config` differs from the engine's, or if the engine does not
+            support the setting.
     """
 
     def __init__(self, engine: Any, config: StepConfig | None = None) -> None:
@@ -62,7 +63,8 @@ class DeepSpeedCell:
 
         Raises:
             TypeError: If the network returns no loss.
-            ValueError: If a tensor cannot be split evenly, or the loss is not one element.
+            ValueError: If a tensor cannot be split evenly, or the loss does not have exactly one
+                element.
         """
         return self._step(split_calls(inputs, batch, self.engine.gradient_accumulation_steps()))
 
@@ -74,8 +76,8 @@ class DeepSpeedCell:
 
         Raises:
             TypeError: If `micro_batches` is not a sequence, or the network returns no loss.
-            ValueError: If the number of micro-batches is not the engine's, or the loss is not one
-                element.
+            ValueError: If the number of micro-batches differs from the engine's, or the loss does
+                not have exactly one element.
         """
         calls = calls_of(micro_batches)
         expected = self.engine.gradient_accumulation_steps()

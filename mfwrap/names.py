@@ -148,9 +148,9 @@ def package_getattr(
         package: The package's ``__name__``.
         homes: Maps a public name to the module that defines it. The module is imported when the
             name is first used, so importing the package alone stays quick.
-        absent: Maps a name that the package does not have to its replacement. Using the name raises
-            an ImportError that states the replacement. (It is not an AttributeError, because
-            ``from package import name`` would hide that behind an error of its own.)
+        absent: Maps each name that is absent from the package to a replacement. Using such a name
+            raises an ImportError that states the replacement. (An AttributeError would not reach
+            the user: ``from package import name`` replaces it with an ImportError of its own.)
     """
 
     def getattribute(name: str) -> Any:

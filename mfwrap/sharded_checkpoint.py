@@ -43,7 +43,7 @@ def save_sharded(
     The safetensors files hold the tensors of the network and the optimizer, and the state of the
     cell: loss scale, counters and, if the cell has an `ema`, the averages. ``mfwrap_sharded.json``
     holds the optimizer's other values, such as its learning rates, and the state of the schedule.
-    It is written last: a folder without it is an incomplete checkpoint.
+    This JSON file is written last: a folder without it is an incomplete checkpoint.
 
     Args:
         folder: Folder that all ranks share; created if it is missing, otherwise it must be empty.
@@ -90,7 +90,7 @@ def load_sharded(
 ) -> None:
     """Restore a checkpoint of `save_sharded` bit for bit. Call it on every rank.
 
-    The number of ranks and the sharding of the network may differ from those at saving. Each rank
+    The number of ranks and the sharding may have changed since the checkpoint was saved. Each rank
     reads only its own shards. Nothing is unpickled. If a name or a shape does not fit, an error is
     raised before anything is changed.
 

@@ -21,10 +21,10 @@ _trainings = itertools.count()
 class RankTermination:
     """Stop all ranks after the same step if any rank receives SIGTERM within a ``with`` block.
 
-    With one process, the last step is the one during which the signal arrives. With several, a
-    thread of each rank asks ``torch.distributed``'s key-value store twice a second whether another
-    rank has received the signal. So until a signal arrives, training steps send no messages and do
-    not wait.
+    With one process, the last step is the step during which the signal arrives. With several
+    processes, a thread of each rank checks ``torch.distributed``'s key-value store twice a second
+    for a signal at another rank. So until a signal arrives, the training steps neither communicate
+    nor block for this purpose.
     """
 
     def __init__(self) -> None:
@@ -110,8 +110,8 @@ class LastStep:
        has begun.
     3. A rank that has answered reads all answers before it begins another step.
     4. The largest answer is the last step. A rank's answer is never smaller than a step it has
-       begun, so no rank is past the last step. Ranks with smaller answers still do the steps up to
-       the last one.
+       begun, so no rank is past the last step. Ranks with smaller answers continue up to and
+       including the last step.
 
     Args:
         store: Key-value store that the ranks share.
@@ -153,7 +153,7 @@ class LastStep:
         return step >= self._number
 
     def close(self) -> None:
-        """Stop listening, and leave an answer for ranks that ask later."""
+        """Stop the thread, and write this rank's answer so that no other rank waits for it."""
         self._is_over.set()
         self._thread.join()
         # If the store is gone, no rank can be waiting for this answer.

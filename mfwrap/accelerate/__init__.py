@@ -1,4 +1,4 @@
-"""Run the training step behind an unchanged accelerate loop."""
+"""Run the training step in an unchanged accelerate loop."""
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
 

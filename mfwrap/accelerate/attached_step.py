@@ -49,7 +49,7 @@ from mfwrap.tensors.wrappers import distributed_parts
 
 @final
 class AttachedStep:
-    """Run the training step behind an accelerate loop; `attach` returns this object.
+    """Run the training step in an accelerate loop; `attach` returns this object.
 
     Source: MindFormers, ``MFTrainOneStepCell``.
     """
@@ -141,11 +141,12 @@ class AttachedStep:
     def detach(self) -> None:
         """Restore the accelerator and its prepared objects to accelerate's own classes.
 
-        Flushes the step first, so that the schedules are current. If gradients are still unused, a
-        pending clip is applied to them in place. They stay scaled if the accelerator has a gradient
-        scaler of its own; otherwise they are divided by the loss scale. The accelerator gets its
-        gradient scaler back unchanged. torch cannot remove a communication hook, so ours stays in
-        the model but takes no more norms.
+        This method flushes the step first, so that the schedules are current. Gradients that no
+        update has used yet are prepared for accelerate: a pending clip is applied in place. If the
+        accelerator has a gradient scaler of its own, these gradients stay scaled; otherwise they
+        are divided by the loss scale. The accelerator gets its gradient scaler back unchanged.
+        torch cannot remove a communication hook, so the hook that `attach` registered stays in the
+        model, but it takes no more norms.
         """
         accelerator = self._accelerator
         if accelerator.__dict__.get("attachment") is not self:
@@ -175,17 +176,18 @@ class AttachedStep:
         known += [part for part in distributed_parts(prepared) if part not in known]
 
     def build(self, *, final: bool = False) -> None:
-        """Add the prepared optimizers to the step, and make the average if a callable makes it.
+        """Add the prepared optimizers to the step; create the average if `attach` got a callable.
 
-        Cheap if there is nothing to add, so it runs before every call that needs the updates.
+        Every method that needs the updates calls this method first. If there is nothing to add, the
+        call is cheap.
 
         Args:
             final: Whether all models are prepared by now. If so, an optimizer is added even if some
                 of its parameters are in no prepared model.
 
         Raises:
-            ValueError: If a callable makes the average and there is not exactly one trained model,
-                or if no optimizer holds any of the averaged parameters.
+            ValueError: If `attach` got a callable for the average and there is not exactly one
+                trained model, or if no optimizer holds any of the averaged parameters.
         """
         models = self._accelerator._models
         if self._make_ema is not None and self.ema is None:
@@ -256,8 +258,9 @@ class AttachedStep:
     def loading(self, load: Callable[[], Any]) -> Any:
         """Call accelerate's ``load_state``, then load the step's own files.
 
-        The scaler is removed during the call, because the step's files restore the loss scale
-        together with its counters, which accelerate's scaler file does not hold completely.
+        The scaler is removed during accelerate's call, so that accelerate does not load its scaler
+        file: that file lacks some of the counters. The step's own files restore the loss scale
+        together with all counters.
 
         Args:
             load: Function that calls accelerate's ``load_state``.
@@ -287,8 +290,8 @@ class AttachedStep:
 
         Args:
             folder: Existing folder of the checkpoint.
-            each_node: Whether the main process of each node writes the files, instead of only one
-                main process.
+            each_node: Whether the main process of every node writes the files. If False, only the
+                main process of the whole run writes them.
         """
         accelerator = self._accelerator
         save_step(
@@ -307,7 +310,7 @@ class AttachedStep:
         check_saved_step(self._loaded_folder, self.step, self.ema)
 
     def load_files(self, folder: Path) -> None:
-        """Restore the state that `save_files` wrote, or change nothing if any of it does not fit.
+        """Restore the state that `save_files` wrote; change nothing if a part does not fit.
 
         Load the weights before the call: if the checkpoint has no average, the average starts from
         the weights. A checkpoint without any of the step's files gives a warning, not an error.
@@ -330,7 +333,7 @@ def attach(
     scale_sense: ScaleSense | None = None,
     communication_hook: CommunicationHook | None = None,
 ) -> AttachedStep:
-    """Put MindFormers' training step behind an accelerate loop.
+    """Make an accelerate loop run MindFormers' training step.
 
     Call it before ``accelerator.prepare``. The loop stays as it is: ``accumulate``, ``backward``,
     ``clip_grad_norm_``, ``clip_grad_value_``, ``unscale_gradients``, ``optimizer.step``,
@@ -356,11 +359,11 @@ def attach(
         accelerator: Accelerator that has prepared nothing yet. It may train in one process, under
             DistributedDataParallel or under FSDP2.
         config: Settings of the step; ``None`` for the defaults. With `use_clip_grad` the step clips
-            each update that the loop has not clipped, and reports the norm. The loop itself
+            the gradients if the loop has not clipped them, and reports the norm. The loop itself
             accumulates gradients and normalizes its losses.
         ema: Average that follows the weights after each applied update: an average of the model
-            that will be prepared, or a callable that takes the prepared model and returns its
-            average. ``prepare`` calls the callable when it ends. ``None`` for no average.
+            that will be prepared, or a callable that takes the prepared model and returns an
+            average. ``prepare`` calls the callable as its last action. ``None`` for no average.
         scale_sense: Loss scale: a number, a tensor or an update cell. ``None`` takes the scale of
             the accelerator's gradient scaler (float16 on CUDA), or 1 if it has none.
         communication_hook: Pair ``(state, hook)``, which ``prepare`` registers with

@@ -184,13 +184,13 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
             self.scaler.step(self.optimizer, closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Flush the step, then return the optimizer's state, with the rates of the next update."""
+        """Flush the step; return the optimizer's state with the next update's learning rates."""
         self.attachment.flush()
         state: dict[str, Any] = super().state_dict()
         return state
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
-        """Zero the gradients, and discard their norms, if the last micro-batch is done."""
+        """After the last micro-batch, zero the gradients and discard their norms."""
         super().zero_grad(set_to_none)
         windows = self.attachment.step.windows
         if self.gradient_state.sync_gradients and self.optimizer in windows:
@@ -209,7 +209,7 @@ def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
 
     Args:
         optimizer: An `AttachedOptimizer`.
-        grad_scaler: accelerate's own gradient scaler; ``None`` if it has none.
+        grad_scaler: accelerate's own gradient scaler; ``None`` if accelerate uses no scaler.
     """
     optimizer.__class__ = AcceleratedOptimizer
     optimizer.scaler = grad_scaler
@@ -294,8 +294,8 @@ class StepScaler:
 
     Args:
         attachment: Step that is attached to the accelerator.
-        accelerator: Accelerator whose ``scaler`` is still its own gradient scaler, or ``None``.
-            `state_dict` includes the settings of that gradient scaler.
+        accelerator: Accelerator whose ``scaler`` is still accelerate's own gradient scaler, or
+            ``None``. `state_dict` includes the settings of that gradient scaler.
     """
 
     def __init__(self, attachment: "AttachedStep", accelerator: Any) -> None:
@@ -333,7 +333,7 @@ class StepScaler:
         self.attachment.step.update(inner, self._accelerator.gradient_accumulation_steps)
 
     def update(self, new_scale: Tensor | float | None = None) -> None:
-        """Set the loss scale to `new_scale`; ``None`` does nothing, because `step` updates it."""
+        """Set the loss scale to `new_scale`; with ``None`` leave it, because `step` updates it."""
         if new_scale is not None:
             loss_scale = self.attachment.step.loss_scale
             loss_scale.set(loss_scale.value.new_tensor(new_scale))

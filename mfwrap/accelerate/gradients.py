@@ -5,15 +5,15 @@ order that it chooses, and may leave some out. An `OptimizerWindow` follows one 
 these calls, from the end of one optimizer step to the end of the next:
 
 1. `before_backward` notes the loss of each micro-batch.
-2. `clip_grad_norm` reads the gradients once, which gives the norm that the loop gets back, the
+2. `clip_grad_norm` reads the gradients once to compute the norm that it returns to the loop, the
    local norms and the overflow flag. It does not change the gradients. It stores the clip factor,
-   and the step multiplies by it in its own pass over the gradients ("the clip is folded").
+   and the step multiplies the gradients by this factor in its own pass ("the clip is folded").
 3. `apply` does the update without reading the gradients again.
 
 A clip can be folded only if it uses the L2 norm, covers all gradients of the optimizer, comes after
 the last micro-batch, and finds the gradients still scaled. Any other clip changes the gradients in
-place, as torch does. A second clip first applies the folded one in place. Between a folded clip and
-the step the gradients must not change.
+place, as torch does. Before a second clip, the folded clip is applied in place. Between a folded
+clip and the step the gradients must not change.
 
 A maintainer must keep these four properties:
 
@@ -169,7 +169,7 @@ class OptimizerWindow:
         return fresh
 
     def fold_clip(self, global_norm: Tensor, overflow: Tensor, coefficient: Tensor) -> None:
-        """Leave a clip to the step, which will multiply the gradients by `coefficient`.
+        """Fold a clip into the step: the step will multiply the gradients by `coefficient`.
 
         Args:
             global_norm: Norm that the clip is computed from, shape ``()``, float32.
@@ -284,7 +284,7 @@ def clip_grad_norm(
         windows: Windows of all optimizers.
         parameters: Parameters whose gradients are clipped.
         loss_scale: Loss scale, shape ``()``, float32, on the training device.
-        max_norm: Largest norm; ``inf`` measures and never clips.
+        max_norm: Largest norm; with ``inf`` the norm is computed but nothing is clipped.
         norm_type: Order of the norm.
         may_fold: Whether the last backward before the step is done.
 
@@ -381,7 +381,7 @@ def _clip_in_place(
 
 
 def _of_unscaled(measured: Measurement) -> Measurement:
-    """Correct a measurement that has divided unscaled gradients by the loss scale."""
+    """Correct norms that were divided by the loss scale although the gradients were unscaled."""
     if measured.divisor is None:
         return measured
     return measured._replace(
@@ -393,7 +393,7 @@ def _of_unscaled(measured: Measurement) -> Measurement:
 
 @torch.no_grad()
 def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors on any devices by `factor`, shape ``()``; do not read it on the host."""
+    """Multiply tensors on any devices by `factor`, a tensor of shape ``()``, without host reads."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in local_tensors(gradients):
         by_device.setdefault(gradient.device, []).append(gradient)

@@ -77,7 +77,7 @@ class LoopStep:
 
         Args:
             optimizer: Optimizer without accelerate's wrapper.
-            parameters: Parameters that it updates.
+            parameters: Parameters that the optimizer updates.
             local_squares: As in `StepUpdate`.
             agreement: As in `StepUpdate`.
         """
@@ -213,7 +213,7 @@ class LoopStep:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`, or change nothing if any of it does not fit.
+        """Restore the result of `state_dict`; change nothing if a part does not fit.
 
         Pending results of earlier updates are dropped.
 
@@ -253,15 +253,16 @@ class LoopStep:
 class SharedLossScale:
     """Share one loss scale among the updates of several optimizers.
 
-    If another optimizer has unused gradients, they were computed with the present scale, so the
-    scale must not change before they are used. The overflow flags of the updates are therefore
-    collected. When all optimizers have used their gradients, the scale is updated once: on overflow
-    if any of the flags is set.
+    While one optimizer does its update, another optimizer may still have unused gradients. These
+    gradients were computed with the present scale, so the scale must not change before that
+    optimizer has used them. The overflow flags of the updates are therefore collected. When all
+    optimizers have used their gradients, the scale is updated once. This update counts as an
+    overflow if any of the flags is set.
 
     Args:
         loss_scale: Live loss scale.
-        gradients_are_used: Function that returns whether all optimizers have used their gradients,
-            leaving out the optimizer that is being updated.
+        gradients_are_used: Function that returns whether all optimizers, except the one whose
+            update is running, have used their gradients.
     """
 
     def __init__(self, loss_scale: LossScale, gradients_are_used: Callable[[], bool]) -> None:
@@ -300,8 +301,9 @@ class SharedLossScale:
 class SharedAverage:
     """Update an average whose weights belong to several optimizers.
 
-    The average follows the weights when every optimizer has done one update. If one optimizer does
-    its next update before that, the average follows first.
+    The average is updated when every optimizer has done one update. If an optimizer does a second
+    update before the others have done their first, the average is updated just before that second
+    update is noted.
 
     Args:
         ema: Average of the weights.
@@ -313,7 +315,7 @@ class SharedAverage:
         self._applied: dict[int, Tensor] = {}
 
     def part(self) -> "AveragePart":
-        """Register one more optimizer, and return the object that stands for its average."""
+        """Register one more optimizer; return the object to which it reports its updates."""
         self._num_parts += 1
         return AveragePart(self, self._num_parts - 1)
 
@@ -327,7 +329,7 @@ class SharedAverage:
         self._ema.refuse_inside_swap(method)
 
     def gather(self, part: int, applied: Tensor) -> None:
-        """Note an update of one optimizer; update the average when all have done theirs.
+        """Note an update of one optimizer; after one of every optimizer, update the average.
 
         Args:
             part: Number of the optimizer, counted from 0.

@@ -50,7 +50,7 @@ def made_average(
 
 
 def trained_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-    """Return the models of which an optimizer holds at least one parameter."""
+    """Return the models that have at least one parameter in an optimizer."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     return [model for model in models if any(id(p) in held for p in model.parameters())]
 
@@ -138,7 +138,7 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
 
 
 def scale_of(accelerator: Accelerator) -> ScaleSense:
-    """Return the loss scale of the accelerator's own gradient scaler; 1 if it has none.
+    """Return the loss scale of the accelerator's own gradient scaler; 1 without a scaler.
 
     Raises:
         ValueError: If the accelerator trains in float16 without a gradient scaler.
@@ -162,8 +162,8 @@ def refuse_second_hook(
     """Raise ``ValueError`` if a communication hook is given in two ways.
 
     Args:
-        of_handler: Hook of accelerate's handler, or its name; ``None`` for none.
-        communication_hook: Hook that `attach` was given; ``None`` for none.
+        of_handler: Hook of accelerate's handler, or the hook's name; ``None`` for no hook.
+        communication_hook: Hook that was passed to `attach`; ``None`` for no hook.
     """
     if of_handler is not None and communication_hook is not None:
         msg = (

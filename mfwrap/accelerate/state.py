@@ -41,7 +41,7 @@ def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage
     Args:
         folder: Folder of the checkpoint.
         step: Step to restore.
-        ema: Average of the step; ``None`` if it keeps none.
+        ema: Average of the step; ``None`` if the step has no average.
     """
     if has_step_files(folder):
         state = read_step_files(folder, step.state_dict())
@@ -49,13 +49,13 @@ def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage
 
 
 def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Restore the state that `save_step` wrote, or start from a checkpoint without such a state.
+    """Restore the state that `save_step` wrote; if there is none, set the initial state.
 
     Args:
         folder: Folder of the checkpoint. Load its weights first.
-        step: Step to restore. If any of the state does not fit, the step does not change.
-        ema: Average of the step; ``None`` if it keeps none. If the checkpoint has no average, the
-            average starts from the weights.
+        step: Step to restore. If a part of the state does not fit, the step does not change.
+        ema: Average of the step; ``None`` if the step has no average. If the checkpoint has no
+            average, the average starts from the weights.
 
     Raises:
         FileNotFoundError: If only some of the step's files exist.
@@ -84,7 +84,7 @@ def _fitting(
     *,
     warns: bool = False,
 ) -> dict[str, Any]:
-    """Complete a saved state with the parts that this run has and the checkpoint lacks."""
+    """Return a copy of a saved state; take parts that the checkpoint lacks from this run."""
     if ema is None and "ema" in state:
         msg = (
             f"cannot resume from {folder}: it holds an average of the weights, but `ema` is None; "

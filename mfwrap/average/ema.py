@@ -25,7 +25,7 @@ from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrappe
 
 @final
 class ExponentialMovingAverage:
-    """Keep an exponential moving average of weights, which skipped updates leave unchanged.
+    """Keep an exponential moving average of weights; skipped updates leave the average unchanged.
 
     The average starts as a copy of the weights. Each averaging step computes
     ``average += (1 - decay) * (weight - average)`` with one ``torch._foreach_lerp_`` per dtype and
@@ -52,7 +52,7 @@ class ExponentialMovingAverage:
             quickly.
         update_every: Average at every `update_every`-th call of `update`; 1 averages at each call.
             A call for a skipped update counts, too. `decay` is not adjusted to `update_every`.
-        device: Device of the averages; by default that of each weight. If the averages are on the
+        device: Device of the averages; by default each weight's device. If the averages are on the
             CPU and the weights are not, each averaging step synchronizes with the device.
         dtype: Floating-point dtype of the averages. The default is the dtype of each weight, but at
             least float32, because an average in bfloat16 stops moving when its increments round to
@@ -117,8 +117,8 @@ class ExponentialMovingAverage:
         """Update the average after an optimizer update; call it after every step.
 
         Does not synchronize with the device. A skipped update leaves the copied buffers bitwise
-        unchanged. It leaves the averages bitwise unchanged, too, if the weights are finite, except
-        that an average of -0.0 may become 0.0.
+        unchanged. If the weights are finite, a skipped update also leaves the averages bitwise
+        unchanged, except that an average of -0.0 may become 0.0.
 
         Args:
             applied: Whether the optimizer's update was applied: shape ``()``, bool, on the
@@ -147,7 +147,7 @@ class ExponentialMovingAverage:
     def swap(self) -> Iterator[None]:
         """Put the averages into the parameters and buffers inside the block, for evaluation.
 
-        After the block the original values are restored bitwise, also if the block raises. Anything
+        After the block the original values are restored bitwise, even if the block raises. Anything
         written into parameters and buffers inside the block is lost. The block needs memory for a
         copy of the weights, about as much as gradients take.
 
@@ -170,7 +170,7 @@ class ExponentialMovingAverage:
             self._swapped = False
 
     def copy_to(self, parameters: nn.Module | Iterable[Tensor] | None = None) -> None:
-        """Write the averages into parameters in place, or write nothing if any does not fit.
+        """Write the averages into parameters in place; write nothing if a tensor does not fit.
 
         If the average was built from a module and `parameters` is a module, too, averages and
         buffers are matched by name. Otherwise averages are matched by position, and buffers are not
@@ -185,8 +185,8 @@ class ExponentialMovingAverage:
             KeyError: If the module lacks a parameter or buffer of the average.
             TypeError: If `parameters` holds anything but floating-point tensors.
             ValueError: If the number of tensors, a shape or a dtype does not fit.
-            RuntimeError: If called without `parameters` inside `swap`, whose end would undo the
-                call.
+            RuntimeError: If called without `parameters` inside `swap`, because the end of the
+                `swap` block would undo the call.
         """
         if parameters is None:
             self.refuse_inside_swap("copy_to")

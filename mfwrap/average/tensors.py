@@ -170,7 +170,7 @@ def named_weights(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]
 
 
 def buffer_places(parameters: object) -> dict[str, BufferPlace]:
-    """Return the place of each persistent buffer by name; empty if `parameters` is no module."""
+    """Return the place of each persistent buffer by name; empty if `parameters` is not a module."""
     if not isinstance(parameters, nn.Module):
         return {}
     network = unwrapped_network(parameters)

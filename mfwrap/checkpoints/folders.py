@@ -116,9 +116,9 @@ def complete_move(parent: Path) -> None:
 def adopt_files(written: Path, final: Path) -> None:
     """Move this node's files of a checkpoint into place, if the node has a disk of its own.
 
-    For nodes on which no process calls `move_into_place`. Call it after the saving process, on
-    another node, has called `move_into_place`. If the nodes share a disk, that call has moved
-    `written` already, and this call does nothing.
+    Call this function on nodes where no process calls `move_into_place`, and only after the saving
+    process on another node has called `move_into_place`. If the nodes share a disk,
+    `move_into_place` has already moved `written`, and this function does nothing.
 
     Args:
         written: Checkpoint folder inside the staging folder.
@@ -142,7 +142,11 @@ def adopt_files(written: Path, final: Path) -> None:
 
 
 def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
-    """Delete checkpoints. Each is renamed first, so that a half-deleted one never looks whole."""
+    """Delete checkpoints.
+
+    Each checkpoint is renamed before it is deleted, so that a half-deleted checkpoint is never
+    mistaken for an intact one.
+    """
     removed = staging_folder(run_folder) / _REMOVED
     shutil.rmtree(removed, ignore_errors=True)
     for folder in folders:

@@ -62,7 +62,7 @@ def newest_whole_checkpoint(
     Args:
         run_folder: Folder with the folders ``checkpoint-<step>``.
         before: Checkpoint folder. Only checkpoints of lower steps are considered; ``None`` for all.
-        network: Network. Only checkpoints whose weights belong to it are considered; ``None`` for
+        network: Network. Only checkpoints with this network's weights are considered; ``None`` for
             all.
     """
     limit = _step_of(before) if before is not None else None

@@ -25,8 +25,9 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
     The window is the number of consecutive steps without overflow before the scale grows. Windows
     are taken from a list of lengths between `min_scale_window` and `max_scale_window`. After the
     scale has grown three times, the next longer window is used. After three overflows without
-    growth in between, the window becomes 1 step, unless it was the shortest of the list. When the
-    scale has then grown three times, the shortest window of the list is used.
+    growth in between, the window becomes 1 step, unless the shortest window of the list was in use.
+    After the scale has grown three times with the window of 1 step, the shortest window of the list
+    is used.
 
     Source: MindFormers, ``wrapper.AdaptiveLossScaleUpdateCell``.
 

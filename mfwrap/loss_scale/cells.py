@@ -236,7 +236,7 @@ def change_scale(
     Args:
         loss_scale: Shape ``()`` or ``(1,)``, float32.
         falls: Whether to multiply by `ratio`. The result is at least `floor`.
-        grows: Whether to multiply by `factor`. The scale stays if the product is infinite.
+        grows: Whether to multiply by `factor`. An infinite product leaves the scale unchanged.
         factor: Factor of growth.
         ratio: Factor of the fall, usually the reciprocal of `factor`.
         floor: Lower bound of the scale after a fall.

@@ -21,8 +21,8 @@ class LossScale:
 
     Args:
         scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell. ``None``
-            means a loss scale of 1, because loss-scale managers without an update cell return
-            ``None``.
+            means a loss scale of 1, because ``get_update_cell()`` of a loss-scale manager without
+            an update cell returns ``None``.
         device: Device of the scale.
 
     Raises:

@@ -59,12 +59,13 @@ def grad(
         `has_aux` ``(gradients, (second output, ...))``.
 
     Raises:
-        TypeError: If an argument has the wrong type. The returned function raises it if an input
-            at `grad_position` is not a floating-point tensor, or `fn` returns anything but tensors.
+        TypeError: If an argument has the wrong type. The returned function raises ``TypeError`` if
+            an input at `grad_position` is not a floating-point tensor, or `fn` returns anything but
+            tensors.
         ValueError: If both `grad_position` and `weights` are ``None``, a position is negative or
             repeated, `weights` is empty, or `return_ids` is set and a weight is not a parameter of
-            `fn`. The returned function raises it if there is no input at a position, a weight does
-            not require gradients, or `has_aux` is set and `fn` has only one output.
+            `fn`. The returned function raises ``ValueError`` if there is no input at a position, a
+            weight does not require gradients, or `has_aux` is set and `fn` has only one output.
 
     Example:
         >>> import torch
@@ -103,8 +104,8 @@ def value_and_grad(
     Returns:
         A function that takes the arguments of `fn` and returns ``(outputs, gradients)``. `outputs`
         are all outputs of `fn`, even with `has_aux`. They are detached, with one exception: if the
-        gradients can be differentiated again (see `grad`), so can the outputs that were
-        differentiated.
+        gradients can be differentiated again (see `grad`), the outputs that were differentiated
+        keep their graph, too.
 
     Raises:
         TypeError: As `grad`.
@@ -188,8 +189,8 @@ class GradOperation:
             TypeError: As `grad`.
             ValueError: If `weights` is given without `get_by_list`. Also if `get_by_list` is set,
                 `weights` is ``None`` and `fn` is not a module. With `sens_param`, the returned
-                function raises it if its last argument is missing, or has other shapes than the
-                outputs.
+                function raises ``ValueError`` if its last argument is missing, or if the shapes of
+                that argument differ from those of the outputs.
         """
         listed = self._weights(fn, weights)
 

@@ -153,8 +153,8 @@ def checked_weights(weights: Any) -> Tensor | list[Tensor]:
 def as_list(given: Any) -> list[Any]:
     """Convert an argument to a list.
 
-    ``None`` gives an empty list, a list or tuple gives its items, and anything else gives a list of
-    that one item.
+    ``None`` gives an empty list, a list or tuple gives a list of its items, and any other value
+    gives a list with only that value.
     """
     if given is None:
         return []

@@ -174,8 +174,8 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
 
     The callback gets the ``on_train_*`` calls. ``net_outputs`` is the step's output in an
     `MFTrainer`, and ``None`` in a stock Trainer, which does not pass its output to callbacks. If an
-    evaluation follows an epoch, ``on_train_epoch_end`` is called after the evaluation and finds its
-    ``metrics``.
+    evaluation follows an epoch, ``on_train_epoch_end`` is called after the evaluation, and the
+    facts of the run then include the evaluation's ``metrics``.
 
     Args:
         callback: The callback to adapt.
@@ -237,7 +237,7 @@ class AdaptedCallback(TrainerCallback):
         run_context: RunContext | None = None,
         **_: Any,
     ) -> None:
-        """Begin an epoch; first end the previous epoch if its evaluation did not take place."""
+        """Begin an epoch; before that, end the previous epoch if its evaluation was left out."""
         del args
         self._end_epoch(control)
         if run_context is None:
@@ -269,7 +269,7 @@ class AdaptedCallback(TrainerCallback):
         self._apply_stop(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """End an epoch, or leave that to `on_evaluate` if an evaluation is due."""
+        """End an epoch; if an evaluation is due, let `on_evaluate` end the epoch instead."""
         del args, state
         self._awaits_evaluation = True
         if not control.should_evaluate:
@@ -284,7 +284,7 @@ class AdaptedCallback(TrainerCallback):
         metrics: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """End the epoch that this evaluation belongs to, with its metrics."""
+        """Add the evaluation's metrics to the facts of the run, then end the epoch."""
         del args, state
         if run_context is None:
             results = dict(metrics or {})

@@ -71,7 +71,7 @@ class Evaluator:
             self.network = EvaluationNetwork(trained.network, loss_fn, trained.precision.dtype)
 
     def batches(self, valid_dataset: Iterable[Any], *, sink_mode: bool) -> Batches:
-        """Check that an evaluation is possible, and return its batches for `run`.
+        """Check that an evaluation is possible, and return the batches to pass to `run`.
 
         Args:
             valid_dataset: Yields batches.

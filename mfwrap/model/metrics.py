@@ -107,7 +107,7 @@ class EvaluationMetrics:
 
         Raises:
             TypeError: If the metric ``loss`` is used, but the network's output is neither a tensor
-                nor has a ``loss``.
+                nor has an attribute or key ``loss``.
             ValueError: If there are fewer outputs than the indexes need.
         """
         values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -137,7 +137,7 @@ class EvaluationMetrics:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """Return the network's output if it is a tensor, otherwise the ``loss`` in it."""
+    """Return the network's output if it is a tensor, otherwise its attribute or key ``loss``."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, Tensor):
         msg = (
@@ -192,7 +192,7 @@ class MeanLoss:
 
 @final
 class _ClassMetric:
-    """Compute a metric over classes, whose number is read from the first batch.
+    """Compute a metric that needs the number of classes; the first batch determines the number.
 
     Args:
         make: Called with the number of classes; returns the metric of torchmetrics.

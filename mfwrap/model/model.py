@@ -26,7 +26,7 @@ from mfwrap.step.update import Schedule
 
 @final
 class Model:
-    """Train and evaluate a network, in MindSpore's way.
+    """Train and evaluate a network, with the interface of MindSpore's ``Model``.
 
     The network and every batch are moved to accelerate's device. Under ``accelerate launch``, the
     ranks share the data and average their gradients. Create ``Accelerator(cpu=True)`` before the
@@ -52,14 +52,14 @@ class Model:
             with `loss_fn`.
         eval_indexes: Positions of loss, output and label in the outputs of `eval_network`. With
             ``None``, each metric gets all outputs. If there is a single output, the metric
-            ``"loss"`` takes it as the loss if it is a tensor, or else takes its ``loss`` (as in a
-            Hugging Face model).
+            ``"loss"`` takes the loss from this output: the output itself if it is a tensor,
+            otherwise its attribute or key ``loss`` (as in a Hugging Face model).
         amp_level: Mixed precision; see `mfwrap.model.train_network.precision_of`.
-        loss_scale_manager: The loss scale. ``None`` uses the default of `amp_level`; if that has no
-            loss scale, every update is applied even if it overflows. A `FixedLossScaleManager` with
-            ``drop_overflow_update=False`` also applies every update, and gradients are divided by
-            the loss scale before the optimizer runs. (MindSpore divides them in optimizers that
-            have an argument ``loss_scale``.)
+        loss_scale_manager: The loss scale. ``None`` uses the default of `amp_level`. If this
+            default is no loss scale, every update is applied even if it overflows. A
+            `FixedLossScaleManager` with ``drop_overflow_update=False`` also applies every update,
+            and gradients are divided by the loss scale before the optimizer runs. (In MindSpore,
+            optimizers with an argument ``loss_scale`` do this division.)
         lr_scheduler: Learning-rate schedule, stepped once per applied update.
 
     Raises:
@@ -306,7 +306,7 @@ class Model:
         batches: Batches,
         validation: "_Validation | None",
     ) -> None:
-        """Train for an epoch, or until a callback stops it; then evaluate if that is due."""
+        """Train until the epoch ends or a callback stops it; then run the evaluation if due."""
         run.begin_epoch(number)
         for batch in batches.epoch():
             call = batch if self._loss_fn is None else pair_of("train_dataset", batch)

@@ -200,7 +200,7 @@ class ModelRun:
 
     @property
     def mindspore_callbacks(self) -> list[Callback]:
-        """MindSpore's callbacks, in their order."""
+        """MindSpore's callbacks, in the order in which they are called."""
         adapted = (c for c in self._handler.callbacks if isinstance(c, AdaptedCallback))
         return [callback.callback for callback in adapted]
 
@@ -221,15 +221,15 @@ class ModelRun:
 class _LoopDecides(DefaultFlowCallback):
     """Let `Model` decide when to log, save and evaluate.
 
-    In a Trainer, `DefaultFlowCallback` decides that, and the handler warns without such a callback.
-    This subclass prevents the warning and decides nothing.
+    In a Trainer, `DefaultFlowCallback` decides this. transformers' callback handler warns if there
+    is no `DefaultFlowCallback`. This subclass prevents the warning, and its methods do nothing.
     """
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Decide nothing."""
+        """Do nothing."""
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Decide nothing."""
+        """Do nothing."""
 
 
 def _arguments(epoch: int) -> TrainingArguments:
@@ -256,7 +256,7 @@ def _output_with_loss(outputs: Any) -> Any:
 
 @final
 class Updates:
-    """Do the updates of a training, in a ``with`` block whose end reads the pending values.
+    """Do the updates of a training within a ``with`` block; its end reads the pending values.
 
     Args:
         trained: Network with a training cell.
@@ -271,8 +271,8 @@ class Updates:
         """Do one update; return the cell's outputs.
 
         Raises:
-            RuntimeError: If the cell raises it, or more updates in a row overflowed than a dynamic
-                manager allows.
+            RuntimeError: If the cell raises ``RuntimeError``, or if more updates in a row
+                overflowed than a dynamic manager allows.
         """
         cell: Any = self._cell
         outputs = cell(*call.arguments, **call.keywords)

@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 class RecipeError(ValueError):
     """A recipe is invalid. The message is one line that names the key, the problem and its place.
 
-    The place is file and line, or the override.
+    The place is the file and line number, or the override that set the value.
     """
 
 
@@ -158,7 +158,7 @@ def _position(container: Any, key: str, place: str) -> str | int:
 
 
 class _Loader(yaml.SafeLoader):
-    """Load plain values as in YAML 1.2: ``3e-4`` is a number, ``no`` and ``2026-01-01`` strings."""
+    """Load plain values by YAML 1.2: ``3e-4`` is a number, ``no`` and ``2026-01-01`` are text."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -201,7 +201,7 @@ def _read(text: str, name: str, places: dict[Path, str], *, empty: Any) -> Any:
 
 
 def _place(name: str, line: int) -> str:
-    """Return ``file:line`` for a line counted from 0; for an override, return its name alone."""
+    """Return ``file:line`` for a line counted from 0; for an override, return `name` unchanged."""
     return name if name.startswith("--set ") else f"{name}:{line + 1}"
 
 

@@ -27,16 +27,16 @@ def import_mindformers(text: str, name: str) -> ImportedRecipe:
     """Convert a MindFormers file to a recipe that trains in the same way.
 
     The sections ``runner_wrapper``, ``optimizer``, ``lr_schedule``, ``callbacks`` and
-    ``monitor_config`` are copied; the monitors get the folder of ``tensorboard``. The data are not
-    converted, because only MindSpore reads MindRecord files. The recipe uses built-in example data
-    instead.
+    ``monitor_config`` are copied; the monitors write to the folder of the section ``tensorboard``.
+    The data are not converted, because only MindSpore reads MindRecord files. The recipe uses
+    built-in example data instead.
 
     Args:
         text: Content of the MindFormers file.
         name: Name of the file, for error messages.
 
     Raises:
-        RecipeError: If `text` is not a YAML mapping, or mfwrap has no task for its trainer.
+        RecipeError: If `text` is not a YAML mapping, or mfwrap has no task for the file's trainer.
     """
     converter = _Converter(RecipeDocument.parse(text, name))
     recipe = converter.recipe()
@@ -262,11 +262,12 @@ _DEFAULT_STEPS = 100
 def evaluation(
     steps: int | None, epochs: int | None, training: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of ``training`` that evaluate at MindFormers' intervals, and notes.
+    """Return the keys of ``training`` that set evaluation at MindFormers' intervals, and notes.
 
     Args:
-        steps: MindFormers' ``eval_step_interval``; < 0 turns it off.
-        epochs: MindFormers' ``eval_epoch_interval``; < 0 turns it off.
+        steps: MindFormers' ``eval_step_interval``; < 0 for no evaluation by steps. ``None`` and 0
+            stand for MindFormers' default, unless `epochs` is > 0.
+        epochs: MindFormers' ``eval_epoch_interval``; <= 0 or ``None`` for no evaluation by epochs.
         training: Other keys of the section ``training``.
     """
     by_steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": steps or _DEFAULT_STEPS}

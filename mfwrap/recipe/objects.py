@@ -151,7 +151,8 @@ class RecipeObjects:
 
         Args:
             path: Path of the value.
-            owner: Class or function that takes the value; checked only if it is a dataclass.
+            owner: Class or function that takes the value. If `owner` is not a dataclass, the value
+                is not checked.
             name: Name of the field.
             value: The value.
         """
@@ -168,9 +169,9 @@ class RecipeObjects:
     def refusal(self, path: Path, settings: Mapping[str, Any], error: Exception) -> RecipeError:
         """Convert an error of a constructor to a `RecipeError` that names the key and its place.
 
-        The key is the first that exists of these: the name in backticks at the start of the
-        message; the longest key of `settings` in the message; the key whose value occurs first in
-        the message. If none exists, the error names the section.
+        The key is searched for in this order: the name in backticks at the start of the message;
+        the longest key of `settings` in the message; the key whose value occurs first in the
+        message. If no key is found, the error names the section.
 
         Args:
             path: Path of the section.
@@ -249,9 +250,10 @@ def _keywords(make: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _existing(location: tuple[str | int, ...], value: Any) -> Path:
-    """Return the start of pydantic's location that is a path in `value`.
+    """Return the longest leading part of pydantic's `location` that is a path in `value`.
 
-    For a union, pydantic appends the name of the type to the location. It is not a recipe's key.
+    For a union, pydantic appends the name of the type to the location. That name is not a key of
+    the recipe.
     """
     path: list[str | int] = []
     for part in location:

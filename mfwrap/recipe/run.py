@@ -42,7 +42,7 @@ def run_recipe(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunResult:
-    """Train a recipe, then evaluate and save the raw weights and, if any, the averaged weights.
+    """Train as a recipe describes; evaluate and save the raw weights and any averaged weights.
 
     Args:
         recipe: Recipe to run.
@@ -255,7 +255,11 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints, with those that a killed process set aside to replace them."""
+    """Return a folder's checkpoints.
+
+    They include checkpoints that a process had moved to the staging folder in order to replace
+    them, and left there because the process was killed.
+    """
     replaced = [one for one in staging_folder(folder).glob("replaced/*") if one.is_dir()]
     return [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
 

@@ -199,7 +199,7 @@ def _merge(
 def _max_grad_norm(
     objects: RecipeObjects, training: Mapping[str, Any], wrapper: RunnerWrapperSection
 ) -> float:
-    """Return the ``max_grad_norm`` for the Trainer; 0 reports the norm without clipping."""
+    """Return the Trainer's ``max_grad_norm``; with 0 the norm is reported but not clipped."""
     path = ("training", "max_grad_norm")
     limit = training.get("max_grad_norm")
     if wrapper.max_grad_norm is not None and limit not in (None, wrapper.max_grad_norm):
@@ -275,7 +275,7 @@ def scheduled(trainer: type[Any], choice: ScheduleChoice | None) -> type[Any]:
     def create_scheduler(
         self: Any, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> Any:
-        """Build the recipe's schedule; the Trainer's own method then keeps it and prepares it."""
+        """Build the recipe's schedule; the Trainer's own method then keeps and prepares it."""
         if self.lr_scheduler is None:
             self.lr_scheduler = choice.make(
                 self.optimizer if optimizer is None else optimizer, num_training_steps
