@@ -85,7 +85,7 @@ def test_weights_from_scaled_gradients(name, fused):
 
 @pytest.mark.parametrize("name", OTHER_EPSILON)
 def test_another_epsilon(name):
-    """MindSpore's Adam formula gives the recorded weights; torch's is off by a known distance."""
+    """MindSpore's Adam formula gives the recorded weights; torch's differs by a known distance."""
     written_out = weights_of(name, fused=False, kind=EarlyEpsilonAdam)
     assert_same(written_out, recorded_weights(name), relative=TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""docs/names.md covers every name in MindSpore's documents, and the guides' torch versions run."""
+"""docs/names.md covers all names in MindSpore's documents, and torch versions of the guides run."""
 
 import ast
 import copy
@@ -66,7 +66,7 @@ def section(title: str) -> str:
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """Return, for each row of a table, the first cell, which has the names, and the test."""
+    """Return the first cell (the names) and the last cell (the test) of each row of a table."""
     return re.findall(r"^\| (.+?) \| .+ \| `(tests/.+)` \|$", text, re.MULTILINE)
 
 
@@ -98,14 +98,14 @@ def test_each_test_exists(test):
 
 @pytest.mark.parametrize(("name", "sentence"), [*ABSENT_NAMES.items(), *ABSENT_CALLBACKS.items()])
 def test_each_absent_name_stands_on_the_page(name, sentence):
-    """Every absent name is on the page, with the sentence of its error message."""
+    """Every name that mfwrap lacks is on the page, with the sentence of its error message."""
     lines = section("Names that are not here").splitlines()
 
     assert [line for line in lines if f"`{name}`" in line and line.endswith(f" | {sentence} |")]
 
 
 def test_the_notebook_of_the_comparison_runs():
-    """The torch version of MindSpore's comparison notebook gives the output that it shows."""
+    """The torch version of MindSpore's comparison notebook prints the notebook's output."""
     path = Path(__file__).with_name("comparison_notebook.txt")
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failures, cells = doctest.testfile(

@@ -44,8 +44,8 @@ SKIPPING = replace(PLAIN, spoilt_rows=(25, 40))
 class Follower(TrainerCallback):
     """Record the weights at each event, and average them with torch's own function.
 
-    At each event it is called before the tested callback, so it sees the weights that were
-    evaluated or saved.
+    At each event the follower is called before the tested callback, so the follower sees the
+    weights that were evaluated or saved.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class GradientNetwork(nn.Module):
         self.outputs = outputs
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        """Return the loss, and the outputs that `outputs` asks for."""
+        """Return the values that `outputs` selects."""
         logits = self.fc(x).squeeze()
         loss = self.loss(logits, y)
         return {

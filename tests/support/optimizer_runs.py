@@ -1,4 +1,4 @@
-"""Optimizers of every kind, and parameters that one of them updates plainly or in its wrapper."""
+"""Optimizers of every kind, and runs that step an optimizer with or without the wrapper."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ class OwnStep(AdamW):
     """A user's optimizer that ignores ``grad_scale`` and ``found_inf``."""
 
     def step(self, closure=None):
-        """Move against the sign of a momentum."""
+        """Subtract the momentum divided by its norm plus one."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -149,7 +149,7 @@ class Run:
         self.optimizer.step()
 
     def divided(self, gradients, divisor):
-        """Multiply the gradients by the divisor, and let the wrapper divide by it in its step."""
+        """Multiply the gradients by the divisor, and run the wrapper's step with that divisor."""
         give(self.parameters, [None if g is None else g * divisor for g in gradients])
         self.skippable.step(scalar(divisor), flag(skip=False))
 

@@ -18,5 +18,5 @@ def recipe_of(task, data, *overrides, model=None, **training):
 
 
 def trainer_of(*arguments, **keywords):
-    """Return the Trainer of a recipe; takes the arguments of `recipe_of`."""
+    """Return the Trainer of a recipe, for the same arguments as `recipe_of`."""
     return build_trainer(recipe_of(*arguments, **keywords))[0]

@@ -47,7 +47,7 @@ def recipe_text(**sections) -> str:
 
 
 def parsed(**sections) -> Recipe:
-    """Return the parsed and checked recipe; takes the arguments of `recipe_text`."""
+    """Return the parsed and checked recipe, for the same arguments as `recipe_text`."""
     return parse_recipe(recipe_text(**sections), "r.yaml")
 
 

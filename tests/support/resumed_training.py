@@ -167,7 +167,7 @@ def _step_keywords(settings: RunSettings) -> dict[str, Any]:
 
 
 def trained(folder: Path, settings: RunSettings | None = None, **keywords: Any) -> Any:
-    """Return a trainer that has trained to the end; takes the keywords of `new_trainer`."""
+    """Return a trainer that has trained to the end, for the same arguments as `new_trainer`."""
     trainer = new_trainer(folder, settings, **keywords)
     trainer.train()
     return trainer
@@ -178,8 +178,8 @@ def resume(
 ) -> Any:
     """Return a trainer that has resumed a checkpoint and trained to the end.
 
-    It starts with other weights and random states than the saved run, so the result is right only
-    if all of them are restored from the checkpoint.
+    The trainer starts with other weights and random states than the saved run, so the result is
+    right only if all weights and random states are restored from the checkpoint.
     """
     trainer = new_trainer(folder, settings, seed=1, **keywords)
     spoil_random_states()

@@ -226,7 +226,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def truthful(name: str, bad_updates: tuple[int, ...], accumulation: int) -> Run:
-    """Return the run of plain accelerate in fp16, the only precision in which it detects skips."""
+    """Return the run of plain accelerate in fp16; only in fp16 does accelerate detect skips."""
     return run(
         name,
         "SGD",

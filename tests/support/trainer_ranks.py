@@ -48,7 +48,7 @@ class Ending:
         event: Event at which the signal comes.
         steps: For each rank, the number of updates before the signal; ``None`` for no signal.
         stopped: Steps after which all ranks may stop: the step in which a rank first receives the
-            signal, or the next step if another rank has begun it by then.
+            signal, or the next step if another rank has already begun the next step.
     """
 
     event: str

@@ -133,9 +133,9 @@ def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, A
     """Save a checkpoint in the middle of a training, and finish it with and without resuming.
 
     Returns:
-        ``"unbroken"`` and ``"resumed"``: final states of the loop that went on after saving, and of
-        a new loop that loaded the checkpoint. ``"files"``: files of the checkpoint. ``"applied"``:
-        number of updates that the resumed loop has applied in total.
+        ``"unbroken"``: final state of the loop that continued after saving. ``"resumed"``: final
+        state of a new loop that loaded the checkpoint. ``"files"``: files of the checkpoint.
+        ``"applied"``: number of updates that the resumed loop has applied in total.
     """
     del rank
     loop = Loop(2, state_dict_type)

@@ -39,7 +39,7 @@ def parametrized(family: str, *, without: Collection[str] = ()) -> list[Any]:
 
 
 def floats(recorded: Any) -> Tensor:
-    """Return a recorded number, or nested lists of them, as a float64 tensor."""
+    """Return a recorded number, or nested lists of numbers, as a float64 tensor."""
     return torch.tensor(_as_float(recorded), dtype=torch.float64)
 
 
@@ -214,7 +214,7 @@ def _decays(optimizer: str, name: str) -> bool:
 def _rate(
     case: Mapping[str, Any], group: Mapping[str, Any]
 ) -> tuple[float, Callable[[int], float]]:
-    """Return a group's base rate, and the function from applied updates to the rate's factor."""
+    """Return a group's base rate, and the rate's factor as a function of applied updates."""
     rate = group.get("lr", case["optimizer"]["lr"])
     if rate["kind"] == "fixed":
         return rate["value"], lambda _: 1.0

@@ -36,5 +36,5 @@ def call_collectives(rank: int) -> dict[str, Any]:
 
 
 def agreed_mean(rank: int, squares: list[float]) -> Tensor:
-    """Return the mean of `squares` as ranks compute it, each rank from one of the numbers."""
+    """Return the mean that the ranks agree on if rank ``r`` contributes ``squares[r]``."""
     return RankAgreement(distributed.group.WORLD).mean(torch.tensor(squares[rank]))

@@ -44,7 +44,7 @@ class FailingClassifier(TokenClassifier):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed loss and the number of targets, or fail.
 
-        The failure ``"killed"`` kills the process in the backward; the others raise an error here.
+        The failure ``"killed"`` kills the process in the backward; other failures raise here.
         """
         if self.failure.startswith("raises"):
             msg = "this rank's batch is damaged"

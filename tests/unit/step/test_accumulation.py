@@ -45,7 +45,7 @@ def uneven_batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_steps(network: nn.Module, batches: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return losses and weights of plain torch with one backward per whole batch."""
+    """Train with plain torch, one backward per whole batch; return losses and final weights."""
     network = copy.deepcopy(network)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
     losses = []
@@ -75,7 +75,7 @@ each_scale = pytest.mark.parametrize("scale", [1.0, 2.0**16], ids=["scale 1", "s
 def test_equal_micro_batches_are_plain_torchs_accumulation_to_the_last_bit(
     num_micro_batches, scale
 ):
-    """The update is bitwise plain torch's, with losses divided by the number of micro-batches."""
+    """Updates equal plain torch bitwise, with each loss divided by the number of micro-batches."""
     network = Classifier()
     cell = build(network, gradient_accumulation_steps=num_micro_batches, scale_sense=scale)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -168,7 +168,7 @@ def test_any_micro_batches_by_tokens_are_one_big_batch(scale, sizes, data):
 
 @each_scale
 def test_a_language_model_that_splits_by_tokens_is_one_big_batch(scale):
-    """A Hugging Face model with padding trains on micro-batches as on the whole batch."""
+    """Training a Hugging Face model on padded micro-batches agrees with one whole batch."""
     network = small_llama()
     batches = [byte_batch([40, 30, 11, 3], start=70 * step) for step in range(NUM_STEPS)]
     cell = build(
@@ -182,7 +182,7 @@ def test_a_language_model_that_splits_by_tokens_is_one_big_batch(scale):
 
 @each_scale
 def test_a_language_model_with_unequal_micro_batches_is_one_big_batch(scale):
-    """Micro-batches of unequal sizes and lengths train as one big batch."""
+    """Training on micro-batches of unequal sizes and lengths agrees with one whole batch."""
     network = small_llama()
     lengths = [[40, 3], [17], [5, 9, 2]]
     cell = build(network, calculate_per_token_loss=True, scale_sense=scale)
@@ -197,7 +197,7 @@ def test_a_language_model_with_unequal_micro_batches_is_one_big_batch(scale):
 
 
 def test_mean_and_per_token_are_told_apart_by_these_batches():
-    """In these tests' batches, the mean over micro-batches is clearly not the mean over targets."""
+    """In these tests, the mean over micro-batches clearly differs from the mean over targets."""
     network = small_llama()
     batch = byte_batch([40, 30, 11, 3])
     expected, _ = plain_steps(network, [batch])
@@ -220,7 +220,7 @@ class Recorder(LinearProbe):
 
 
 def test_what_has_no_first_dimension_goes_to_every_micro_batch():
-    """Nested tensors are split by rows; scalars and other values go to every micro-batch whole."""
+    """Nested tensors are split by rows; every micro-batch gets other values unchanged."""
     network = Recorder()
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()), gradient_accumulation_steps=2)
     rows, scalar = torch.arange(4.0), torch.tensor(7.0)
@@ -238,7 +238,7 @@ def test_what_has_no_first_dimension_goes_to_every_micro_batch():
 
 
 def test_a_micro_batch_is_passed_as_its_type_says():
-    """A dict becomes keywords, a tuple positional arguments, anything else one argument."""
+    """A dict is passed as keywords, a tuple as several arguments, a list as one argument."""
     network = Recorder()
     cell = MFTrainOneStepCell(network, AdamW(network.parameters()))
 

@@ -190,7 +190,7 @@ def test_train_and_eval_mode_stay(training):
 
 
 def test_the_cell_is_no_module():
-    """The cell is a plain object, so a network that holds it gets no parameters from it."""
+    """The cell is not a Module, so a network that stores the cell gets no parameters from it."""
     cell = build()
 
     assert not isinstance(cell, nn.Module)

@@ -105,7 +105,7 @@ def test_a_flush_after_a_failed_step_moves_the_schedule():
 
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (4, 1), (2, 4)])
 def test_differing_accumulation_is_refused(theirs, ours):
-    """If accelerator and cell accumulate differently, the error names both numbers."""
+    """Different ``gradient_accumulation_steps`` raise an error that names both numbers."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=theirs)
 
     message = f"`gradient_accumulation_steps` must be {theirs}, as in the accelerator, got {ours}"
@@ -150,7 +150,7 @@ def test_gradients_are_said_to_be_synchronized_on_the_last_micro_batch(num_micro
 
 
 def test_the_accelerators_autocast_is_used():
-    """A network that was not prepared runs forward in the accelerator's precision."""
+    """The cell runs the forward in the accelerator's autocast, even for an unprepared network."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     network = Watching(accelerator)
     optimizer = AdamW(network.parameters(), fused=True)
@@ -189,7 +189,7 @@ def test_a_prepared_language_model_has_its_targets_counted(precision, tolerance)
 
 
 def grad_scaler(**settings) -> torch.amp.GradScaler:
-    """Return a scaler whose every number differs from the defaults."""
+    """Return a scaler with a non-default value for each setting."""
     return torch.amp.GradScaler(
         "cpu",
         **{
@@ -260,7 +260,7 @@ GIVEN = {
 
 @pytest.mark.parametrize(("scale_sense", "expected"), GIVEN.values(), ids=GIVEN)
 def test_a_scale_that_is_given_stands(scale_sense, expected):
-    """A given `scale_sense` replaces the scaler's scale, even if it is 1 like the default."""
+    """A given `scale_sense` replaces the scaler's scale, even a `scale_sense` of 1, the default."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = grad_scaler()
 
@@ -313,7 +313,7 @@ def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
 
 @pytest.mark.parametrize("ends", ["freed", "saved"])
 def test_an_accelerator_does_not_keep_the_cell_alive(tmp_path, ends):
-    """``free_memory`` of the accelerator frees cell and network, also after ``save_state``."""
+    """The accelerator's ``free_memory`` frees cell and network, even after a ``save_state``."""
     accelerator = Accelerator(cpu=True)
     network, optimizer, schedule, cell = prepared_training(accelerator, local_norm=True)
     cell(*labelled_batches(1)[0])

@@ -157,7 +157,7 @@ def test_an_optimizer_that_needs_an_argument_is_refused():
 
 
 def test_a_schedule_that_follows_a_metric_is_refused():
-    """A schedule that needs a metric raises an error, because the cell has no metric for it."""
+    """A schedule whose step needs a metric raises an error, because the cell has no metric."""
     network = Classifier()
     optimizer = AdamW(network.parameters())
 
@@ -188,7 +188,7 @@ def test_an_optimizer_of_another_network_is_refused():
 
 
 def fused_sgd_updates_half_precision() -> bool:
-    """Return whether fused SGD on CPU updates bfloat16 weights; pytorch#191763 prevents it."""
+    """Return whether fused SGD on CPU updates bfloat16 weights; pytorch#191763 makes it False."""
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     SGD([weight], lr=0.5, fused=True).step()

@@ -33,7 +33,7 @@ def assert_plain_update(cell: MFTrainOneStepCell, before: nn.Module, batch: tupl
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("factor", [1.0, float("nan")], ids=["applied", "skipped"])
 def test_gradients_are_released(factor, fused):
-    """After a step every ``grad`` is None, whether it was applied or skipped."""
+    """After an applied and after a skipped step, every ``grad`` is None."""
     network, [batch] = Classifier(), labelled_batches(1)
     cell = MFTrainOneStepCell(network, AdamW(network.parameters(), fused=fused))
 
@@ -111,7 +111,7 @@ def test_a_leftover_gradient_does_not_leak_in():
 
 
 class Stumbling(Classifier):
-    """A classifier that raises the `error` that it is called with."""
+    """A classifier whose forward raises `error`, if the caller passes an error."""
 
     def forward(self, inputs, labels, error=None):
         if error is not None:
@@ -265,7 +265,7 @@ def test_a_sparse_gradient_is_refused():
 
 
 def test_several_types_of_weights_in_one_network():
-    """float32 and bfloat16 gradients share one norm, and both weights are updated."""
+    """float32 and bfloat16 gradients share one norm, and weights of both dtypes are updated."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -301,7 +301,7 @@ COMPILATIONS = {
 @pytest.mark.parametrize("compiled", COMPILATIONS.values(), ids=COMPILATIONS)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 def test_a_compiled_network_trains_like_the_plain_one(compiled, per_token):
-    """A compiled network has the same names as an uncompiled one, and close results."""
+    """A compiled network gives the group names of the uncompiled network, and close results."""
     network = TokenClassifier() if per_token else Classifier()
     settings = {
         "use_clip_grad": True,

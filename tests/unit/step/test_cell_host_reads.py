@@ -87,7 +87,7 @@ def whole_step(
 
 
 def count_reads(training: Training) -> Iterator[tuple[bool, HostReads]]:
-    """Run each step; yield whether it was skipped, and its host reads."""
+    """Run all steps; for each step, yield whether the step was skipped, and the host reads."""
     for batch in training.batches:
         with HostReads() as counted:
             training.cell(*batch)

@@ -46,7 +46,7 @@ def test_the_loss_scale_falls_at_an_overflow_and_grows_after_the_window():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("use_clip_grad", [True, False], ids=["clipped", "not clipped"])
 def test_a_step_is_unscaled_by_the_scale_it_was_scaled_with(use_clip_grad, fused):
-    """Gradients are divided by the scale that multiplied their loss, even if it changes later."""
+    """Gradients are divided by the scale that multiplied their loss, not by the next scale."""
     network, row = LinearProbe(), torch.tensor([[3.0, 4.0]])
     cell = MFTrainOneStepCell(
         network,

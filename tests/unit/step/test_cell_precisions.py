@@ -56,7 +56,7 @@ def test_clipping_inside_autocast_is_done_in_float32():
 
 
 def test_bf16_by_accelerate_is_accelerates_own_loop():
-    """A prepared model in bfloat16 trains as in a loop with ``accelerator.backward``."""
+    """Training a prepared model in bfloat16 equals a loop with ``accelerator.backward`` bitwise."""
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     network, batches = Classifier(), labelled_batches(NUM_STEPS)
     reference = copy.deepcopy(network)

@@ -66,9 +66,9 @@ def test_training_goes_on_as_if_the_bad_batch_had_not_been(make_optimizer, preci
 @each_place
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_other_batches_train_as_in_plain_torch(make_optimizer, bad_step):
-    """Without clipping, all batches except the bad one train bitwise as in plain torch.
+    """Unclipped training with a bad batch equals plain torch without that batch, bitwise.
 
-    A skipped first step may create optimizer state, which must be the state torch starts from.
+    A skipped first step may create optimizer state, which must equal torch's initial state.
     """
     training = SpoiltTraining(
         make_optimizer, use_clip_grad=False, lr_scheduler=None, max_consecutive_skips=None

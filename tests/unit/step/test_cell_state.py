@@ -1,4 +1,4 @@
-"""Saving, loading and checking the cell's state, and what a flush completes."""
+"""Saving, loading and checking the cell's state, and flushing a pending update."""
 
 import copy
 import io
@@ -118,7 +118,7 @@ def test_what_is_saved_does_not_change_with_further_training():
 
 
 def test_loading_drops_what_was_pending():
-    """An update made before loading does not move the loaded schedule."""
+    """An update that is pending when a state is loaded does not step the loaded schedule."""
     training = Training()
     saved = training.save()
     training.train(0, 1)
@@ -131,7 +131,7 @@ def test_loading_drops_what_was_pending():
 
 
 def test_loading_changes_the_live_scale():
-    """The next step uses the loaded scale, also if the cell's scale was 1."""
+    """The next step uses the loaded scale, even if the cell's scale was 1."""
     network = Classifier()
     unscaled = MFTrainOneStepCell(network, SGD(network.parameters(), lr=1.0, fused=True))
     scaled = MFTrainOneStepCell(

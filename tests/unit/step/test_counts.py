@@ -19,7 +19,7 @@ UPDATES = st.lists(st.booleans(), max_size=12)
 
 
 def report_of(counts, applied):
-    """Return the report of an update that has been counted."""
+    """Return the report of the last update that was counted."""
     output = StepOutput(
         loss=torch.ones(()),
         overflow=~applied,
@@ -47,7 +47,7 @@ def do(counts, updates, *, local_norm=FINITE):
 
 @given(UPDATES)
 def test_updates_are_counted(updates):
-    """The counters hold the applied, the skipped and the latest consecutive skipped updates."""
+    """The counters count applied updates, skipped updates and the last skips in a row."""
     counts = UpdateCounts(CPU, None)
 
     do(counts, updates)
@@ -64,7 +64,7 @@ def test_updates_are_counted(updates):
 
 @given(UPDATES)
 def test_a_schedule_is_told_of_each_applied_update_once(updates):
-    """``on_applied`` is called once for each applied update and for no skipped one."""
+    """``on_applied`` is called once for each applied update and never for a skipped update."""
     told = []
     counts = UpdateCounts(CPU, None, on_applied=lambda: told.append(1))
 
@@ -76,7 +76,7 @@ def test_a_schedule_is_told_of_each_applied_update_once(updates):
 
 
 def test_the_host_learns_at_the_flush():
-    """``last_was_skipped`` describes the previous update until the last one is flushed."""
+    """``last_was_skipped`` describes the previous update until the last update is flushed."""
     counts = UpdateCounts(CPU, None)
     do(counts, [True, False])
     before = counts.last_was_skipped

@@ -1,4 +1,4 @@
-"""Losses read from networks' outputs; targets counted as transformers' Trainer counts them."""
+"""The loss is read from the network's output; targets are counted as the Trainer counts them."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def t5():
 
 
 def tokens(num_ignored=3):
-    """Return two rows of seven tokens; the last `num_ignored` labels of the first are ignored."""
+    """Return two rows of seven tokens, with the last `num_ignored` labels of row 0 ignored."""
     ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, 7 - num_ignored :] = IGNORED

@@ -88,7 +88,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(ranks):
 
 
 def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
-    """A swap of averages takes effect in the next forward, and so does the end of the swap.
+    """The start and the end of a swap of averages take effect in the next forward.
 
     This holds even if FSDP keeps parameters gathered after a forward without backward.
     """

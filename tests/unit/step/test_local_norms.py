@@ -74,7 +74,7 @@ def test_a_backward_reads_nothing_on_the_host(part):
 
 
 def test_what_no_tap_has_seen_counts_as_it_is(part):
-    """For gradients that the hook has not seen, the squares that the caller passes are returned."""
+    """For gradients that the hook has not seen, `squares` returns the values that it was passed."""
     outside = LinearProbe().weight
     parameters = [*part.parameters(), outside]
     local = local_squares_of([part], parameters, **WITH_A_HOOK)
@@ -93,7 +93,7 @@ def test_what_no_tap_has_seen_counts_as_it_is(part):
 
 
 def test_a_reset_forgets(part):
-    """A reset discards the norms of one optimizer's parameters and keeps another optimizer's."""
+    """A reset for one optimizer discards only the norms of that optimizer's parameters."""
     first, *others = part.parameters()
     local = local_squares_of([part], [first], **WITH_A_HOOK)
     other = local_squares_of([part], others, **WITH_A_HOOK)

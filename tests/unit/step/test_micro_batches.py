@@ -122,7 +122,7 @@ def test_a_size_that_does_not_divide_is_refused_by_name(arguments, keywords, nam
     ids=["dict", "mapping", "tuple", "list", "none", "string"],
 )
 def test_a_micro_batch_becomes_a_call(micro_batch, call):
-    """A mapping becomes keywords, a tuple positional arguments, anything else one argument."""
+    """A mapping is passed as keywords, a tuple as several arguments, a list as one argument."""
     assert calls_of([micro_batch]) == [call]
 
 

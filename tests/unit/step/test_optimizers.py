@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 @EACH
 @pytest.mark.parametrize("divisor", [2.0**16, 0.25])
 def test_a_power_of_two_is_divided_exactly(kind, divisor):
-    """Scaling gradients by a power of two and dividing by it again changes no bit."""
+    """Multiplying gradients by a power of two, then dividing by the same number, changes no bit."""
     wrapped, alone = Run(kind), Run(kind)
     for step in range(4):
         wrapped.divided(gradients_of(step), divisor)
@@ -68,7 +68,7 @@ def test_any_divisor_divides(kind, divisor):
 
 @EACH
 def test_no_divisor_stands_for_one(kind):
-    """Without a divisor the step is the optimizer's own, and the gradients stay as they are."""
+    """Without a divisor, weights equal those of a plain step, and gradients are unchanged."""
     wrapped, alone = Run(kind), Run(kind)
     give(wrapped.parameters, gradients_of(0))
     wrapped.skippable.step(None, flag(skip=False))
@@ -108,7 +108,7 @@ def test_a_divisor_beyond_float16_leaves_its_quotient(kind):
 
 @EACH_OF_EACH_TYPE
 def test_weights_of_each_type_are_the_optimizers(kind, dtype):
-    """After a division by 16, weights are bitwise those of the optimizer alone."""
+    """With a divisor of 16, weights equal those of the optimizer without the wrapper bitwise."""
     wrapped, alone = (Run(kind, parameters_of(dtype)) for _ in range(2))
     for step in range(3):
         wrapped.divided(gradients_of(step, dtype), 16.0)
@@ -248,7 +248,7 @@ def test_dampening_reads_the_flag_until_the_first_applied_update():
 def test_a_momentum_may_begin_late(settings, skip_first):
     """A parameter whose first gradient comes late agrees with torch's unfused SGD.
 
-    The reference is unfused, because torch's fused SGD alone fails in this case.
+    The reference is unfused, because torch's fused SGD without the wrapper fails in this case.
     """
     run = Run(fused(SGD, lr=0.1, momentum=0.9, **settings))
     expected = Run(kind(SGD, lr=0.1, momentum=0.9, **settings))
@@ -279,7 +279,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(kind):
 
 
 def grouped(cls, first, second, **settings):
-    """Return a builder that puts the first parameter in a group of its own."""
+    """Return a builder of optimizers whose first group has only the first parameter."""
     return lambda parameters: cls(
         [{"params": parameters[:1]} | first, {"params": parameters[1:]} | second], **settings
     )
@@ -408,7 +408,7 @@ def test_learning_rates_are_a_copy():
 
 
 def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
-    """After loading the state of an unfused optimizer, a fused one trains like the unfused one."""
+    """A fused optimizer that loads an unfused optimizer's state trains like that optimizer."""
     plain = torch.nn.Parameter(torch.ones(3))
     fused = torch.nn.Parameter(torch.ones(3))
     optimizers = [AdamW([plain], lr=0.1, fused=False), AdamW([fused], lr=0.1, fused=True)]

@@ -40,7 +40,7 @@ IDS = torch.tensor([[0, 1], [2, 3]])
 
 
 def trained(network, parameters=None, groups=None):
-    """Return the trained parameters of a network, and their optimizer."""
+    """Return the `TrainedParameters` of a network, and the optimizer."""
     optimizer = SGD(network.parameters() if parameters is None else parameters, lr=0.1)
     return TrainedParameters(network_parameters(network), optimizer, groups), optimizer
 

@@ -72,6 +72,6 @@ def test_an_ignored_parameter_needs_agreement():
     ids=["different", "equal", "large", "overflow on one rank"],
 )
 def test_ranks_agree_on_the_mean(two_ranks, squares, expected):
-    """The mean is exact for equal sums, finite for large sums, and inf if one rank has inf."""
+    """The ranks' mean is exact for equal sums, finite for large sums, and inf if a sum is inf."""
     for mean in two_ranks.run(agreed_mean, squares):
         assert torch.equal(mean, torch.tensor(expected))

@@ -85,7 +85,7 @@ def test_every_rank_ends(ended):
 
 
 def test_the_own_error_comes_first(ended):
-    """The first error that each rank prints is its own error."""
+    """Each rank first prints the error that was raised on that rank, not a later error."""
     failure, ranks = ended
 
     assert first_error(ranks.errors[0]).startswith("RuntimeError")

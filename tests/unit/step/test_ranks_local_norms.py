@@ -23,7 +23,7 @@ STEPS_OF_5 = torch.tensor([5.0, 10.0])
 
 
 def own_norms(results, rank):
-    """Return the local norms that a rank should have: plain torch in float64 with its weights."""
+    """Return the expected local norms of a rank, computed in float64 with plain torch."""
     norms = []
     for step, weights in enumerate(results["before"]):
         network = Classifier().double()

@@ -148,7 +148,7 @@ def test_submitting_waits_for_no_device():
 
 
 def test_a_copy_learns_of_its_own_skips():
-    """A deep copy of a cell counts its own skips, including those that were pending."""
+    """A deep copy of a cell counts its own skips, and the skips that were pending at the copy."""
     torch.manual_seed(0)
     network = Classifier()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)

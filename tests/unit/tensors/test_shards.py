@@ -34,7 +34,7 @@ def sharded(mesh, local, *placements):
 
 
 def test_a_plain_tensor_is_its_own_shard():
-    """A tensor that is not distributed is returned itself, and None stays None."""
+    """A tensor that is not distributed is returned unchanged, and so is None."""
     assert not is_distributed(WHOLE)
     assert local_tensor(WHOLE) is WHOLE
     assert local_tensors([WHOLE, None]) == [WHOLE, None]
@@ -78,7 +78,7 @@ def test_a_value_that_is_distributed_like_its_target_is_not_copied():
 
 @pytest.mark.usefixtures("_second_of_four")
 def test_groups_of_a_mesh():
-    """A mesh of all ranks gives the world group, and one of its dimensions another group."""
+    """A mesh of all ranks uses the world group; a slice along one dimension uses its own group."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
     assert mesh_groups(init_device_mesh("cpu", (4,))) == (distributed.group.WORLD,)

@@ -92,7 +92,7 @@ def write_a_part(_content, path) -> None:
 @pytest.mark.parametrize("file", range(NUM_PICKLED))
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, file):
-    """A partial checkpoint has no ``checkpoint-*`` name; the newest complete one is resumed."""
+    """A partial checkpoint has no ``checkpoint-*`` name, so the newest complete one is resumed."""
     call = (number - 1) * NUM_PICKLED + file + 1
     trainer = new_trainer(tmp_path, EVERY_OTHER)
     with monkeypatch.context() as patch:
@@ -168,7 +168,7 @@ def test_a_deletion_that_breaks_off(unbroken, tmp_path, monkeypatch, deleted, ar
 
 
 def test_a_replacement_that_breaks_off(unbroken, tmp_path, monkeypatch):
-    """If replacing a checkpoint is interrupted, resuming finds the new one."""
+    """If replacing a checkpoint is interrupted, resuming uses the new checkpoint."""
     trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(4)])
     rename = os.rename
     trainer = new_trainer(tmp_path, EVERY_OTHER, seed=1)

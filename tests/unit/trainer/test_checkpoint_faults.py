@@ -1,4 +1,4 @@
-"""Resuming from a damaged checkpoint, or from another network's, raises an error."""
+"""Resuming from a damaged checkpoint, or from a checkpoint of another network, raises an error."""
 
 import json
 import pickle
@@ -102,7 +102,7 @@ def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
 
 
 def test_no_whole_one_before(written, tmp_path):
-    """If no earlier checkpoint is intact, the error says so and does not offer a later one."""
+    """If no earlier checkpoint is intact, the error says so and offers no later checkpoint."""
     shutil.copytree(written / "checkpoint-6", tmp_path / "checkpoint-6")
     for step in (2, 4):
         shutil.copytree(written / "checkpoint-2", tmp_path / f"checkpoint-{step}")
@@ -166,7 +166,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("difference", FOREIGN)
 def test_another_networks_checkpoint(written, tmp_path, difference):
-    """Another network's checkpoint raises an error; the stock Trainer loads what fits."""
+    """Another network's checkpoint raises an error that names what differs."""
     make, reason = FOREIGN[difference]
     trainer = new_trainer(tmp_path, PLAIN, model=make())
 
@@ -185,7 +185,7 @@ def test_no_checkpoint_of_another_network_is_offered(written, tmp_path):
 
 
 def test_another_networks_checkpoint_for_a_network_that_is_made(written, tmp_path):
-    """Another network's checkpoint raises an error also if ``model_init`` makes the network."""
+    """Another network's checkpoint raises an error even if ``model_init`` makes the network."""
     args = new_trainer(tmp_path, PLAIN).args
     trainer = MFTrainer(
         None, args, model_init=lambda: gpt2(n_layer=1), train_dataset=Rows(), data_collator=padded
@@ -252,7 +252,7 @@ def test_an_average_that_is_new(tmp_path):
 
 
 def test_nothing_of_ours_is_unpickled(written, tmp_path, monkeypatch):
-    """The step's files are JSON and safetensors; the Trainer's are read with `weights_only`."""
+    """The step's files are not unpickled; the Trainer's files are read with `weights_only`."""
     read, load = [], torch.load
 
     def noted_load(path, *args, weights_only, **keywords):

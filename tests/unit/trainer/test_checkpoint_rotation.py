@@ -1,4 +1,4 @@
-"""MFTrainer keeps the same checkpoints as the stock Trainer, and has the same best one."""
+"""MFTrainer keeps the stock Trainer's checkpoints and records the same best checkpoint."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ BEST = {
 
 
 def outcome(trainer):
-    """Return the checkpoints' names, and the best checkpoint as the last one records it."""
+    """Return all checkpoints' names, and the best checkpoint according to the last checkpoint."""
     folder = Path(trainer.args.output_dir)
     last = Path(get_last_checkpoint(str(folder)))
     state = json.loads((last / "trainer_state.json").read_text())
@@ -53,7 +53,7 @@ KEPT = {
 @pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(tmp_path, name):
-    """MFTrainer keeps the same checkpoints as the stock Trainer, and has the same best one."""
+    """MFTrainer keeps the stock Trainer's checkpoints and records the same best checkpoint."""
     arguments = BEST | KEPT[name]
     stock = trained(tmp_path / "stock", PLAIN, kind=Trainer, **arguments)
     ours = trained(tmp_path / "ours", PLAIN, **arguments)
@@ -62,7 +62,7 @@ def test_what_is_kept(tmp_path, name):
 
 
 def test_a_run_whose_folder_was_moved(tmp_path):
-    """After a run's folder was moved, the best checkpoint is found there and kept."""
+    """After a run's folder was moved, the best checkpoint is found in the new folder and kept."""
     outcomes = []
     for kind in (Trainer, MFTrainer):
         folder = tmp_path / kind.__name__

@@ -16,7 +16,7 @@ from mfwrap.trainer.data_position import DataPosition
 
 
 class Numbers(Dataset):
-    """A data set of indices, each with a random number that is drawn when it is read."""
+    """A data set whose rows are the index and a random number; each read draws a new number."""
 
     def __init__(self, num_rows):
         self._num_rows = num_rows
@@ -56,7 +56,7 @@ LOADERS = [random_loader, weighted_loader]
 
 
 def seen(batches):
-    """Return the content of each batch, and a random number drawn after it, as in training."""
+    """Return each batch's content with a random number, drawn after the batch as in training."""
     return [(batch[0].tolist(), batch[1].tolist(), torch.rand(()).item()) for batch in batches]
 
 

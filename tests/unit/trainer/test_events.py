@@ -1,4 +1,4 @@
-"""The Trainer's events carry the step, a training ends with a flush, and states are restored."""
+"""Callbacks get the step's output, training ends with a flush, and saved states are restored."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def report() -> StepReport:
 
 
 class Listener(TrainerCallback):
-    """Record each call with the step's keywords, and the value of `answers_late` in the call."""
+    """Record the step's keywords of each call, and the value of `answers_late` during the call."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ class Listener(TrainerCallback):
 
 
 def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]:
-    """Return a handler whose events carry the step, its only callback, and the attached step."""
+    """Return a handler, the handler's only callback, and the attached step with this report."""
     listener = Listener()
     handler = CallbackHandler([listener], None, None, None, None)
     attached = SimpleNamespace(last_report=last, answers_late=False)
@@ -95,7 +95,7 @@ def test_the_handler_keeps_its_own_class():
 
 
 def test_the_end_of_a_step_has_output_and_report():
-    """Callbacks get the report of the last update, and its output, in ``on_step_end``."""
+    """In ``on_step_end``, callbacks get the report and the output of the last update."""
     last = report()
     handler, listener, _ = handler_of(last)
 
@@ -118,10 +118,11 @@ def test_no_other_event_has_output_and_report():
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_optimizer_step"])
 def test_answers_are_late_only_right_after_the_optimizer(event):
-    """Only the Trainer itself, right after ``on_optimizer_step``, gets a late answer.
+    """`answers_late` is False during callbacks, and True only after ``on_optimizer_step``.
 
-    The question is whether the update was skipped. A late answer is False and does not synchronize
-    with the device; callbacks get the exact answer. `before_event` is called before the callbacks.
+    While `answers_late` is True, ``optimizer_step_was_skipped`` is False and does not synchronize
+    with the device. The Trainer reads this property right after ``on_optimizer_step``; callbacks
+    read the exact value. `before_event` is called before the callbacks.
     """
     handler, listener, attached = handler_of(report())
     attached.answers_late = True
@@ -202,7 +203,7 @@ def test_a_training_ends_with_a_flush():
 
 
 def test_after_an_error_the_weights_are_put_back():
-    """After an error, weights are put back, and an error of the flush does not hide the first."""
+    """After an error, weights are put back, and an error of the flush does not hide that error."""
     attached, callback, key = Attached(failing=1), PutsBack(), "the first"
 
     with (
@@ -229,7 +230,7 @@ def test_an_error_of_the_last_flush_is_raised():
 
 @pytest.mark.parametrize("is_requested", [False, True])
 def test_after_sigterm_a_step_asks_for_a_checkpoint_and_the_end(is_requested):
-    """After a SIGTERM, a step requests a checkpoint and the end; a due evaluation stays due."""
+    """After a SIGTERM, a step requests a save and a stop, and keeps a requested evaluation."""
     control = TrainerControl(should_evaluate=True)
 
     with RankTermination() as termination:

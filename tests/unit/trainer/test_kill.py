@@ -169,7 +169,7 @@ EVALUATION_IS_DUE = [
 
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory):
-    """Return a function from evaluation strategy to an uninterrupted run's final state."""
+    """Return a function that takes an evaluation strategy and returns the final state of a run."""
 
     @functools.cache
     def run(when):

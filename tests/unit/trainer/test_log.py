@@ -51,7 +51,7 @@ def spoilt_run(folder, factors, *, kind=MFTrainer, data=None, **settings) -> tup
 
 
 def test_each_log_of_a_loss_has_what_the_step_knows(tmp_path):
-    """Training logs have the step's numbers, ready for JSON; the final entry does not."""
+    """Each log of a loss has the step's numbers as JSON values; the final entry has none."""
     run, _ = spoilt_run(tmp_path, [1] * 4 + [INF], extras={"scale_sense": 2.0**10})
     added = {"loss_scale": 1024.0, "non_finite_losses": 0}
     *steps, whole = run.log
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_is_left_out_and_counted(bad, tmp_path):
 
 
 def test_the_mean_of_the_others_counts_their_targets(tmp_path):
-    """In the mean of the finite losses, micro-batches weigh by their number of targets."""
+    """In the mean of the finite losses, each loss is weighted by its number of targets."""
     run, losses = spoilt_run(tmp_path, [1, NAN], data=Counting(64))
 
     assert len(set(losses.counts[:4])) > 1
@@ -279,7 +279,7 @@ ANY_LOSS = st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from([NAN, INF, 
 
 @given(updates=st.lists(st.tuples(ANY_LOSS, ANY_LOSS, st.floats(0.01, 0.99)), max_size=90))
 def test_the_sum_is_completed_by_the_share_of_filtered_losses(updates):
-    """The completed sum agrees with float64, for shares that are numbers or tensors."""
+    """`completed_sum` agrees with float64, whether shares are numbers or tensors."""
     log = StepLog(CPU)
     kept = total = torch.zeros((), dtype=torch.float64)
     left_out = 0

@@ -52,7 +52,10 @@ def run(tmp_path_factory):
 
 
 def test_files_of_a_checkpoint(run):
-    """Each rank writes two files of its own; the manifest lists all files; no others remain."""
+    """A checkpoint has two files per rank and the shared files; no temporary files are left.
+
+    The manifest lists all files except the manifest itself.
+    """
     folder = run[0] / "alone"
 
     assert {path.name for path in folder.iterdir()} == {

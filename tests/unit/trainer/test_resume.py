@@ -51,7 +51,7 @@ FAST = [
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return a function from a case to the folder and final state of its uninterrupted run."""
+    """Return a function that takes a case and returns its uninterrupted run's folder and state."""
 
     @functools.cache
     def run(name):
@@ -138,7 +138,7 @@ def test_a_run_that_is_resumed_twice(unbroken, tmp_path):
 
 
 def test_resumed_from_the_last_one(unbroken, tmp_path):
-    """``True`` resumes the newest checkpoint of ``output_dir``."""
+    """``resume_from_checkpoint=True`` resumes the newest checkpoint of ``output_dir``."""
     trained(tmp_path, callbacks=[StopAfter(5)])
 
     trainer = new_trainer(tmp_path, seed=1)
@@ -288,7 +288,7 @@ KINDS = {"float32": (Trainer, MFTrainer, {}), "fp16": (StockHalf, Half, {"fp16":
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Return a function that trains a kind of trainer and returns folder, state and losses."""
+    """Return a function that trains with a trainer class and returns folder, state and losses."""
 
     @functools.cache
     def run(kind):
@@ -315,7 +315,7 @@ def losses(trainer):
 @pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_a_stock_checkpoint_is_resumed(plain, tmp_path, precision, step):
-    """A stock Trainer's run that MFTrainer resumes ends like the uninterrupted stock run."""
+    """If MFTrainer resumes a stock Trainer's run, the result equals the uninterrupted stock run."""
     stock, ours, arguments = KINDS[precision]
     folder, expected, expected_losses = plain(stock)
     extras = {} if precision == "float32" else {"trainer_settings": fp16_scale()}
@@ -373,7 +373,7 @@ def test_the_average_after_a_stock_checkpoint(tmp_path):
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 def test_our_checkpoint_is_resumed_by_the_stock_trainer(plain, tmp_path, precision, step):
-    """An MFTrainer run that the stock Trainer resumes ends like the uninterrupted MFTrainer run."""
+    """If the stock Trainer resumes an MFTrainer run, the result equals the uninterrupted run."""
     stock, ours, arguments = KINDS[precision]
     folder, expected, expected_losses = plain(ours)
 

@@ -20,7 +20,7 @@ each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=P
 
 
 class Observer(TrainerCallback):
-    """Record the state after each update, and whether the accelerator says it was skipped."""
+    """Record the state after each update, and whether the accelerator reports a skip."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -108,7 +108,7 @@ def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_
     ids=[*PRECISIONS, "linear", "constant with warm-up", "polynomial"],
 )
 def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
-    """After a skip, the next update uses the same rate; later rates follow as without skips."""
+    """After a skip, the next update uses the same rate, and the schedule continues from there."""
     run, _ = observed(tmp_path / "skips", at(1, 4), **settings)
     stock, _ = observed(tmp_path / "stock", [], kind=Trainer, **settings)
 

@@ -125,7 +125,7 @@ def parameters(function: Callable[..., object]) -> str:
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_an_overridden_method_is_what_it_was(name):
-    """The Trainer has each overridden method, with the same parameters."""
+    """Each overridden method exists in the Trainer, with the parameters listed in `OVERRIDDEN`."""
     method = vars(Trainer).get(name)
     assert method is not None, f"{RELEASE} has no Trainer.{name}, which MFTrainerMixin overrides"
 
@@ -169,7 +169,7 @@ def test_no_name_of_the_mixin_is_taken_by_chance():
 
 @pytest.mark.parametrize("name", CALLED)
 def test_a_method_that_is_called_is_what_it_was(name):
-    """Each method that MFTrainer calls exists, with the same parameters."""
+    """Each method that MFTrainer calls exists, with the parameters listed in `CALLED`."""
     kind, expected = CALLED[name]
     method = vars(kind).get(name)
 
@@ -267,7 +267,7 @@ def test_our_own_handler_takes_what_the_trainer_s_does():
 
 
 def test_the_trainer_s_own_callback_is_the_first(tmp_path):
-    """The Trainer's own callback comes first, then the one for SIGTERM, then the user's."""
+    """The Trainer's callback comes first, then the SIGTERM callback, then the user's callbacks."""
     user = TrainerCallback()
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=[user])
     names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]

@@ -64,7 +64,7 @@ def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path,
 
 @pytest.mark.filterwarnings("ignore:no state of the step")
 def test_after_a_stock_checkpoint_it_is_the_mean_of_the_steps_since(tmp_path):
-    """After a stock checkpoint, the training loss is the mean of the steps since then.
+    """After resuming a stock checkpoint, the training loss is the mean of the later steps.
 
     The checkpoint does not hold the earlier losses. Resuming once more does not change the mean.
     """
