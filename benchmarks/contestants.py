@@ -84,7 +84,7 @@ class Mfwrap(Contestant):
 
 
 class Torch(Contestant):
-    """Use torch's GradScaler and ``clip_grad_norm_``; read each norm on the host by itself."""
+    """Use torch's GradScaler and ``clip_grad_norm_``; read each norm on the host separately."""
 
     fused = True
     reads_norms = True

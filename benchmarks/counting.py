@@ -87,7 +87,7 @@ def count_traffic(step: Callable[[], None], *, larger_than: int) -> int:
     """Return the bytes that `step` reads and writes, kernel by kernel, as if nothing were cached.
 
     Args:
-        step: Called once.
+        step: Function to measure; called once.
         larger_than: Tensors of at most this many elements do not count.
     """
     traffic = _Traffic(larger_than)

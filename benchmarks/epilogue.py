@@ -1,7 +1,7 @@
 """Measure everything after backward: mfwrap compared with plain torch and other averages.
 
-    python benchmarks/epilogue.py                      # GPT-2's shapes, 30 million parameters
-    python benchmarks/epilogue.py --device cuda        # GPT-2 medium's, 355 million
+    python benchmarks/epilogue.py                 # GPT-2's shapes, 30 million parameters
+    python benchmarks/epilogue.py --device cuda   # GPT-2 medium's shapes, 355 million parameters
 
 All contestants get the same parameters and the same scaled gradients. They take turns, in an order
 that changes from round to round. Each contestant unscales, clips by the global norm, skips on

@@ -3,10 +3,10 @@
     python benchmarks/minilm.py                        # three seeds, some minutes on two cores
     python benchmarks/minilm.py --seeds 1 --steps 10
 
-Both train the recipe minilm_classification with the same checkpoint, rows, order, optimizer,
-schedule and clipping. The seed determines the order, the dropout and the classifier's initial
-weights. mfwrap is also evaluated with averaged weights. Each run of mfwrap keeps its folder; at the
-end one page shows all runs. Needs the extra `minilm`.
+Both Trainers train the recipe minilm_classification with the same checkpoint, rows, order,
+optimizer, schedule and clipping. The seed determines the order, the dropout and the classifier's
+initial weights. mfwrap is also evaluated with averaged weights. Each run of mfwrap keeps its
+folder; at the end one page shows all runs. Needs the extra `minilm`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 def recipe_of(seed: int, folder: Path, steps: int) -> Recipe:
-    """Return the shipped recipe with this seed, with one evaluation at the end, without saving."""
+    """Return the included recipe with this seed, one evaluation at the end and no checkpoints."""
     overrides = {
         "training.seed": seed,
         "training.output_dir": folder,

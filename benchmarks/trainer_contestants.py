@@ -131,7 +131,7 @@ class StockWithCallbacks(Contestant):
 
 
 class Ours(Contestant):
-    """Use MFTrainer with dynamic loss scale, norms by parameter, average, a record of each step."""
+    """Use MFTrainer with dynamic loss scale, norms by parameter, an average, and step records."""
 
     name = "MFTrainer, everything on"
 

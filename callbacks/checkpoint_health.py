@@ -62,7 +62,7 @@ def record_health(run_folder: Path, health: CheckpointHealth) -> None:
 
 
 def recorded_health(run_folder: Path) -> Mapping[str, bool]:
-    """Return whether each checkpoint is healthy, keyed by its name; its last record counts."""
+    """Return whether each recorded checkpoint is healthy, keyed by name; the last record counts."""
     path = run_folder / _FILE
     records: Sequence[dict[str, Any]] = read_json_lines(path) if path.exists() else ()
     return {record["checkpoint"]: bool(record["healthy"]) for record in records}

@@ -33,7 +33,7 @@ class LocalNormMonitor(TrainerCallback):
     once.
 
     `TrainingStateMonitor` writes the same norms without messages: each rank writes its own file.
-    On several machines, these files may be on disks that only their own machine can read.
+    With several machines, each file may be on a disk that only the machine of its rank can read.
 
     Args:
         step_interval: Steps from one message to the next.

@@ -17,10 +17,10 @@ from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 @final
 class MetricsRecorder(TrainerCallback):
-    """Write one record per step, with the field names of `StepOutput`, and one per evaluation.
+    """Write a record per step, with `StepOutput`'s field names, and a record per evaluation.
 
-    The numbers stay on the device until the Trainer logs, evaluates or saves, because it
-    synchronizes there anyway. Only the main process writes. A resumed run drops the records after
+    The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
+    then synchronizes anyway. Only the main process writes. A resumed run drops the records after
     its checkpoint and continues the file. If gradients are clipped, the first record has
     ``max_grad_norm``.
 
@@ -134,7 +134,7 @@ class MetricsRecorder(TrainerCallback):
 class ThroughputRecorder(TrainerCallback):
     """Write samples per second, summed over processes, each time that the Trainer logs.
 
-    ``throughput.jsonl`` is a file of its own, so that a repeated run writes the same
+    The throughput is not in ``metrics.jsonl``, so that a repeated run writes an identical
     ``metrics.jsonl``. The time of evaluations and checkpoints is left out.
 
     Args:

@@ -20,8 +20,8 @@ class ProfileMonitor(TrainerCallback):
 
     Each rank writes two files to ``<output_path>/rank_<rank>``: ``trace.json`` for Perfetto or
     ``chrome://tracing``, and ``operators.txt``, a table of operators sorted by time. If
-    `start_step` is > 1, the profiler warms up in the step before. If the training ends before
-    `stop_step`, the profile ends with the last step of the training.
+    `start_step` is > 1, the profiler warms up in the step before `start_step`. If the training ends
+    before `stop_step`, the profile ends with the last step of the training.
 
     Source: MindFormers, ``ProfileMonitor``.
 

@@ -49,10 +49,10 @@ class ReplicaCheck(TrainerCallback):
     synchronization in the step. A new difference is written to ``anomalies.jsonl`` in the run
     folder (kind ``"replicas_differ"``) and to the log.
 
-    If a rank's weights have changed between two updates, the record names that rank. Otherwise it
-    names the ranks that differ from the majority. Without a majority, as with two ranks, it names
-    all ranks. If no weights have changed between updates and `step_interval` is 1, the update
-    itself had different results on the ranks.
+    If a rank's weights have changed between two updates, the record names that rank. Otherwise the
+    record names the ranks that differ from the majority. Without a majority, as with two ranks, the
+    record names all ranks. If no weights have changed between updates and `step_interval` is 1, the
+    update itself had different results on the ranks.
 
     All ranks must have the callback. Nothing is compared with one process. Sharded weights are
     left out.
@@ -61,8 +61,8 @@ class ReplicaCheck(TrainerCallback):
 
     Args:
         step_interval: Steps from one comparison to the next.
-        gradients: Compare the reduced gradients, too. For this, and for the hashes before an
-            update, a loop of your own must send ``on_pre_optimizer_step``.
+        gradients: Compare the reduced gradients, too. Both this comparison and the hashes before an
+            update need the event ``on_pre_optimizer_step``, which a loop of your own must send.
         stop: Raise ``RuntimeError`` on all ranks when replicas differ.
         folder: Run folder; ``None`` for ``args.output_dir``.
 
@@ -144,7 +144,7 @@ class ReplicaCheck(TrainerCallback):
     def _compare(
         self, step: int, where: str, tensors: Mapping[str, Tensor], before: Tensor | None = None
     ) -> Tensor | None:
-        """Start a comparison; return all ranks' hashes, or ``None`` with nothing to compare."""
+        """Start a comparison; return all ranks' hashes (``None`` if nothing can be compared)."""
         whole = {name: t for name, t in tensors.items() if not is_distributed(t)}
         if num_ranks() == 1 or not whole:
             return None

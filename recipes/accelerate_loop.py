@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 2 -m mfwrap.recipes.accelerate_loop
     python -m mfwrap.recipes.accelerate_loop --resume_from_checkpoint runs/accelerate_loop/step_100
 
-The only line that a plain accelerate loop does not have is the call of `attach`. Model and text are
-those of `mfwrap.recipes.causal_lm`. Each epoch ends with an evaluation of raw and of averaged
+The call of `attach` is the only line that a plain accelerate loop does not have. Model and text are
+the same as in `mfwrap.recipes.causal_lm`. Each epoch ends with an evaluation of raw and of averaged
 weights.
 """
 

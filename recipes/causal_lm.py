@@ -174,7 +174,7 @@ class Monitors:
 
     Args:
         callbacks: Callbacks, in the order in which they are called.
-        accelerator: Tells whether this is the main process.
+        accelerator: Used to find out whether this is the main process.
         global_step: Updates so far, if the run is resumed.
     """
 

@@ -29,8 +29,8 @@ from mfwrap.trainer import MonitorCallback
 class EMACallback(MonitorCallback):
     """Use averaged weights to evaluate, to choose the best checkpoint and to export the model.
 
-    In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. In any other Trainer
-    it keeps its own average. Its own average follows applied updates only, starts anew with each
+    In an `MFTrainer` with ``ema=`` the callback uses the Trainer's average. In any other Trainer it
+    keeps its own average. This separate average follows applied updates only, starts anew with each
     training that is not resumed, and is saved in each checkpoint. An `MFTrainer` lists the
     callback's files in the checkpoint's manifest. In a stock Trainer's checkpoint they are extra
     files.
@@ -114,7 +114,7 @@ class EMACallback(MonitorCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Use the Trainer's average if it has one; otherwise make or resume the callback's own."""
+        """Use the Trainer's average, if any; else make or resume the callback's own average."""
         self._evaluated.end()
         self._stop_watching()
         self._is_saved = False
@@ -391,12 +391,12 @@ class EvaluatedAverages:
 
 @final
 class AppliedUpdates:
-    """Tell whether the last update was applied, in a loop without a step report.
+    """Find out whether the last update was applied, in a loop without a step report.
 
-    In fp16 a gradient scaler skips an update in one of two ways. Usually it does not call the
-    optimizer. It does call a fused optimizer, but with the flag ``found_inf`` on the device. A hook
-    on the optimizer records the call and copies the flag, without host-device synchronization. (The
-    alternatives are worse: ``GradScaler.get_scale`` synchronizes at every step, and accelerate's
+    In fp16 a gradient scaler skips an update in one of two ways. A fused optimizer is called with
+    the flag ``found_inf`` on the device. Any other optimizer is not called. A hook on the optimizer
+    records the call and copies the flag, without host-device synchronization. (The alternatives are
+    worse: ``GradScaler.get_scale`` synchronizes at every step, and accelerate's
     ``step_was_skipped`` is always false for a fused optimizer.)
 
     If the optimizer is not a ``torch.optim.Optimizer`` (DeepSpeed), its attribute

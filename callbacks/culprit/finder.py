@@ -104,7 +104,7 @@ class CulpritFinder:
         Args:
             numbers: Loss, norm and other numbers of the step, on the host.
             evidence: Evidence that `end_step` returned for the step.
-            weights_have_moved: Whether a later update has changed the weights since.
+            weights_have_moved: Whether a later update has already changed the weights.
         """
         if numbers.overflow:
             return self._overflow(numbers, evidence, weights_have_moved=weights_have_moved)

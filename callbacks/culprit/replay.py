@@ -108,7 +108,7 @@ def _current_autocast(device_type: str) -> Callable[[], AbstractContextManager[A
 
 
 def inner_network(model: nn.Module) -> nn.Module | None:
-    """Return the network to record: the one inside DistributedDataParallel, or `model` itself.
+    """Return the network to record: `model`, without DistributedDataParallel around it.
 
     Returns:
         ``None`` if the network cannot be recorded: its weights are sharded, so one rank alone
@@ -280,7 +280,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """Return the loss in the output of a network; ``None`` if it has none."""
+    """Return the loss in the output of a network; ``None`` if the output has no loss."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, (tuple, list)) and output:

@@ -21,7 +21,7 @@ from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
 class MFLossMonitor(TrainerCallback, ExportableState):
     """Print a record of each step, as MindFormers does, without host-device synchronization.
 
-    The arguments are the fields of `LossMonitorSettings`; the first one may be positional.
+    The arguments are the fields of `LossMonitorSettings`; the first field may be positional.
 
     ``on_step_end`` takes the output of the step as keyword ``step_output``, or its report as
     ``step_report``. The values of a step are copied in the background. They are printed at the end

@@ -93,6 +93,6 @@ def _float32(value: float) -> str:
 
 
 def _vector(value: float) -> str:
-    """Format a number as MindFormers' norm, an array of one element: ``[3.]``."""
+    """Format a norm as MindFormers does, as an array of one element: ``[3.]``."""
     with np.errstate(over="ignore"):
         return str(np.array([value]).astype(np.float32))

@@ -120,7 +120,7 @@ class MonitoredRun:
     def begin_epoch(self) -> None:
         """Begin a new mean, except at the start of a run.
 
-        There the saved mean continues, because the run may resume within an epoch.
+        At the start of a run, the saved mean continues, because the run may resume within an epoch.
         """
         if self._num_steps:
             self._pass_over_data += 1
@@ -169,7 +169,7 @@ class MonitoredRun:
             self._reads.submit(values.tensor, receive)
 
     def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
-        """Make a record from an entry of the Trainer's log; its loss is a mean of several steps.
+        """Make a record from an entry of the Trainer's log, whose loss is a mean of several steps.
 
         Args:
             global_step: Finished steps.

@@ -1,4 +1,4 @@
-"""Compute each learning rate from the last one and the step."""
+"""Compute each learning rate from the previous rate and the number of steps done."""
 
 import math
 from collections.abc import Callable

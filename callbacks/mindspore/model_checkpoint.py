@@ -39,7 +39,7 @@ class ModelCheckpoint(Callback):
     - ``loss_fn``: the ``state_dict()`` of the loss function, if it has weights.
     - ``epoch_num`` and ``step_num``, and the entries of `CheckpointConfig.append_info`.
 
-    To resume from it::
+    To resume from a checkpoint::
 
         state = torch.load(file, weights_only=True)
         network.load_state_dict(state["network"])

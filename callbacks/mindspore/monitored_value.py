@@ -122,7 +122,7 @@ class Improvement:
         return math.inf if self.is_downward else -math.inf
 
     def improves(self, value: float, best: float) -> bool:
-        """Return whether `value` is better than `best` by more than `min_delta`; NaN never is."""
+        """Return whether `value` is better than `best` by more than `min_delta`; false for NaN."""
         if self.is_downward:
             return value < best - self.min_delta
         return value > best + self.min_delta

@@ -19,7 +19,8 @@ class TimeMonitor(Callback):
 
         Train epoch time: 581.132 ms, per step time: 193.711 ms (data time: 0.725 ms)
 
-    Synchronizes with the device at the end of each epoch, so that the time includes all its work.
+    Synchronizes with the device at the end of each epoch, so that the time includes all work of the
+    epoch.
 
     Source: MindSpore, ``train.TimeMonitor``.
 

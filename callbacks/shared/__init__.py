@@ -1,1 +1,1 @@
-"""Helpers of several callbacks: values of a step, progress of a run, log, settings."""
+"""Helpers that several callbacks share: values of a step, progress of a run, log, settings."""

@@ -40,7 +40,7 @@ class RunSettings:
     """Returns seconds since an arbitrary start."""
 
     def check_run(self) -> None:
-        """Check these settings; a subclass calls it in its ``__post_init__``.
+        """Check these settings. Subclasses call this method in ``__post_init__``.
 
         Raises:
             TypeError: If a setting has the wrong type.
@@ -167,10 +167,10 @@ def run_length(
     The number of updates in an epoch has three possible sources, in this order:
 
     1. ``settings.dataset_size``, which is a number of updates.
-    2. The number of batches in the data loader over ``args.gradient_accumulation_steps``, unless
-       it contradicts ``max_steps`` and the number of epochs.
-    3. ``max_steps`` over the number of epochs. If the number of epochs is unknown too, the run is
-       one epoch of ``max_steps`` updates.
+    2. The number of batches in the data loader divided by ``args.gradient_accumulation_steps``,
+       unless the quotient contradicts ``max_steps`` and the number of epochs.
+    3. ``max_steps`` divided by the number of epochs. If the number of epochs is unknown too, the
+       run is one epoch of ``max_steps`` updates.
 
     Args:
         settings: Settings of the monitor.
@@ -181,8 +181,8 @@ def run_length(
         train_dataloader: Data loader, with or without a length; ``None`` if unknown.
 
     Returns:
-        Length of the run in epochs and in updates. It includes the updates before the loop's
-        ``global_step`` was 0.
+        Length of the run in epochs and in updates. The length includes updates of an earlier run
+        that the loop's ``global_step`` does not count.
 
     Raises:
         ValueError: If ``max_steps`` is unknown, and the number of epochs or of updates in an epoch

@@ -128,7 +128,10 @@ def values_of_logs(logs: Mapping[str, Any]) -> StepValues | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNumbers:
-    """Numbers by which a step is judged, on the host. Unknown flags are false, unknown counts 0."""
+    """Numbers by which a step is judged, on the host.
+
+    An unknown flag is false; an unknown count is 0.
+    """
 
     step: int
     loss: float

@@ -109,7 +109,7 @@ class SpikeCount:
         self.num_in_a_row = 0
 
     def check(self, step: int, norm: float) -> None:
-        """Count a step, and raise if too many in a row were spikes.
+        """Count a step, and raise if too many steps in a row were spikes.
 
         Raises:
             ValueError: If this step is the `limit`-th spike in a row.

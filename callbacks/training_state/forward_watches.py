@@ -63,7 +63,7 @@ class ForwardWatches:
 def forward_watches(
     settings: TrainingStateSettings, network: nn.Module | None, *, is_compiled: bool
 ) -> ForwardWatches | None:
-    """Return the watches that the settings request; ``None`` if none is requested or possible.
+    """Return the watches that the settings request; ``None`` if nothing is watched.
 
     Logs a warning if a requested watch is not possible.
 

@@ -172,7 +172,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         metrics: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Write and judge the last step, record the weights' norms, and write the results."""
+        """Write and judge the last step, record the weights' norms, and write the metrics."""
         del args
         if self._run is None:
             return

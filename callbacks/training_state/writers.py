@@ -125,7 +125,8 @@ def metric_writers(
         settings: Settings of the monitor.
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         folder: Run folder; ``None`` if unknown.
-        is_main: Whether this is the main process. It alone writes to the log and to trackers.
+        is_main: Whether this is the main process. Only the main process writes to the log and to
+            trackers.
 
     Raises:
         ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""Reduction of curves, colors and number formats, shared by the run page and the picture."""
+"""Define colors and number formats, and shorten curves, for the run page and the picture."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ _MAX_COLUMNS = 800
 
 
 def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
-    """Shorten a curve to about `max_points` points, with the extremes of each stretch of steps.
+    """Shorten a curve to about `max_points` points; keep the extremes of each stretch of steps.
 
     Args:
         curve: Curve of any length. It is returned unchanged if it has at most `max_points` points.
-        max_points: Approximate number of finite points. All non-finite points are kept, too.
+        max_points: Approximate number of finite points. All non-finite points are kept in addition.
     """
     if len(curve.steps) <= max_points:
         return curve
@@ -42,7 +42,7 @@ def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """Return a curve of moving means over the nearest 3% of the points, without non-finite ones."""
+    """Return a curve of moving means over the finite values among the nearest 3% of points."""
     finite = [value if math.isfinite(value) else 0.0 for value in curve.values]
     sums = [0.0, *accumulate(finite)]
     counts = [0, *accumulate(int(math.isfinite(value)) for value in curve.values)]
@@ -70,8 +70,8 @@ def binned(groups: Mapping[str, Curve]) -> tuple[list[int], list[list[float | No
         groups: Curves by group name, at least one.
 
     Returns:
-        The first step of each column; and a row for each group, with its largest finite norm in
-        each column, or ``None`` if the column has no finite norm.
+        The first step of each column; and a row for each group. A row holds the group's largest
+        finite norm in each column, or ``None`` if the group has no finite norm there.
     """
     steps = sorted({step for curve in groups.values() for step in curve.steps})
     width = math.ceil(len(steps) / _MAX_COLUMNS)
@@ -88,7 +88,7 @@ def binned(groups: Mapping[str, Curve]) -> tuple[list[int], list[list[float | No
 
 
 def overflow_steps(run: RunRecord) -> list[int]:
-    """Return the steps that overflowed: by a flag per step or, without flags, by a rising count."""
+    """Return the steps that overflowed; use the overflow count if the run has no flag per step."""
     if curve := run.curves.get("overflow"):
         return [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
     curve = run.curves.get("overflows", Curve())

@@ -28,7 +28,7 @@ class Panel(NamedTuple):
 
 
 def color_of(number: int) -> str:
-    """Return the color of a run, counted from 0."""
+    """Return the color of the run with index `number`."""
     return COLORS[number % len(COLORS)]
 
 
@@ -74,8 +74,8 @@ def add_menu(figure: go.Figure, choices: Mapping[str, Sequence[bool]]) -> None:
     """Add a menu that chooses which traces are visible. A single choice gets no menu.
 
     Args:
-        figure: Figure with its traces; those of the first choice must be the visible ones.
-        choices: For each entry of the menu, by its text: whether each trace is visible.
+        figure: Figure with its traces. Exactly the traces of the first choice must be visible.
+        choices: Whether each trace is visible, for each menu entry, keyed by the entry's text.
     """
     if len(choices) < 2:
         return

@@ -16,7 +16,7 @@ _MAX_SLIDER_STEPS = 60
 
 
 def norms_by_step(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return a panel that maps layer by step; a menu chooses the run and rank.
+    """Return a panel with maps of local norms by layer and step; a menu chooses run and rank.
 
     Returns:
         A list of one panel; an empty list if no run recorded local norms.
@@ -43,7 +43,7 @@ def norms_by_step(runs: Sequence[RunRecord]) -> list[Panel]:
 
 
 def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return a panel that maps layer by rank for each run on several ranks, with a step slider."""
+    """Map local norms by layer and rank, with a step slider: one panel per multi-rank run."""
     panels = []
     for number, run in enumerate(runs):
         if len(run.local_norms) < 2:

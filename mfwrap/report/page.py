@@ -54,7 +54,8 @@ def write_run_page(folders: Sequence[Path], page: Path) -> None:
     """Write a page with the curves, norms and anomalies of one run, or of several runs compared.
 
     The page works offline, because it contains plotly (5 MB). It uses the system's light or dark
-    colors until the reader clicks the button. Zooming one panel zooms all panels over steps.
+    colors until the reader clicks the button. When the reader zooms a panel whose x-axis is the
+    step, all such panels zoom to the same steps.
 
     Args:
         folders: Run folders, at least one.
@@ -178,7 +179,7 @@ def _shown(value: float | None) -> str:
 
 
 def _anomalies(runs: Sequence[RunRecord]) -> str:
-    """Return a table of anomalies, in which each step is a link that shows it in the curves."""
+    """Return a table of anomalies. Each step is a link that zooms the curves to this step."""
     heads = "".join(f"<th>{title}</th>" for _, title in _ANOMALY_COLUMNS)
     rows = [
         f'<tr><td>{html.escape(run.name)}</td><td class="number">'

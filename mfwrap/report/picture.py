@@ -44,7 +44,7 @@ def draw_run(
         folder: Run folder, as `read_run` takes it.
         picture: PNG file to write or replace.
         title: Heading; by default the folder's name.
-        loss_title: Heading of the panel of losses.
+        loss_title: Heading of the loss panel.
 
     Raises:
         FileNotFoundError: If `folder` is not a run folder.

@@ -1,8 +1,9 @@
-"""Make a torch schedule wait until the host knows whether the last update was applied.
+"""Defer the steps of a torch schedule until the host knows whether the last update was applied.
 
 A learning-rate schedule must not advance for an update that was skipped. But the loop calls
 ``scheduler.step()`` right after ``optimizer.step()``, when only the device knows whether the update
-was skipped. Asking the device there would synchronize in every step. So the call is split in two:
+was skipped. Reading the flag there would synchronize with the device in every step. So the call is
+split in two:
 
 - ``scheduler.step()`` only records a request (`ScheduleRequest.now`): the arguments of the call and
   the learning rates at that moment.
@@ -10,14 +11,14 @@ was skipped. Asking the device there would synchronize in every step. So the cal
   then does the requested steps, or drops them if the last update was skipped. The next update uses
   the new rates, exactly as if the schedule had advanced at once.
 
-Code that looks at a schedule in between (``state_dict``, a log, a checkpoint) must flush first.
-Code that reads ``optimizer.param_groups`` directly sees the rates that the last update used.
+Code that reads a schedule before ``resolve`` (``state_dict``, a log, a checkpoint) must flush
+first. Code that reads ``optimizer.param_groups`` directly sees the rates that the last update used.
 
 A maintainer must know three facts:
 
-- A schedule computes new rates from those in ``param_groups``. So a requested step must start from
-  the rates at the time of the request. If the loop has set a rate since then (lowered it by hand,
-  for example), the loop's rate wins, as if the schedule had advanced at once (`advance`).
+- A schedule computes new rates from the rates in ``param_groups``. So a requested step must start
+  from the rates at the time of the request. If the loop has set a rate since then (lowered it by
+  hand, for example), the loop's rate wins, as if the schedule had advanced at once (`advance`).
 - `defer_schedule` changes the schedule's class in place, because the loop holds the same object.
   The subclass keeps the name and module of the class, so logs and errors show the user's schedule.
 - Schedules put all their attributes into ``state_dict``. `DeferredSchedule.state_dict` removes the
@@ -33,7 +34,7 @@ from torch import Tensor
 
 
 class ScheduleRequest(NamedTuple):
-    """Recorded call of a schedule's ``step``, which is done later or dropped."""
+    """A recorded call of a schedule's ``step``; the call is made later or dropped."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -51,7 +52,7 @@ class ScheduleRequest(NamedTuple):
 def advance(
     schedule: Any, requests: Sequence[ScheduleRequest], step: Callable[[ScheduleRequest], None]
 ) -> None:
-    """Do requested steps as if each had been done when it was requested.
+    """Do requested steps, with the same result as if the schedule had advanced at each request.
 
     The steps start from the learning rates at the time of the last request. A rate that the loop
     has set since then is kept.
@@ -122,10 +123,10 @@ class DeferredSchedule:
 def defer_schedule(
     schedule: Any, was_skipped: Callable[[], bool], flush: Callable[[], None]
 ) -> DeferredSchedule:
-    """Make a schedule wait until it is known whether the last update was applied; in place.
+    """Defer a schedule's steps until it is known whether the last update was applied; in place.
 
     Args:
-        schedule: Schedule of torch. The object stays the same; its class becomes a subclass.
+        schedule: Schedule of torch. It is changed in place: its class is replaced by a subclass.
         was_skipped: Function that returns whether the last update was skipped; it may synchronize
             with the device.
         flush: Function that reads all pending results and then calls this schedule's

@@ -151,7 +151,8 @@ class WarmUpStableDecayLR(WarmUpLR):
     Raises:
         TypeError: As `WarmUpLR`, and if `decay_start_steps` and `decay_start_ratio` are both
             missing.
-        ValueError: As `WarmUpLR`, and if the fall begins before the warm-up ends or after the run.
+        ValueError: As `WarmUpLR`, and if the fall begins before the end of the warm-up or after the
+            end of the run.
 
     Example:
         >>> import torch

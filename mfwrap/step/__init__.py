@@ -1,1 +1,1 @@
-"""One training step, from micro-batches to updated weights; its public names are in `mfwrap`."""
+"""One training step, from micro-batches to updated weights; import public names from `mfwrap`."""

@@ -29,7 +29,7 @@ class Accumulated(NamedTuple):
 
 @final
 class GradientAccumulation:
-    """Run forward and backward of every micro-batch; reduce gradients on the last one only.
+    """Run forward and backward of every micro-batch; reduce gradients on the last micro-batch only.
 
     Args:
         network: Network to call, with or without DistributedDataParallel or ``fully_shard``.

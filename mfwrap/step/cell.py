@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _NotGiven(float):
-    """Type of the default loss scale. Distinguishes it from a 1.0 that the caller passes."""
+    """Type of the default loss scale; distinguishes the default from 1.0 passed by the caller."""
 
 
 DEFAULT_SCALE = _NotGiven(1.0)
@@ -58,11 +58,11 @@ def check_accumulation(accelerator: "Accelerator", steps: int) -> None:
 
 
 def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") -> ScaleSense:
-    """Return `scale_sense`, or the accelerator's loss scale if the caller gave none.
+    """Return `scale_sense`, or the accelerator's loss scale if `scale_sense` was not set.
 
     Raises:
-        ValueError: If the caller gave none, and the accelerator trains in float16 on a device other
-            than the CPU without a gradient scaler.
+        ValueError: If the caller did not set `scale_sense`, and the accelerator trains in float16
+            on a device other than the CPU without a gradient scaler.
     """
     if isinstance(scale_sense, _NotGiven) and accelerator is not None:
         scaler = accelerator.scaler
@@ -86,10 +86,11 @@ def remove_grad_scaler(accelerator: "Accelerator") -> None:
 
 
 def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
-    """Make an accelerator flush a cell before it saves.
+    """Make an accelerator flush a cell before each save.
 
-    The cell's ``state_dict`` flushes, too, but accelerate calls it after it has saved the schedule.
-    The saved schedule would then lack the step of the last update.
+    The cell's ``state_dict`` flushes, too, but accelerate saves the schedule before it calls the
+    cell's ``state_dict``. Without this hook, the saved schedule would lack the step of the last
+    update.
 
     The accelerator keeps its hooks forever. The hook therefore holds a weak reference: otherwise
     the cell and its network would live until after the process group is destroyed.
@@ -133,12 +134,13 @@ class MFTrainOneStepCell(LossScaleHooks):
         use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
         max_grad_norm: See `StepConfig`.
         scale_sense: Loss scale: a number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale
-            update cell. ``None`` means a loss scale of 1; ``get_update_cell`` of a manager with
-            ``drop_overflow_update=False`` returns it. Even then, updates with non-finite gradients
-            are skipped.
+            update cell. ``None`` means a loss scale of 1 (``get_update_cell`` of a manager with
+            ``drop_overflow_update=False`` returns ``None``). Updates with non-finite gradients are
+            skipped in every case.
         local_norm: See `StepConfig`.
-        accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used. Its
-            gradient scaler is removed; the cell takes over its scale if `scale_sense` is not given.
+        accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used. The
+            accelerator's gradient scaler is removed; the cell uses the scaler's loss scale if
+            `scale_sense` is not given.
         gradient_accumulation_steps: See `StepConfig`.
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
             update. `flush` steps it for the last update.
@@ -338,7 +340,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
 
         Results of the last update that are still pending are dropped: the schedule is not stepped
-        for it.
+        for that update.
 
         Raises:
             KeyError: If a key is missing or unknown.

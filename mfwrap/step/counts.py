@@ -1,9 +1,10 @@
 """Count applied and skipped updates on the device, and report them to the host one update later.
 
-The host needs to know whether an update was applied: to advance a schedule, to answer
-``optimizer_step_was_skipped``, and to stop a training that only skips. Reading the answer right
-after the update would synchronize with the device. So the answer is copied to the host in the
-background (`DeferredReads`), and `flush` reads the copy just before the next update.
+The host needs to know whether an update was applied: to advance a schedule, to report
+``optimizer_step_was_skipped``, and to stop a training after too many skipped updates in a row.
+Reading the flag right after the update would synchronize with the device. So the flag is copied to
+the host in the background (`DeferredReads`), and `flush` reads the copy just before the next
+update.
 """
 
 import functools

@@ -76,9 +76,9 @@ def split_calls(
 
 
 class Normalizer(NamedTuple):
-    """Divisors that turn gradients of a sum of losses into those of the mean.
+    """Divisors that turn gradients of a sum of losses into gradients of the mean loss.
 
-    Both are zero for a batch without targets.
+    Both divisors are zero for a batch without targets.
     """
 
     reduced: Tensor
@@ -134,7 +134,7 @@ class PerTokenLoss:
 
     Args:
         network: Network to call.
-        inspected: The same network without wrappers, whose signature is inspected.
+        inspected: The same network without wrappers. Its signature is inspected.
 
     Raises:
         ValueError: If a Hugging Face model adds a router's auxiliary loss.
@@ -292,7 +292,8 @@ def _differentiable(name: str, value: Any) -> Tensor:
 def _without_adapters(network: nn.Module) -> nn.Module:
     """Return the model inside a PEFT model, or `network` itself.
 
-    The forward of a PEFT model takes any argument, so its signature says nothing.
+    The forward of a PEFT model takes any argument. Only the signature of the model inside shows
+    which arguments that model accepts.
     """
     get_base_model: Any = getattr(network, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else network

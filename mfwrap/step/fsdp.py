@@ -143,7 +143,7 @@ class ShardedUnit:
 
 @final
 class ShardedParts:
-    """All modules of some networks that ``fully_shard`` has sharded; there may be none.
+    """The modules in `networks` that ``fully_shard`` has sharded; possibly no module.
 
     Args:
         networks: Networks to search.
@@ -161,7 +161,7 @@ class ShardedParts:
         """Units of all networks."""
 
     def reduce_gradients(self, *, now: bool) -> None:
-        """Make the backward passes that follow reduce gradients (`now`) or accumulate them."""
+        """Set whether later backward passes reduce gradients (`now` is true) or accumulate them."""
         for part in self._parts:
             part.set_requires_gradient_sync(now, recurse=False)
 

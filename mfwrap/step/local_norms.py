@@ -11,8 +11,9 @@ own all-reduce, or the user's hook. So local norms cost one read of the gradient
 A maintainer must know four facts:
 
 - A model accepts only one communication hook, and the hook cannot be removed. So our hook stays
-  registered after the last step that reports local norms is gone; from then on it only calls the
-  reduction. A second step on the same model finds and uses the hook of the first step (`tap`).
+  registered even after every step object that reports local norms has been deleted. From then on,
+  the hook only calls the reduction. A second step on the same model finds and uses the hook of the
+  first step (`tap`).
 - With gradient accumulation, only the backward of the last micro-batch reduces; the others run
   under ``no_sync``. The buckets then hold the sum over all micro-batches, which is the gradient
   whose norm is reported.

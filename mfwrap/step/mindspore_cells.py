@@ -295,7 +295,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
 
         Results of the last update that are still pending are dropped: the schedule is not stepped
-        for it.
+        for that update.
 
         Raises:
             KeyError: If a key is missing or unknown.

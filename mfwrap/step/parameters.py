@@ -44,7 +44,7 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside accelerate's wrapper, or `optimizer` itself.
 
     Raises:
-        TypeError: If it is not a `torch.optim.Optimizer`.
+        TypeError: If `optimizer` is not a `torch.optim.Optimizer`, with or without the wrapper.
     """
     inner = unwrapped_optimizer(optimizer)
     if not isinstance(inner, Optimizer):
@@ -127,7 +127,7 @@ class TrainedParameters:
         return _same_objects(_held_by(self._optimizer), self._held)
 
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
-        """Return the gradient of each parameter; ``None`` for one that backward did not reach.
+        """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
 
         Args:
             may_be_absent: Whether to accept that no parameter has a gradient instead of raising.
@@ -209,7 +209,7 @@ class TrainedParameters:
         }
 
     def release_gradients(self) -> None:
-        """Set all gradients to ``None``, also of parameters that are in no optimizer."""
+        """Set all gradients to ``None``, even if no optimizer holds the parameter."""
         for parameter in self._released:
             parameter.grad = None
 

@@ -1,9 +1,9 @@
-"""Make ranks decide alike if their gradients differ after the reduction.
+"""Make ranks reach the same decision if their gradients differ after the reduction.
 
-Where DistributedDataParallel or ``fully_shard`` reduces all gradients, every rank has the same bits
-and decides the same. But DistributedDataParallel may wrap only some modules of a network, or ignore
-some parameters. Then one rank might skip an update that another rank applies. Such ranks average
-their sums of squares, and all decide by this mean.
+Where DistributedDataParallel or ``fully_shard`` reduces all gradients, every rank has bitwise
+identical gradients and makes the same decision. But DistributedDataParallel may wrap only some
+modules of a network, or ignore some parameters. Then one rank might skip an update that another
+rank applies. Such ranks average their sums of squares, and all decide by this mean.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ Everything happens on the device, in a fixed order:
    the device. This step's forward and backward are already queued, so the device has work while
    the host waits. The schedule advances here, so this must come before the learning rate is used.
 3. **Decide** whether the update is skipped, and by how much its gradients are clipped. The
-   decisions are tensors; the host learns them at the next update.
+   decisions are tensors on the device; the host reads them at the next update.
 4. **Update the weights**, or leave them unchanged. One divisor combines loss scale, normalization
    and clipping, and one flag says whether to skip.
 5. **Update the loss scale**, from the overflow flag alone: a spike or a batch without targets says

@@ -1,1 +1,1 @@
-"""Norms of many tensors, shards, parameter groups, and reads that do not stop the host."""
+"""Compute norms, group parameters, handle shards, and read tensors without stopping the host."""

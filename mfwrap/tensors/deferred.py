@@ -14,10 +14,10 @@ A maintainer must keep three rules:
 
 - The copy needs *pinned* memory. CUDA finishes a copy to pageable memory before it returns, even
   with ``non_blocking=True``.
-- Host memory must not be read before its event has arrived, nor reused before it has been read or
-  dropped. So a *mailbox* goes back to the free list only in `flush` and `discard`. `discard` need
-  not wait for the event: the copies of one stream are done in order, so a later copy into the same
-  memory overwrites the dropped one.
+- Host memory must not be read before the event of its copy has completed. It must not be reused
+  before its values have been read or dropped. So a *mailbox* goes back to the free list only in
+  `flush` and `discard`. `discard` does not have to wait for the event: the copies of a stream are
+  done in order, so a later copy into the same memory overwrites the dropped values.
 - Nothing that `submit` calls may read a tensor on the host. Take sizes from shapes.
 """
 

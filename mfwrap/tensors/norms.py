@@ -1,4 +1,4 @@
-"""Norms of many tensors, with one read of each."""
+"""Compute the norms of many tensors, reading each tensor once."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ _SLAB = 2**6
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Compute the sum of squares of each gradient, reading each once.
+    """Compute the sum of squares of each gradient, reading each gradient once.
 
     Args:
         gradients: ``N`` dense tensors of any floating or complex dtype, shape and device; ``None``
@@ -32,7 +32,7 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
 
 
 def norms_of_each(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Compute the L2 norm of each tensor, reading each once.
+    """Compute the L2 norm of each tensor, reading each tensor once.
 
     A norm below 1e-19 does not become 0, unlike the square root of `sum_of_squares`.
 
@@ -68,7 +68,7 @@ def sums_by_group(squares: Tensor, members: Tensor | None) -> Tensor:
 def _of_each(
     tensors: Sequence[Tensor | None], device: torch.device, finish: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Compute the norms of all tensors, one pass per device and dtype; apply `finish` to them."""
+    """Compute all norms in one pass per device and dtype, and return ``finish(norms)``."""
     results: list[Tensor] = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
     by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for index, tensor in enumerate(tensors):
@@ -91,7 +91,7 @@ def _of_each(
 
 
 def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a small tensor with the same norm: the norms of a large tensor's rows.
+    """Return the norms of a large tensor's rows: a small tensor with the same norm.
 
     On a CPU torch adds the squares in one running float32 sum, whose relative error is 2e-3 for
     20 million elements. Sums by rows avoid this error.
@@ -128,7 +128,7 @@ def _norms_of_slices(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a view of real numbers with the same norms; others unchanged."""
+    """View a complex tensor as real numbers with the same norm; return a real tensor unchanged."""
     if not tensor.is_complex():
         return tensor
     # torch cannot view a lazy conjugate as real numbers. Undo the conjugation: the norms are equal.

@@ -123,14 +123,15 @@ def square_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the L2 norm of each tensor, reading each once.
+    """Compute the L2 norm of each tensor, reading each tensor once.
 
     Args:
         tensors: ``N`` >= 1 floating tensors of any shape. For a sharded tensor the norm of the
             whole tensor is computed, and all ranks of its mesh must call this function.
 
     Returns:
-        Shape ``(N,)``, float32, on the device of the first tensor. Does not synchronize with it.
+        Shape ``(N,)``, float32, on the device of the first tensor. Does not synchronize with the
+        device.
     """
     norms = norms_of_each(local_tensors(tensors), tensors[0].device)
     reduction = SquareReduction.among(tensors)

@@ -70,10 +70,10 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
-    """Return process groups of a mesh such that reducing over each in turn reduces over the mesh.
+    """Return process groups; reducing over one after another reduces over the whole mesh.
 
-    This is a single group if torch has one for all ranks of the mesh. A mesh of one rank needs no
-    group.
+    The result is a single group if torch already has a group of all ranks of the mesh. A mesh of
+    one rank needs no group.
     """
     if mesh.size() == 1:
         return ()

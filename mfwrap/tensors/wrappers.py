@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
-    """Return all DistributedDataParallel modules in a network, itself included."""
+    """Return all DistributedDataParallel modules in a network, including the network itself."""
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
 
 
@@ -23,7 +23,7 @@ def is_deepspeed_engine(network: object) -> bool:
 
 
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
-    """Return all modules in a network that ``fully_shard`` was applied to, itself included."""
+    """Return the modules of a network, root included, to which ``fully_shard`` was applied."""
     # Do not import the module, which is slow. If nobody has imported it, nothing is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:

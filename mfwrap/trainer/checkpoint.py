@@ -85,11 +85,11 @@ class Checkpoints:
         self._clear_callback_states()
 
     def _clear_callback_states(self) -> None:
-        """Make an empty entry for each callback's state, in the form that the Trainer fills.
+        """Make an empty entry for each callback's state, in the form that the Trainer expects.
 
-        At each save the Trainer appends to lists that are already there, so without this they would
-        grow. It also raises KeyError for a callback without an entry, for example a callback that
-        was added after a resume.
+        At each save the Trainer appends states to the existing lists, so lists that are not emptied
+        would grow. The Trainer raises KeyError for a callback without an entry, for example a
+        callback that was added after a resume.
         """
         trainer = self._trainer
         exporting = [*trainer.callback_handler.callbacks, trainer.control]
@@ -132,7 +132,7 @@ class Checkpoints:
         self.saved_step = trainer.state.global_step
 
     def _complete(self, written: Path, final: Path) -> None:
-        """Move a checkpoint into place, remove old checkpoints, and push it to the Hub if asked."""
+        """Move a checkpoint into place, remove old checkpoints, and push to the Hub if enabled."""
         trainer, args = self._trainer, self._trainer.args
         model: Any = trainer.model
         for callback in monitors(trainer.callback_handler.callbacks):
@@ -158,9 +158,9 @@ class Checkpoints:
     def _remove_old(self, run_folder: Path) -> None:
         """Remove the checkpoints that the Trainer's own function would remove.
 
-        That function deletes folders file by file, so a crash could leave half a checkpoint. It is
-        therefore applied to empty folders with the same names and times. The checkpoints whose
-        empty folders it deletes are then removed safely.
+        The Trainer's function deletes folders file by file, so a crash could leave half a
+        checkpoint. The function is therefore applied to empty folders with the names and times of
+        the checkpoints. Each checkpoint whose empty folder was deleted is then removed safely.
         """
         limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
         if limit is None:
@@ -190,8 +190,8 @@ class Checkpoints:
 
         The Trainer loads a checkpoint without converting names, so a checkpoint must hold the
         network's own names. With ``save_on_each_node``, the block also makes ``save_pretrained``
-        write on one process of each node, where it would otherwise write on global rank 0 only.
-        Outside of `writing`, the block changes nothing.
+        write on one process of each node. By default, ``save_pretrained`` writes on global rank 0
+        only. Outside of `writing`, the block changes nothing.
         """
         model: Any = self._trainer.model
         if self.staging is None or not isinstance(model, PreTrainedModel):
@@ -213,8 +213,8 @@ class Checkpoints:
         """Let the Trainer end a training; keep only the best checkpoint if the limit is one.
 
         With ``save_total_limit=1``, all checkpoints except the best are removed, provided that the
-        Trainer has recorded which is the best. The Trainer itself would delete them file by file,
-        so a crash could leave half a checkpoint.
+        Trainer has recorded which checkpoint is the best. The Trainer itself would delete them file
+        by file, so a crash could leave half a checkpoint.
 
         Args:
             run_folder: Folder of the run's checkpoints.

@@ -88,8 +88,8 @@ class TrainerPosition:
                 random states that the Trainer saved there.
             epoch: Number of epochs done so far; fractional if training resumes in the middle of an
                 epoch.
-            skips_data: Whether the Trainer makes the batches before the checkpoint again and skips
-                them.
+            skips_data: Whether the Trainer recreates and skips the batches that precede the
+                checkpoint.
         """
         saved, self._saved = self._saved, None
         checkpoint, self.resumed_from = self.resumed_from, None
@@ -172,7 +172,7 @@ class _Resumed(NamedTuple):
 
 @final
 class DataPosition:
-    """Record the random states before each batch of an epoch, and replay those of a checkpoint.
+    """Record the random states before each batch, and restore the states of a checkpoint.
 
     accelerate's data loaders make one batch ahead, to know which batch is the last. So when a
     checkpoint is written, the next batch has been made but not trained on. A resumed training must
@@ -204,7 +204,7 @@ class DataPosition:
             self._watched.position = self
 
     def release(self) -> None:
-        """Give the watched sampler its own class back, and forget all states."""
+        """Restore the watched sampler's original class, and discard all recorded states."""
         if self._watched is not None:
             self._watched.__class__ = type(self._watched).unwatched
             del self._watched.position

@@ -1,4 +1,4 @@
-"""Connect callbacks with `MFTrainer`: the step's results in events, further methods, SIGTERM."""
+"""Pass a step's results to callbacks of `MFTrainer`, call their extra methods, handle SIGTERM."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MonitorCallback(TrainerCallback):
-    """A transformers callback with further methods, which `MFTrainer` calls.
+    """A transformers callback with additional methods that `MFTrainer` calls.
 
     Override the methods that you need; by default each does nothing. `Model` calls only
     `put_weights_back`. A stock Trainer calls none of these methods.
@@ -33,7 +33,7 @@ class MonitorCallback(TrainerCallback):
 
         Called on every rank; ``args.should_save`` says which rank writes. Do not use transformers'
         ``on_save`` for this: by then the checkpoint is in place and its files are listed. If the
-        process ended before the callback wrote its file, no check would find that it is missing.
+        process ended before the callback wrote its file, no check would detect the missing file.
 
         Args:
             folder: Folder of the checkpoint.
@@ -42,10 +42,10 @@ class MonitorCallback(TrainerCallback):
         """
 
     def resume_from(self, folder: Path) -> None:
-        """Learn which checkpoint a training resumes from; called before ``on_train_begin``."""
+        """Receive the checkpoint that a training resumes from; called before ``on_train_begin``."""
 
     def put_weights_back(self) -> None:
-        """Put the raw weights back if the model holds averaged ones; called after an error."""
+        """Restore the raw weights if the model holds averaged weights; called after an error."""
 
 
 def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
@@ -62,7 +62,7 @@ class StepCallbackHandler(CallbackHandler):
     def call_event(
         self, event: str, args: Any, state: Any, control: TrainerControl, **keywords: Any
     ) -> TrainerControl:
-        """Call all callbacks; at the end of a step they get its output and its report."""
+        """Call all callbacks; for ``on_step_end``, pass the step's output and report."""
         attached = self.trainer.attached
         # Right after `on_optimizer_step`, the Trainer asks whether the update was skipped, and
         # steps the schedule if it was not. The true answer would synchronize with the device. So
@@ -97,7 +97,7 @@ def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], 
 
 @contextlib.contextmanager
 def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[None]:
-    """Train within the block; then flush the step, and make schedules step at once again.
+    """Train within the block; then flush the step, and stop deferring the steps of schedules.
 
     After an error, the callbacks also put the raw weights back into the model.
 
@@ -127,8 +127,8 @@ def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[Non
 class TerminationCallback(TrainerCallback):
     """Save and stop after the current step if the process of any rank has received SIGTERM.
 
-    An evaluation that is due is done first. It draws random numbers, so without it a resumed
-    training would differ from an uninterrupted training.
+    An evaluation that is due after this step is done before the stop. An evaluation draws random
+    numbers, so skipping it would make a resumed training differ from an uninterrupted training.
 
     Args:
         termination: Decides which step is the last one.

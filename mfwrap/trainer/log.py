@@ -1,4 +1,4 @@
-"""Add counts of the step to a Trainer's log, and leave non-finite losses out of its means."""
+"""Add the step's counts to a Trainer's log, and leave non-finite losses out of logged means."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

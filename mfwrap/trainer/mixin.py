@@ -50,8 +50,8 @@ else:
 class MFTrainerMixin(_Base):
     """Give a Trainer, or any subclass of it, MindFormers' training step.
 
-    Put it before the class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The Trainer's arguments
-    keep their meaning, and its results stay the same, with these differences:
+    List the mixin before the Trainer class: ``class MySFT(MFTrainerMixin, SFTTrainer)``. The
+    Trainer's arguments keep their meaning, and its results stay the same, with these differences:
 
     - An update with non-finite gradients is skipped, in any precision: float16, bfloat16 or
       float32. The schedule and the average of the weights then do not advance either.
@@ -118,7 +118,7 @@ class MFTrainerMixin(_Base):
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
-        """Average of the weights; ``None`` if there is none, or a callable has not made it yet."""
+        """Average of the weights; ``None`` without an average or before its creation."""
         return self.attached.ema
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -144,7 +144,7 @@ class MFTrainerMixin(_Base):
         self._losses = Losses(self)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule, and make its steps wait until the host knows the update's result."""
+        """Create the schedule, and defer its steps until the host knows the update's result."""
         schedule: Any = super().create_scheduler(*args, **kwargs)
         steps = self.attached.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
@@ -162,7 +162,7 @@ class MFTrainerMixin(_Base):
         Raises:
             ValueError: If the checkpoint is incomplete, belongs to another network, or holds an
                 average while the trainer keeps none. The message names the newest complete
-                checkpoint before it. Nothing has been loaded at that point.
+                checkpoint before it. Nothing has been loaded when the error is raised.
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)

@@ -93,7 +93,7 @@ class DocstringsSource(DataSource):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PythonTokensSource(DataSource):
-    """Source lines of the standard library. Columns: ``tokens``; ``labels``, a kind per token."""
+    """Source lines of the standard library. Columns: ``tokens``; ``labels``, each token's kind."""
 
     type: Literal["python_tokens"] = "python_tokens"
 

@@ -33,7 +33,7 @@ Columns = Mapping[str, Kind | None]
 
 
 def needed_columns(needs: Sequence[Columns], found: Collection[str]) -> Columns | None:
-    """Return the first set of columns in `needs` whose columns all exist; ``None`` without one.
+    """Return the first set in `needs` whose columns all exist; ``None`` if each set lacks a column.
 
     Args:
         needs: Alternative sets of columns of a task, in order of precedence.

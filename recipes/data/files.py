@@ -152,7 +152,7 @@ def _is_object(line: bytes) -> bool:
 
 @contextlib.contextmanager
 def _silent_library() -> Iterator[None]:
-    """Suppress the log of `datasets`; its exceptions become one-line errors of the recipe."""
+    """Suppress the log of `datasets`; turn its exceptions into one-line recipe errors."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:

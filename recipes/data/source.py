@@ -42,8 +42,8 @@ class DataSource(Section, abc.ABC):
     """The keys that every ``data`` section has.
 
     Raises:
-        ValueError: If a value is out of range, or the key ``columns`` names a column that the
-            source does not have.
+        ValueError: If a value is out of range, or a column in the key ``columns`` is missing in the
+            source.
     """
 
     known_columns: ClassVar[frozenset[str] | None] = None
@@ -101,7 +101,7 @@ class DataSource(Section, abc.ABC):
                 the task.
 
         Raises:
-            ValueError: If the key ``columns`` names a column that the data do not have.
+            ValueError: If a column in the key ``columns`` is missing in the data.
             DataError: If there are no training rows, or if `check` raises it.
         """
         rows = self.read()

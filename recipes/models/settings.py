@@ -149,7 +149,7 @@ class ModelSettings(Section):
 
 
 def _place(setting: str, name: str | None) -> str | None:
-    """Return the folder that ``package:name/folder`` means, or any other name unchanged.
+    """Return the folder to which ``package:name/folder`` refers; return any other name unchanged.
 
     Raises:
         ValueError: If the package is not installed, or does not have the folder.
@@ -211,8 +211,8 @@ _TABLES = frozenset(
 def fitting_length(data: DataSource, network: nn.Module) -> int:
     """Return the maximum number of tokens in a sequence.
 
-    This is ``data.sequence_length`` if it is set, otherwise the number of the model's positions, at
-    most 512.
+    This is ``data.sequence_length`` if it is set, otherwise 512 or the number of the model's
+    positions, whichever is smaller.
 
     Raises:
         DataError: If ``data.sequence_length`` is larger than the number of positions.
