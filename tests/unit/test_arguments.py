@@ -78,7 +78,7 @@ def test_check_positive_number_refuses_numbers_not_above_0(value):
 
 
 def test_check_positive_number_takes_infinity_unless_it_must_be_finite():
-    """Infinity is allowed by default and a ValueError with ``finite=True``."""
+    """Infinity is accepted by default, but raises a ValueError with ``finite=True``."""
     assert check_positive_number("norm", math.inf) == math.inf
     with pytest.raises(ValueError, match="`scale` must be > 0 and finite, got inf"):
         check_positive_number("scale", math.inf, finite=True)

@@ -35,7 +35,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 def test_train_and_plot(recipe, capsys):
-    """A run prints its results, writes its folder, exits with 0 and can be drawn."""
+    """`train` prints results, writes a run folder and exits with 0; `plot` writes a picture."""
     code, out, _ = call(capsys, "train", recipe, "--set", "ema.decay=0.5")
     folder = Path("runs/small")
 
@@ -48,7 +48,7 @@ def test_train_and_plot(recipe, capsys):
 
 
 def test_plot_of_a_stock_trainer(tmp_path, monkeypatch, capsys):
-    """A folder of checkpoints without metrics.jsonl is drawn, too."""
+    """`plot` writes a picture of a Trainer's run folder, which has no metrics.jsonl."""
     monkeypatch.chdir(tmp_path)
     write_trainer_run(Path("run"))
 
@@ -214,7 +214,7 @@ def test_several_runs(runs, capsys):
     ],
 )
 def test_report_refuses(arguments, message, runs, capsys):
-    """A folder without a run, or a page that cannot be written, is one line and exit code 2."""
+    """A missing run or an unwritable page prints a one-line error and exits with 2."""
     code, out, err = call(capsys, "report", *arguments)
 
     assert (code, out) == (2, "")
@@ -223,7 +223,7 @@ def test_report_refuses(arguments, message, runs, capsys):
 
 
 def test_import_mindformers(recipe, capsys):
-    """A MindFormers file is converted to standard output, with warnings about ignored keys."""
+    """The recipe goes to standard output or a file; warnings name the keys that are left out."""
     Path("mf.yaml").write_text("runner_wrapper: {use_clip_grad: True}\nprofile: False\n")
     code, out, err = call(capsys, "import-mindformers", "mf.yaml")
 

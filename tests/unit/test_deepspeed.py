@@ -88,7 +88,7 @@ def test_the_tuple_is_the_engines():
 
 
 def test_micro_batches():
-    """Micro-batches make one update from their mean; a wrong number of them raises an error."""
+    """An update uses the mean of its micro-batches; a wrong number of micro-batches raises."""
     batch = torch.tensor([[2.0, 4.0], [4.0, 4.0]], dtype=torch.bfloat16)
     engine = new_engine(gradient_accumulation_steps=2, **BFLOAT16)
     cell = DeepSpeedCell(engine, StepConfig(use_clip_grad=True, max_grad_norm=100))

@@ -75,7 +75,7 @@ def test_global_norm_is_none_without_clipping():
 
 
 def test_the_returned_scale_is_a_copy():
-    """The loss scale in an output does not change when the live scale does."""
+    """Later changes of the live scale do not change the loss scale in an output."""
     cell = cell_of(scale_sense=DynamicLossScaleUpdateCell(4.0, 2, 1))
     output = cell(*batch())
     cell(*batch())

@@ -133,11 +133,11 @@ class LostStore:
     """A store whose process has ended."""
 
     def check(self, _keys):
-        """Fail."""
+        """Raise the error of a lost store."""
         raise LOST
 
     def set(self, _key, _value):
-        """Fail."""
+        """Raise the error of a lost store."""
         raise LOST
 
 
@@ -149,7 +149,7 @@ def with_lost_store():
 
 
 def test_a_store_that_is_lost():
-    """A lost store is a warning, and the training continues."""
+    """A lost store causes a warning, and the training continues."""
     with pytest.warns(UserWarning, match="SIGTERM at another rank .*: connection reset"):
         last = with_lost_store()
 
@@ -274,7 +274,7 @@ print("after", flush=True)
 
 @pytest.mark.parametrize(("second", "printed"), [("inside", "first\n"), ("", "first\nsecond\n")])
 def test_the_second_signal_ends_the_process(second, printed):
-    """The second SIGTERM, or one after the block, ends the process with the usual status."""
+    """The second SIGTERM, or a SIGTERM after the block, ends the process with the usual status."""
     command = [sys.executable, "-c", TOLD_TWICE, second]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -192,7 +192,7 @@ def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
 
 
 def changed_tensor(name, value):
-    """Return a function that replaces a tensor in a checkpoint; None as value removes it."""
+    """Return a function that replaces a tensor in a checkpoint, or removes the tensor for None."""
 
     def damage(folder):
         path = folder / "mfwrap_step.safetensors"

@@ -58,7 +58,7 @@ def test_prepared_objects_stay_accelerates():
     ids=["bare", "wrapped by hand"],
 )
 def test_a_prepared_optimizer_has_one_wrapper(wrap):
-    """`prepare` adds no second wrapper to a wrapped optimizer, which then updates and skips."""
+    """A bare or wrapped optimizer has one wrapper after `prepare`, and updates and skips."""
     prepared = Prepared(wrap)
     before = prepared.network.weight.detach().clone()
 

@@ -1,4 +1,4 @@
-"""Clipping in an attached loop agrees with accelerate's at any loss scale."""
+"""Clipping in an attached loop agrees with accelerate at any loss scale."""
 
 import copy
 import math
@@ -55,7 +55,7 @@ def test_clipping_is_accelerates(way, setting, optimizer):
 @each_scale
 @each_way
 def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro_batch):
-    """Clipping accumulated gradients, once or at each micro-batch, agrees with accelerate's."""
+    """Clipping accumulated gradients, once or at each micro-batch, agrees with accelerate."""
     setting = Setting(scale=scale, accumulation=4)
     settings = {"each_micro_batch": each_micro_batch}
     actual = ClippedTraining("fused SGD", setting, attached=True).run(WAYS[way], **settings)
@@ -67,7 +67,7 @@ def test_clipping_of_accumulated_gradients_is_accelerates(way, scale, each_micro
 @each_scale
 @each_way
 def test_clipping_between_two_backwards_is_accelerates(way, scale):
-    """Clipping between the backwards of a manually accumulated update agrees with accelerate's."""
+    """Clipping between the backwards of a manually accumulated update agrees with accelerate."""
     expected = ClippedTraining("fused SGD", Setting(), attached=False).run_by_hand(WAYS[way])
 
     training = ClippedTraining("fused SGD", Setting(scale=scale), attached=True)

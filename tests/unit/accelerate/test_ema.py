@@ -8,7 +8,7 @@ from mfwrap import ExponentialMovingAverage
 
 
 def followed(**settings):
-    """Return a network with a buffer, and an average that has followed two updates of it."""
+    """Return a network with a buffer, and the network's average after two updates."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     ema = ExponentialMovingAverage(network, decay=0.5, **settings)

@@ -157,7 +157,7 @@ def test_gradients_may_be_zeroed_before_forward(precision, accumulation, scale):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_question_need_be_asked(optimizer):
-    """A loop that does not ask whether updates were skipped trains in the same way."""
+    """A loop that never asks whether updates were skipped trains like accelerate alone."""
     loop = Loop(optimizer=optimizer, num_batches=8)
 
     assert_bitwise(alone(loop), train(loop, attached=True, asks=False))

@@ -37,7 +37,7 @@ def test_an_attached_loop(two_ranks, accumulation):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
-    """The first local norms equal the norms of the rank's own gradients."""
+    """The local norms of the first update are those of the rank's gradients before reduction."""
     for rank, result in enumerate(two_ranks.run(train_attached, accumulation)):
         torch.manual_seed(0)
         network = small_llama().double()

@@ -138,7 +138,7 @@ def test_unscaling_happens_once():
 
 
 def test_a_backward_after_unscaling_adds_up_scaled_gradients():
-    """Unscaled gradients are scaled again before more are added."""
+    """A backward scales unscaled gradients again before new gradients are added."""
     window = Window()
     window.backward([3.0, 4.0])
     window.window.unscale()

@@ -117,7 +117,7 @@ def whole_loop(
 
 
 def count_reads(loop: Loop) -> Iterator[tuple[bool, HostReads]]:
-    """Yield, for each update, whether it was skipped and the host reads that it made."""
+    """Yield, for each update, whether the update was skipped, and its host reads."""
     for number in range(len(loop.micro_batches) // 2):
         with HostReads() as counted:
             loop.update(number)
@@ -125,7 +125,7 @@ def count_reads(loop: Loop) -> Iterator[tuple[bool, HostReads]]:
 
 
 def assert_no_reads(loop: Loop, factors: tuple[float, ...]) -> None:
-    """Check that no update reads on the host, and that each factor other than 1 causes a skip."""
+    """Check that no update reads on the host, and that all factors except 1 cause a skip."""
     steps = list(count_reads(loop))
 
     assert [counted.reads for _, counted in steps] == [[]] * len(factors)
@@ -151,7 +151,7 @@ def test_no_loss_scale_and_no_precision_reads(loss_scale, precision):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_schedule_reads(schedule):
-    """No schedule reads on the host, and each counts the last update only after a flush."""
+    """No schedule causes a host read, and the last update is counted only after a flush."""
     factors = FACTORS["applied first"]
     loop = whole_loop(FUSED["AdamW"], factors, schedule=schedule)
 

@@ -40,9 +40,10 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, name):
     """Two ranks end in the same state as one process that trains on the whole batches.
 
     Some losses are NaN on the second rank. The mean over ranks is rounded once more than the mean
-    over a whole batch: in float32 by 6e-8 of a gradient, over six updates of at most 0.1 (measured:
-    3e-8). In bf16 the gradients of half a batch are rounded before they are reduced, by up to 2**-9
-    of their size, which is below 1.
+    over a whole batch. In float32 this rounding changes a gradient by up to 6e-8 of its size, and
+    each of the six updates is at most 0.1 (measured difference of the weights: 3e-8). In bf16 the
+    gradients of half a batch are rounded before the reduction. This changes a gradient by up to
+    2**-9 of its size, and all gradients are below 1.
     """
     run = AttachedRun(SETTINGS[name])
     run.train(0, len(FACTORS))

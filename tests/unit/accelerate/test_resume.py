@@ -99,7 +99,7 @@ def test_these_runs_skip_change_their_scale_and_move_their_average():
 def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_factory):
     """A run with any settings, stopped after any update and resumed, equals an uninterrupted run.
 
-    Each example draws five runs, which one new process resumes, because starting a process is slow.
+    One new process resumes all five runs of an example, because starting a process is slow.
     """
     run_settings = st.builds(
         RunSettings,

@@ -30,7 +30,7 @@ def own_state(run):
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_two_files_lie_beside_those_of_accelerate(tmp_path, precision):
-    """`save_state` adds two files to accelerate's and writes ``scaler.pt`` only in fp16."""
+    """`save_state` adds two files to accelerate's files and writes ``scaler.pt`` only in fp16."""
     settings = RunSettings(precision=precision, loss_scale="none")
     for attached in (False, True):
         run = AttachedRun(settings, attached=attached)

@@ -141,7 +141,7 @@ def test_update_every_counts_calls():
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_swap_restores_bitwise(error):
-    """Inside `swap` a module has the averages; afterwards its own values, even after an error."""
+    """`swap` puts the averages into a module and restores its own values, even after an error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     train_with_skips(network, 3, ema, seed=0)
@@ -183,7 +183,7 @@ def test_swap_keeps_bits_of_bfloat16_weights():
 
 
 def test_calls_refused_inside_swap():
-    """Inside `swap`, calls that change the averages, or that `swap` would undo, raise an error."""
+    """Inside `swap`, calls that change averages or weights raise an error."""
     network = Network()
     ema = ExponentialMovingAverage(network, 0.9)
     train_with_skips(network, 3, ema, seed=0)

@@ -93,7 +93,7 @@ def test_weights_are_converted_one_at_a_time():
 
 
 def test_asked_dtype():
-    """`dtype` sets the dtype of the averages; copied buffers keep theirs."""
+    """`dtype` sets the dtype of the averages; copied buffers keep their own dtype."""
     network = Network().bfloat16()
     ema = ExponentialMovingAverage(network, 0.5, dtype=torch.float64, device="cpu")
     expected = network.norm.weight.detach().double()

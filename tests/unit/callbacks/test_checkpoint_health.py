@@ -61,7 +61,7 @@ FINE = {
     ],
 )
 def test_reasons(values, num_reasons):
-    """Each fault gives one reason; if the step has overflowed, its norms give none."""
+    """Each fault gives one reason, but the norms of an overflowed step give no reason."""
     assert len(health_of(**FINE | values)) == num_reasons
 
 

@@ -231,7 +231,7 @@ def test_bad_arguments(settings, error, message):
 
 
 def test_two_that_delete(tmp_path):
-    """A Trainer with a ``save_total_limit`` raises an error, because both delete checkpoints."""
+    """``save_total_limit`` raises an error, because the monitor already deletes checkpoints."""
     with pytest.raises(ValueError, match="save_total_limit=3 and keep_checkpoint_max=5 would"):
         trained(tmp_path, CheckpointMonitor(1), save_total_limit=3)
 

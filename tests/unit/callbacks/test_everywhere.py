@@ -1,4 +1,4 @@
-"""Every monitor in every loop shows the values it can, and warns about those it cannot show."""
+"""In every loop, each monitor shows the available values and warns about missing values."""
 
 import json
 import logging
@@ -103,7 +103,7 @@ def monitors(folder, **settings):
 
 
 def by_a_trainer(kind, folder):
-    """Train with a Trainer; return its log history, which its trackers get."""
+    """Train with a Trainer; return its log entries that have a loss, which trackers also get."""
     extras = {"step": StepConfig(local_norm=True)} if kind is MFTrainer else None
     saving = CheckpointMonitor(2, keep_checkpoint_max=1)
     trainer = new_trainer(

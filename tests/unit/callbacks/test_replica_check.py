@@ -138,7 +138,7 @@ def test_stop(ranks):
 
 @pytest.mark.slow
 def test_time_is_the_main_processs(ranks):
-    """All ranks request a checkpoint at the same step, which the main process's clock sets."""
+    """All ranks request checkpoints at the steps that the main process's clock determines."""
     _, results = ranks
 
     assert [result["saves"] for result in results] == [[4, 8, 12]] * NUM_RANKS

@@ -62,7 +62,9 @@ WHOLE = {
 
 
 def interrupt(patch, number):
-    """Make functions that change the disk raise, from call `number` (counted from 0) on.
+    """Patch all functions that change the disk so that call `number` and later calls raise.
+
+    Calls are counted from 0.
 
     Returns:
         List to which each call that raises appends the name of its function.
@@ -85,7 +87,7 @@ def interrupt(patch, number):
 
 
 def test_moved_into_place(tmp_path):
-    """The Trainer does not find a checkpoint in the staging folder, which the move removes."""
+    """The Trainer finds no checkpoint in the staging folder, and the move removes that folder."""
     written = checkpoint(staging_folder(tmp_path) / NAME)
     assert get_last_checkpoint(str(tmp_path)) is None
 
@@ -129,7 +131,7 @@ def test_a_move_that_is_killed(tmp_path, monkeypatch, number):
 def test_how_often_a_move_can_be_killed(tmp_path, monkeypatch):
     """The kills in the test above cover every change that a move makes on the disk.
 
-    They include the moment between the two renames, when no folder has the final name.
+    One kill is between the two renames, when no folder has the final name.
     """
     states = []
     for number in range(20):

@@ -30,7 +30,7 @@ def drawn():
 def advance(num_draws):
     """Draw normal numbers from all generators.
 
-    Generators compute normal numbers in pairs, so their states may contain a number for later.
+    Generators compute normal numbers in pairs, so a state may contain the second number.
     """
     for _ in range(num_draws):
         random.gauss(0, 1)

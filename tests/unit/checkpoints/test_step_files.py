@@ -1,4 +1,4 @@
-"""A step's state is read back as it was written, and the error for a damaged file names it."""
+"""A step's state is read back as it was written; errors for damaged files name the file."""
 
 import json
 

@@ -97,7 +97,7 @@ def test_windows_are_mindformers(limits, windows):
 
 
 def test_a_smallest_window_of_one_gives_windows_twice():
-    """With a smallest window of 1, rounding lists short windows twice, as in MindFormers."""
+    """If the smallest window is 1, short windows are listed twice, as in MindFormers."""
     windows = list(AdaptiveLossScaleUpdateCell(1024.0, 2, 1, 300, 1).window_list)
 
     assert windows == [w for w in range(1, 50) for _ in range(2)] + [50, 100, 300]

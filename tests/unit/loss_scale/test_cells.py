@@ -79,7 +79,7 @@ def test_dynamic_scale_follows_the_reference(scale, factor, window, hysteresis, 
     st.sampled_from([1.5, 3.0, 2.0, 1.001]), st.integers(1, 4), st.lists(st.booleans(), max_size=40)
 )
 def test_dynamic_scale_agrees_with_torch(factor, window, overflows):
-    """Above its floor the scale is torch's ``_amp_update_scale_``, up to rounding.
+    """Above its floor the scale agrees with torch's ``_amp_update_scale_`` up to rounding.
 
     The tolerance of 5e-6 covers 40 products, each rounded by 6e-8 (half a float32 ulp) by torch
     and by the cell.

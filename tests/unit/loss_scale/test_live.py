@@ -94,7 +94,7 @@ BAD_NUMBERS = [0.0, -1.0, math.nan, math.inf, -math.inf, 1e39, 10**400]
 
 @pytest.mark.parametrize("number", BAD_NUMBERS, ids=lambda number: f"{str(number)[:5]}")
 def test_a_number_that_is_no_scale_is_a_value_error(number):
-    """A number that is not > 0 and finite in float32 is a ValueError."""
+    """A number must be > 0 and finite in float32; any other number raises a ValueError."""
     with pytest.raises(ValueError, match="`scale_sense` must be > 0 and finite in float32"):
         LossScale(number, CPU)
 

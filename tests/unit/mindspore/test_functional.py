@@ -29,7 +29,7 @@ def test_the_notebook_prints_what_the_guide_shows():
 
 
 def test_weights_are_those_of_autograd():
-    """Value and gradients of a network are bitwise those of autograd."""
+    """Value and gradients of a network are bitwise equal to those of autograd."""
     model, x = layers(), inputs(5, 3)
 
     value, gradients = value_and_grad(model, None, model.parameters())(x)
@@ -164,7 +164,7 @@ def test_frozen_weights_are_refused():
 
 
 def test_grad_operation_of_all_inputs():
-    """With `get_all`, each tensor input has a gradient (zeros for integers); others have none."""
+    """With `get_all`, only tensor inputs have gradients; gradients of integers are zeros."""
 
     def fn(x: Tensor, labels: Tensor, name: str, y: Tensor) -> Tensor:
         return (x[0, labels] * y).sum()

@@ -97,7 +97,7 @@ def test_a_scaled_loss_is_differentiable_after_an_adjustment():
     ids=["number", "text", "integers"],
 )
 def test_what_cannot_be_scaled(inputs, message, method):
-    """Scaling a number, a string or an integer tensor raises an error that names it."""
+    """Scaling a number, a string or an integer tensor raises an error that describes the value."""
     with pytest.raises(TypeError, match=re.escape(message)):
         getattr(StaticLossScaler(8.0), method)(inputs)
 

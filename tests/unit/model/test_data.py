@@ -17,7 +17,11 @@ def batches(dataset, **settings) -> Batches:
 
 
 def test_columns_become_arguments():
-    """Tuples and lists become positional arguments, mappings keywords, other data one argument."""
+    """Each batch becomes arguments of a network.
+
+    Tuples and lists become positional arguments, mappings become keywords, and other data become
+    one argument.
+    """
     x, y = torch.ones(1), torch.zeros(1)
     calls = list(batches([(x, y), [x, y], {"data": x, "label": y}, x]).epoch())
 

@@ -55,7 +55,7 @@ def test_an_evaluation_can_be_repeated():
 
 
 def test_a_callback_stops_an_evaluation_and_gets_facts():
-    """A stop ends the evaluation after that batch; callbacks get the caller's parameters."""
+    """A stop ends the evaluation after the current batch; callbacks get the caller's parameters."""
 
     class Stops(Callback):
         def on_eval_step_end(self, run_context):

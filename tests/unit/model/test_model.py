@@ -65,7 +65,7 @@ def test_a_training_is_torchs_own_loop(manager):
 
 
 def test_a_fixed_scale_leaves_the_optimizer_as_it_was():
-    """After a training with a fixed scale, the optimizer no longer divides gradients by it."""
+    """After training with a fixed scale, the optimizer no longer divides gradients by the scale."""
     network = classifier()
     optimizer = sgd(network, momentum=0.0)
     manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
@@ -94,7 +94,7 @@ def with_a_nan() -> list:
     ],
 )
 def test_what_is_dropped_is_what_the_manager_says(manager, drops):
-    """The manager decides whether a NaN is skipped; without a manager it reaches the weights."""
+    """The manager decides whether a NaN is skipped; without a manager weights become NaN."""
     network, _, _ = trained(1, with_a_nan(), loss_scale_manager=manager)
     finite = all(torch.isfinite(weight).all() for weight in network.parameters())
 
@@ -221,7 +221,7 @@ def test_a_network_that_returns_its_loss_takes_named_columns():
 
 
 def test_modes_are_train_then_eval_then_as_before():
-    """Training uses train mode and evaluation eval mode, after which train mode is back."""
+    """`fit` trains in train mode, evaluates in eval mode, and then sets train mode again."""
     network = nn.Sequential(classifier(), nn.Dropout(0.5))
     network.eval()
     modes = []
@@ -299,7 +299,7 @@ def test_an_eval_network_is_called_as_it_is():
 
 
 def test_a_hugging_face_model_evaluates_itself():
-    """The metric ``loss`` uses the loss of a transformers model; without labels it is an error."""
+    """The metric ``loss`` uses the loss of a transformers model; missing labels raise an error."""
     network = tiny_gpt2(0.0, 0)
     rows = [padded([Rows()[i] for i in part]) for part in ((0, 1), (2, 3, 4))]
     model = Model(network, metrics={"loss"}, eval_network=network)
@@ -426,7 +426,7 @@ def test_bad_models_are_refused_by_name(make, error, match):
 
 
 def test_an_accelerator_with_a_precision_is_refused():
-    """An Accelerator with mixed precision is refused: it would add to that of `amp_level`."""
+    """An Accelerator with mixed precision raises: only `amp_level` may set the precision."""
     Accelerator(cpu=True, mixed_precision="bf16")
 
     with pytest.raises(ValueError, match="`Model` needs an Accelerator without mixed precision"):

@@ -1,4 +1,4 @@
-"""A run folder holds one run: another run's checkpoints are refused, its records are removed."""
+"""A run folder holds one run: older checkpoints raise an error, older records are removed."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
 def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
     """A checkpoint counts even if a process was killed while the checkpoint was being replaced.
 
-    It may then be in ``checkpoint.partial/replaced``.
+    The checkpoint may then be in ``checkpoint.partial/replaced``.
     """
     (tmp_path / place).mkdir(parents=True)
 

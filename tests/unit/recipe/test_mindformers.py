@@ -260,7 +260,7 @@ def test_whole_files_become_valid_recipes(file):
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 def test_models_of_other_names():
-    """Sizes are converted to the names of each model's configuration."""
+    """Sizes of a model get transformers' names, and an unknown model type is an error."""
     gpt2 = next(file for file in WHOLE if file.stem == "pretrain_gpt2")
     result = import_mindformers(gpt2.read_text(), "gpt2.yaml")
     config = parse_recipe(result.text, "g", ["training.use_cpu=true"]).model.config
@@ -283,7 +283,7 @@ def test_the_embedding_threshold_becomes_a_norm():
 
 @pytest.mark.filterwarnings("ignore::mfwrap.recipe.RecipeWarning")
 def test_a_monitor_that_shows_local_norms_gets_them():
-    """A monitor that shows local norms turns them on, like MindFormers' dump."""
+    """A monitor that shows local norms sets `local_norm`, even over ``False`` in the file."""
     monitor = "monitor_config: {monitor_on: True, local_norm_format: log}\n"
     off = monitor.replace("True", "False")
     recipes = [

@@ -12,7 +12,7 @@ EVERY_EPOCH = {"eval_strategy": "epoch"}
 
 
 def every(steps):
-    """Return the evaluation keys for an interval in steps; below 1, it is a share of the run."""
+    """Return the evaluation keys for an interval in steps; below 1 it is a share of the run."""
     return {"eval_strategy": "steps", "eval_steps": steps}
 
 
@@ -72,7 +72,7 @@ def test_a_changed_interval_is_noted(intervals, training, note):
 
 
 def test_a_share_of_the_run_ends_with_an_epoch():
-    """The Trainer rounds a share of the steps up, and the result is exactly the end of an epoch."""
+    """After the Trainer's rounding, the interval is exactly a whole number of epochs."""
     for length in range(2, 60):
         for epochs in range(2, length):
             part = evaluation(-1, epochs, {"num_train_epochs": length})[0]["eval_steps"]
@@ -81,7 +81,7 @@ def test_a_share_of_the_run_ends_with_an_epoch():
 
 
 def test_a_limit_of_steps_has_no_epochs():
-    """A run with a limit of steps evaluates every epoch: its number of epochs is unknown."""
+    """With a limit of steps the number of epochs is unknown, so every epoch is evaluated."""
     keys, notes = evaluation(-1, 2, {"num_train_epochs": 4, "max_steps": 10})
 
     assert keys == EVERY_EPOCH

@@ -142,6 +142,6 @@ def test_reading_leaves_the_text_alone():
 
 
 def test_a_misspelt_section_is_named():
-    """A misspelled section is reported, not only the missing one."""
+    """The error for a misspelled section names that section and suggests the right name."""
     with pytest.raises(RecipeError, match=r"datas: unknown section; did you mean 'data'"):
         parse_recipe(recipe_text().replace("\ndata:", "\ndatas:"), "r")

@@ -142,7 +142,7 @@ def test_the_average_is_evaluated_and_saved(tmp_path):
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
-    """A resumed run has bitwise the weights of an uninterrupted one, and one record per step."""
+    """A resumed run has the weights of an uninterrupted run, bitwise, and one record per step."""
     saving = {"save_strategy": "steps", "save_steps": 3}
     run(tmp_path / "whole", training=saving, ema={"decay": 0.9})
     run(tmp_path / "halves", training=saving, ema={"decay": 0.9})
@@ -182,7 +182,7 @@ def test_loss_scale_and_norms_are_recorded(tmp_path):
     [("log", set()), ("jsonl", {"training_state.jsonl"}), ("tensorboard", {"tensorboard"})],
 )
 def test_formats_of_the_monitor_are_what_a_run_writes(tmp_path, shown, adds):
-    """The monitor writes records and curves only if a format asks for them."""
+    """The monitor writes records and curves only if their format is set."""
     run(tmp_path, monitor_config={"monitor_on": True, "device_local_norm_format": shown})
     found = {path.name for path in tmp_path.iterdir()}
 
@@ -205,7 +205,7 @@ def test_per_token_loss_needs_support_by_the_model(tmp_path):
 
 @pytest.mark.parametrize("per_token", [None, True, False])
 def test_per_token_loss(tmp_path, per_token):
-    """``False`` takes the mean over micro-batches; the default and ``True`` count targets."""
+    """``calculate_per_token_loss`` is on by default, and off only if it is ``False``."""
     (tmp_path / "t.txt").write_text("ab\nabcdefghij klmnop\n" * 4)
     text = recipe_text(
         task="causal_lm",

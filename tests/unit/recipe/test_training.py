@@ -25,7 +25,7 @@ from support.recipe_texts import message, parsed, recipe_text
     ],
 )
 def test_clipping(wrapper, training, limit):
-    """With a section ``runner_wrapper``, clipping is off by default; without, the Trainer clips."""
+    """Clipping is on by default, but off by default with a section ``runner_wrapper``."""
     sections = {} if wrapper is None else {"runner_wrapper": wrapper}
 
     assert parsed(training=training, **sections).arguments.max_grad_norm == limit
@@ -65,7 +65,7 @@ def test_two_learning_rates():
 
 
 def test_two_learning_rates_are_named_where_they_stand():
-    """A rate in `optimizer` that contradicts the schedule is named with its own line."""
+    """The error for a rate that contradicts the schedule names the line of that rate."""
     text = recipe_text(
         lr_schedule={"type": "LinearWithWarmUpLR", "learning_rate": 1, "warmup_steps": 1},
         optimizer={"type": "AdamW", "learning_rate": 0.5},

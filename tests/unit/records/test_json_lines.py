@@ -96,7 +96,7 @@ def test_a_killed_process_leaves_its_lines(tmp_path):
 
 
 def test_each_rank_has_a_file_of_its_own():
-    """The main process's file has the plain name; other ranks add their number."""
+    """The main process's file has the plain name; names of other files contain the rank."""
     folder = Path("run")
 
     assert rank_file(folder, "anomalies", 0) == folder / "anomalies.jsonl"

@@ -51,7 +51,7 @@ def test_smoothing_leaves_a_straight_line(slope, length):
 
 
 def test_smoothing_averages_finite_values():
-    """Smoothing takes the mean of the finite values nearby; without any, the gap stays."""
+    """Smoothing takes the mean of the nearby finite values; if there are none, the gap stays."""
     values = list(np.random.default_rng(0).normal(size=400))
     values[100] = math.inf
     expected = [

@@ -85,7 +85,7 @@ def test_a_cool_down_falls_over_what_is_left():
 
 @given(st.integers(1, 12))
 def test_annealing_is_torch(period):
-    """The cosine without a warm-up agrees with torch's."""
+    """The cosine without a warm-up agrees with torch's schedule."""
     ours = CosineAnnealingLR(optimizer(0.3), t_max=period, eta_min=0.01)
     other = torch_schedules.CosineAnnealingLR(optimizer(0.3), period, eta_min=0.01)
     assert_follows(ours, other, 40)
@@ -93,7 +93,7 @@ def test_annealing_is_torch(period):
 
 @given(st.integers(1, 12), st.integers(1, 3))
 def test_warm_restarts_are_torch(period, factor):
-    """The cosine with restarts and without a warm-up agrees with torch's."""
+    """The cosine with restarts and without a warm-up agrees with torch's schedule."""
     ours = CosineAnnealingWarmRestarts(optimizer(0.3), t_0=period, t_mult=factor, eta_min=0.01)
     other = torch_schedules.CosineAnnealingWarmRestarts(optimizer(0.3), period, factor, 0.01)
     assert_follows(ours, other, 60)

@@ -1,4 +1,4 @@
-"""Applied updates are distinguished from skipped ones without a host read."""
+"""Applied updates are distinguished from skipped updates without a host read."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def pair(make):
 
 
 def test_an_optimizer_without_scaler():
-    """Without a gradient scaler every update counts as applied, even one of a NaN gradient."""
+    """Without a gradient scaler every update counts as applied, even with a NaN gradient."""
     network, optimizer = pair(OPTIMIZERS["sgd"])
     updates = AppliedUpdates(optimizer)
     for value in (1.0, torch.nan):
@@ -110,14 +110,14 @@ def test_a_stock_trainer_in_fp16_reads_no_more(tmp_path, optim):
 
 
 class Counting(TrainerCallback):
-    """Count host reads from the end of each step to the end of the next."""
+    """Count host reads from the end of one step to the end of the next step."""
 
     def __init__(self) -> None:
         self.names = {}
         self._reads = None
 
     def on_step_end(self, _args, state, _control, **_) -> None:
-        """End a count and begin another."""
+        """End the current count and begin a new count."""
         if self._reads is not None:
             self._reads.__exit__(None, None, None)
             self.names[state.global_step - 1] = self._reads.names

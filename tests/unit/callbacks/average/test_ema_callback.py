@@ -1,4 +1,4 @@
-"""Both Trainers evaluate averaged weights, choose the best checkpoint by them and export them."""
+"""Both Trainers evaluate and export averages, whose metric selects the best checkpoint."""
 
 import functools
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_export(runs, kind, epochs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_best_model(runs, kind):
-    """The averages with the best metric decide the best checkpoint and are loaded at the end."""
+    """The metric of the averages selects the best checkpoint, and its averages are loaded."""
     trainer, follower, _ = runs(kind)
     losses = evaluations(trainer)
     best = max(losses, key=losses.get)

@@ -76,7 +76,7 @@ def test_they_are_part_of_the_checkpoint(tmp_path, kind):
     listed = []
 
     class Looking(TrainerCallback):
-        """Note the averages' files of each checkpoint before the tested callback's ``on_save``."""
+        """Record the listed files of averages before the tested callback's ``on_save``."""
 
         def on_save(self, _args, state, _control, **_) -> None:
             folder = tmp_path / f"checkpoint-{state.global_step}"
@@ -261,7 +261,7 @@ def test_a_trial_that_is_resumed(tmp_path):
 
 
 def test_the_newest_trial_is_what_was_just_saved(tmp_path):
-    """If several trials have the same step and log, the newest is the one just saved."""
+    """If several trials have the same step and log, the newest trial is the one just saved."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     state = TrainerState(global_step=2, is_hyper_param_search=True)
     assert saved_checkpoint(arguments, state) is None

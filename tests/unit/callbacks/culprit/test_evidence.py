@@ -91,7 +91,7 @@ def test_without_any_usual_norm_every_scale_explains_an_overflow():
     ids=["loss", "weight"],
 )
 def test_a_fault_that_no_scale_explains(fields):
-    """No scale explains an overflow if any rank has a non-finite loss or a risen weight."""
+    """No scale explains an overflow if any rank has a non-finite loss or a grown weight."""
     ranks = [evidence(), evidence(rank=1, **fields)]
 
     assert not is_explained_by_scale(ranks, 2.0**40, None, FLOAT16)

@@ -1,4 +1,4 @@
-"""Usual norms and rises above them, compared with arithmetic in float64."""
+"""Usual norms and the rises above them agree with arithmetic in float64."""
 
 import json
 import math
@@ -113,7 +113,7 @@ def test_a_restored_history_judges_alike(values):
 
 
 def test_a_spike_does_not_become_usual():
-    """One norm of a million raises the usual norm by less than 3 percent."""
+    """A single norm of 1e6 raises a usual norm of 1 by less than 3 percent."""
     history = GlobalNormHistory(10.0)
     for _ in range(100):
         history.add(1.0)

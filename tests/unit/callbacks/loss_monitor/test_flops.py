@@ -221,5 +221,5 @@ def test_a_count_that_broke_off(event):
     ],
 )
 def test_peak_rates(name, rate):
-    """A device gets the rate of its own name, not that of a similar one."""
+    """A device gets the rate of its exact name, not the rate of a similar name."""
     assert peak_tflops(name) == rate

@@ -119,7 +119,7 @@ def test_samples_of_a_stock_trainer(tmp_path, caplog):
 
 
 def test_resumed_stock_trainer(tmp_path, caplog):
-    """A resumed run continues at its step, and continues the mean if callbacks are restored."""
+    """With restored callbacks, a resumed run continues the step count and the mean."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     first = trainer(tmp_path, MFLossMonitor(), **settings)
     first.train()

@@ -1,4 +1,4 @@
-"""The loss monitor on several ranks: who prints, which mean, and which messages are sent."""
+"""The loss monitor on several ranks: printed records, means over ranks, and messages."""
 
 import re
 

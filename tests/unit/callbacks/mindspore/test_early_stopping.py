@@ -44,7 +44,7 @@ def test_epochs(values, settings, epochs):
     patience=st.integers(0, 3),
 )
 def test_it_ends_after_patience_epochs_without_a_new_best(values, patience):
-    """Training ends `patience` epochs, but at least one, after the best value so far."""
+    """Training ends ``max(patience, 1)`` epochs after the first epoch with the best value."""
     expected = len(values)
     for epoch in range(1, len(values) + 1):
         since_best = epoch - 1 - min(range(epoch), key=lambda i: (values[i], i))
@@ -92,7 +92,7 @@ def test_the_loss_of_the_last_step_needs_no_evaluation():
 
 
 def test_an_unknown_value_does_not_count(caplog):
-    """An epoch without the value does not count, and a warning names the value."""
+    """An epoch without the monitored value does not count, and a warning names the value."""
     with caplog.at_level("WARNING", logger="mfwrap"):
         fit_with_values([1.0, 1.0], [EarlyStopping("F1")], name="mse")
 

@@ -48,7 +48,10 @@ def whole_model():
 
 
 def test_a_training_goes_on_from_a_checkpoint(tmp_path):
-    """A resumed training ends with the weights, loss scale and average of an uninterrupted one."""
+    """A resumed training ends with the state of an uninterrupted training.
+
+    The state covers weights, loss scale and average.
+    """
     data = batches(8)
     whole, whole_cell, network, *_ = whole_model()
     whole.train(1, data)

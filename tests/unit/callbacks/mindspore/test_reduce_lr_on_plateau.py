@@ -30,7 +30,7 @@ def rates_of(values, optimizer=None, network=None, **settings):
     mode=st.sampled_from(["min", "max"]),
 )
 def test_rates_are_those_of_torch(values, patience, cooldown, mode):
-    """Rates equal those of torch with patience and cooldown one epoch shorter."""
+    """Rates equal torch's if torch's patience and cooldown are one epoch shorter."""
     (weight,) = [torch.nn.Parameter(torch.zeros(1))]
     reference = torch.optim.SGD([weight], lr=1.0)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(

@@ -195,7 +195,7 @@ def test_time_between_steps_is_left_out():
 
 
 def test_a_step_that_began_unseen_has_no_time():
-    """Without a restart the first step has no time; the second step has one."""
+    """Without a restart the first step has no time, but the second step has a time."""
     clock = clock_of(50.0, 52.0)
     clock.end_step()
     assert (clock.end_lap(), clock.typical_seconds) == (0.0, 0.0)

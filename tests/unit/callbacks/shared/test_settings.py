@@ -45,7 +45,7 @@ def test_arguments_become_settings():
     ("positional", "keywords"), [((), {"sizes": 1}), ((1, True), {}), ((1,), {"size": 1})]
 )
 def test_wrong_arguments(positional, keywords):
-    """Unknown keywords, too many positional arguments and repeated ones raise TypeError."""
+    """Unknown keywords, too many arguments, and an argument given twice raise a TypeError."""
     with pytest.raises(TypeError):
         Owner(*positional, **keywords)
 
@@ -80,7 +80,7 @@ def test_saved_settings_build_the_same_settings():
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])
 def test_a_flag_must_be_a_bool(value):
-    """A flag of another type raises an error that names the flag, even 0 and 1."""
+    """A flag that is not a bool, even 0 or 1, raises an error that names the flag."""
     check_bools(Settings(is_on=True))
     with pytest.raises(TypeError, match="`is_on` must be a bool, got"):
         check_bools(Settings(is_on=value))

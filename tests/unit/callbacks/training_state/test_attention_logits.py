@@ -38,7 +38,7 @@ def plain_logits(query, key, mask, scale, *, is_causal) -> torch.Tensor:
     seed=st.integers(0, 99),
 )
 def test_against_every_product(sizes, kind, seed):
-    """The largest logits are right for any mask and any number of key heads, also in pieces."""
+    """The largest logits are right for any mask and key heads, also if computed in pieces."""
     torch.manual_seed(seed)
     batch, key_heads, length, keys, width = sizes
     query = torch.randn(batch, 2 * key_heads, length, width)
@@ -75,7 +75,7 @@ class Attending(nn.Module):
 
 
 def test_one_head_and_no_batch():
-    """A query of two dimensions is one head; forwards after the end of the watch are ignored."""
+    """A query of two dimensions is one head; forward passes after the watch are ignored."""
     torch.manual_seed(0)
     network, inputs = Attending(), torch.randn(5, 4)
     watch = AttentionLogits(network)
@@ -137,7 +137,7 @@ def test_a_network_of_transformers():
 
 
 def test_an_error_within_leaves_nothing_behind():
-    """After a forward that raised, the next forward is watched as usual."""
+    """After a forward pass that raises, the next forward pass is watched as usual."""
     model = llama("sdpa").train()
     tokens = torch.randint(32, (1, 7))
     watch = AttentionLogits(model)

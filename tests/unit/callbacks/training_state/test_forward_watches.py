@@ -1,4 +1,4 @@
-"""Attention and experts are watched in forward passes, or a warning says why they cannot be."""
+"""Attention and experts are watched in forward passes, or a warning gives the reason."""
 
 import pytest
 import torch

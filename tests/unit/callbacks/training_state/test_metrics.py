@@ -1,4 +1,4 @@
-"""The metrics of a step, against sums in float64."""
+"""The metrics of a step agree with sums in float64."""
 
 import math
 

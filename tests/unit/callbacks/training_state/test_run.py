@@ -55,7 +55,7 @@ def test_values_are_written_a_step_later(tmp_path):
 
 
 def test_throughput_is_relative_to_the_baseline(tmp_path):
-    """Four samples in two seconds are a quarter of a baseline of eight per second."""
+    """At 2 samples per second and a baseline of 8, the throughput linearity is 0.25."""
     clock = Clock()
     run = new_run(local_loss_format="jsonl", folder=tmp_path, throughput_baseline=8.0, clock=clock)
     run.clock.restart()
@@ -69,7 +69,7 @@ def test_throughput_is_relative_to_the_baseline(tmp_path):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_an_overflow_is_recorded_once_a_bad_loss_by_its_rank(is_main, tmp_path):
-    """The main process writes an overflow, which all ranks see; each rank writes its bad loss."""
+    """Only the main process records an overflow; each rank records its own non-finite loss."""
     run = new_run(folder=tmp_path, is_main=is_main)
     end_step(run, 1, output(overflow=True, norm=math.inf))
     end_step(run, 2, output(math.nan))

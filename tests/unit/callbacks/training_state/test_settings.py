@@ -30,7 +30,7 @@ DEFAULTS = {
 
 
 def test_defaults_are_those_of_mindformers():
-    """Defaults are MindFormers': no metric, and all parameters selected."""
+    """Defaults equal those of MindFormers: no metric is shown, all parameters are selected."""
     settings = TrainingStateMonitor()._settings
 
     assert {name: getattr(settings, name) for name in DEFAULTS} == DEFAULTS

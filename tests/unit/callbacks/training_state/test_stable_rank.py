@@ -31,7 +31,7 @@ def test_against_singular_values(shape, decay, seed):
 
 
 def test_five_iterations_come_near():
-    """For random weights, five iterations come within a fifth of the largest eigenvalue."""
+    """Five iterations find the largest eigenvalue of a random weight to within 20 percent."""
     torch.manual_seed(0)
     weight = torch.randn(64, 48)
     found = spectrum(weight, 5)
@@ -63,7 +63,7 @@ def test_experts_and_types():
     ],
 )
 def test_tags(mode, ends):
-    """Tags agree with MindFormers'; vectors and weights outside of `target` have none."""
+    """Tags agree with MindFormers; vectors and weights outside of `target` have no tag."""
     weights = {
         "experts.up": torch.stack([torch.eye(3), torch.diag(torch.tensor([2.0, 0, 0]))]),
         "linear.weight": torch.eye(4) * 3,
@@ -97,7 +97,7 @@ def mesh(tmp_path):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_sharded_weight(whole, mesh):
-    """A sharded weight is accepted, gathered or not; on one rank both are the same."""
+    """On one rank, a sharded weight has the same result with and without `do_aggregation`."""
     weight = distribute_tensor(torch.diag(torch.tensor([2.0, 1.0, 0.0])), mesh, [Shard(0)])
     settings = StableRankSettings(format=("log",), do_aggregation=whole, power_iteration_num=20)
     _, (rank, eigenvalue) = tagged_spectra({"w": weight}, settings)

@@ -148,7 +148,7 @@ def test_a_wrong_value_is_named(tmp_path, task, good, bad, says):
 
 
 def test_the_name_is_that_of_the_data(tmp_path):
-    """If ``columns`` renames a column, the error has its name in the file, also if held out."""
+    """The error has a renamed column's name in the file, and says that the row is held out."""
     good = {"review": "a"}
     rows, columns = [good] * 3, {"columns": {"text": "review"}}
     message = refusal_of(tmp_path, "causal_lm", rows, [good, {"review": None}], **columns)

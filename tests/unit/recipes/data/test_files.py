@@ -1,4 +1,4 @@
-"""Files and saved data sets are read as rows, and the error for a bad line names it."""
+"""Files and saved data sets are read as rows, and the error for a bad line names the line."""
 
 from pathlib import Path
 

@@ -70,7 +70,7 @@ def test_trl_packs(json_lines):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_causal_lm_packs(json_lines, packing):
-    """With ``data.packing`` the concatenated texts are cut into pieces, otherwise each text."""
+    """With ``data.packing`` texts are joined and cut; otherwise each text is cut separately."""
     texts = ["a" * 20, "b" * 50, "c" * 7, "d" * 33]
     section = json_lines([{"text": text} for text in texts]) | {
         "eval_fraction": 0,
