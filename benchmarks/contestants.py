@@ -97,7 +97,7 @@ class Torch(Contestant):
         self._scaler = torch.amp.GradScaler(
             self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6
         )
-        # The scaler creates its scale in the first call of `scale`, and `unscale_` needs it.
+        # Call `scale` once, because the first call creates the scale, which `unscale_` needs.
         self._scaler.scale(torch.zeros((), device=self.device))
         self._average = self.make_average()
         self.norms: list[float] = []

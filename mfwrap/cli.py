@@ -318,7 +318,8 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
 def _leave_process_group() -> None:
     from accelerate import PartialState  # noqa: PLC0415  (slow)
 
-    # Free the network first: if it outlives its process group, the processes may not end.
+    # Free the network first: if the network outlives the process group, the processes may hang at
+    # exit.
     gc.collect()
     PartialState().destroy_process_group()
 

@@ -143,6 +143,6 @@ def _scalar(value: Any, device: torch.device) -> Tensor | None:
         return value.detach().reshape(()) if value.numel() == 1 else None
     if isinstance(value, (bool, int, float)):
         kind = torch.bool if isinstance(value, bool) else torch.float32
-        # Filled on the device: a copy from the host would synchronize with it.
+        # Fill on the device, because a copy from the host would synchronize with the device.
         return torch.full((), value, dtype=kind, device=device)
     return None

@@ -173,7 +173,7 @@ def _templates(cell: MFTrainOneStepCell, stored: Mapping[str, Any]) -> dict[str,
         if found.size == parameter.shape and not rest.endswith("/step"):
             templates[full_name] = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
-            # On the CPU: `Optimizer.load_state_dict` moves it to the device that it needs.
+            # Allocate on the CPU. `Optimizer.load_state_dict` moves each tensor to its device.
             templates[full_name] = torch.zeros(found.size, dtype=dtype)
     return templates
 
@@ -242,7 +242,7 @@ def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None
     if missing or unknown:
         msg = (
             "the checkpoint's names differ from the cell's: the checkpoint lacks "
-            f"{missing} and has unknown {unknown}"
+            f"{missing} and has the unknown names {unknown}"
         )
         raise KeyError(msg)
     for name, tensor in tensors.items():

@@ -81,8 +81,8 @@ class RankTermination:
 
 
 def _last_step_of_all_ranks() -> "LastStep":
-    # Clone the store to get a connection of its own. On a shared one, a request that waits for an
-    # answer would block all other requests of this process.
+    # Clone the store to get a separate connection. On a shared connection, a request that waits for
+    # an answer would block all other requests of this process.
     store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
     names = f"mfwrap/termination/{next(_trainings)}/"
     return LastStep(store.clone(), names, this_rank(), num_ranks())

@@ -86,8 +86,8 @@ class Training:
         self.updates_per_epoch = math.ceil(
             len(training) / num_processes / arguments.gradient_accumulation_steps
         )
-        # accelerate steps a schedule once per process at each update, so multiply its lengths by
-        # the number of processes.
+        # At each update accelerate steps the schedule once per process, so multiply both lengths of
+        # the schedule by the number of processes.
         schedule = get_linear_schedule_with_warmup(
             optimizer,
             arguments.warmup_steps * num_processes,
@@ -174,7 +174,7 @@ def evaluate_both(run: Training) -> tuple[float, float]:
 
 def main() -> None:
     """Train, evaluate after each epoch, and save the model."""
-    # HfArgumentParser declares its argument with a type of its own, which no dataclass has.
+    # mypy rejects any dataclass here: HfArgumentParser declares its argument as a `NewType`.
     parser = HfArgumentParser(LoopArguments)  # type: ignore[arg-type]  # (see above)
     (arguments,) = parser.parse_args_into_dataclasses()
     run = Training(arguments)

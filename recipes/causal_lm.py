@@ -293,7 +293,7 @@ def save(
 
 def main() -> None:
     """Read the settings, train, evaluate raw and averaged weights, and write the run folder."""
-    # HfArgumentParser declares its argument with a type of its own, which no dataclass has.
+    # mypy rejects any dataclass here: HfArgumentParser declares its argument as a `NewType`.
     parser = HfArgumentParser(RecipeArguments)  # type: ignore[arg-type]  # (see above)
     (arguments,) = parser.parse_args_into_dataclasses()
     set_seed(arguments.seed)

@@ -117,7 +117,7 @@ def create_dataset(
 
 def main() -> None:
     """Train, save checkpoints, and print the accuracy on held-out digits."""
-    # HfArgumentParser declares its argument with a type of its own, which no dataclass has.
+    # mypy rejects any dataclass here: HfArgumentParser declares its argument as a `NewType`.
     parser = HfArgumentParser(LeNetArguments)  # type: ignore[arg-type]  # (see above)
     (config,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(config.seed)

@@ -135,7 +135,8 @@ class Anomaly:
             findings.append("found by a replay with later weights")
         norm_is_finite = self.global_norm is not None and math.isfinite(self.global_norm)
         if self.kind == "loss_not_finite" and norm_is_finite:
-            # Finite gradients are applied. A replay would need the weights from before the update.
+            # With finite gradients the update is usually applied, which changes the weights. A
+            # replay would need the weights from before the update.
             findings.append("all gradients are finite, a replay is not possible after the update")
         return findings
 

@@ -252,8 +252,8 @@ class CulpritFinder:
     def _layer_of(self, name: str) -> str:
         """Return the layer of a parameter, a module or a group of gradients."""
         if self._network is None:
-            # The loop does not pass its network. Assume that the name is that of a parameter: by
-            # default each group of gradients is one parameter.
+            # The loop does not pass its network. Assume that `name` is the name of a parameter: by
+            # default each group of gradients has only one parameter.
             return layer_of(name)
         named = unwrapped_network(self._network).named_parameters(remove_duplicate=False)
         is_parameter = any(name == plain_name(parameter) for parameter, _ in named)

@@ -158,7 +158,8 @@ class WeightWatch:
         """Record the norms of all weights, without host-device synchronization."""
         weights = trainable(self._network)
         self._before = {}
-        # The norm of a sharded weight needs a collective, and perhaps not every rank calls this.
+        # Skip sharded weights: their norms need a collective, but perhaps not every rank calls
+        # this method.
         if weights and not any(map(is_distributed, weights.values())):
             norms = tensor_norms(list(weights.values())).unbind()
             sizes = [weight.numel() for weight in weights.values()]

@@ -230,7 +230,7 @@ def _is_bad(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return False
     detached = tensor.detach()
-    # A tensor that needs no gradient may be an attention mask, in which -inf is legitimate.
+    # Accept -inf in a tensor that does not require a gradient: it may be an attention mask.
     bad = ~detached.isfinite() if tensor.requires_grad else _nan_or_inf(detached)
     return bool(bad.any())
 

@@ -93,7 +93,7 @@ class StepFlops:
 
 def _is_compiled(network: nn.Module) -> bool:
     return any(
-        name.rpartition(".")[2] == "_orig_mod"  # of `torch.compile(module)`
+        name.rpartition(".")[2] == "_orig_mod"  # set by `torch.compile(module)`
         or module._compiled_call_impl is not None  # noqa: SLF001  (of `module.compile()`; torch has no public name for it)
         for name, module in network.named_modules()
     )

@@ -143,8 +143,8 @@ class ModelCheckpoint(Callback):
         if self._config.format == "safetensors":
             save_model(network, str(path))
             return
-        # Do this first: `_state_of` flushes the cell. That updates the schedule, and so the
-        # learning rates in the optimizer's state below.
+        # Call `_state_of` first: it flushes the cell. The flush steps the schedule, which changes
+        # the learning rates in the optimizer's state below.
         state = _state_of(parameters)
         state |= {
             "network": network.state_dict(),
@@ -162,7 +162,8 @@ class ModelCheckpoint(Callback):
         if self._config.keep_checkpoint_max:
             old = self._saved[: -self._config.keep_checkpoint_max]
         elif self._config.keep_checkpoint_per_n_minutes:
-            # Delete the second newest checkpoint if the third newest is less than a span older.
+            # Delete the second newest checkpoint if it is less than `span` seconds newer than the
+            # third newest.
             span = self._config.keep_checkpoint_per_n_minutes * 60
             last = self._saved[-3:]
             old = [last[1]] if len(last) == 3 and last[1].seconds - last[0].seconds < span else []

@@ -45,8 +45,8 @@ def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
     Raises:
         TypeError: If the metric is not a single number.
     """
-    # Test for `metrics`, which exists only if this epoch was evaluated. `eval_results` may be that
-    # of an earlier epoch.
+    # Test for `metrics`, which exists only if this epoch was evaluated. `eval_results` may come
+    # from an earlier epoch.
     if "metrics" in parameters:
         metrics = {**parameters.get("eval_results", {}), **parameters.metrics}
         for name in (monitor, f"eval_{monitor}"):

@@ -32,8 +32,8 @@ def run_logger(name: str) -> logging.Logger:
 def _standard_output() -> logging.Handler:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(_FORMAT))
-    # Records also propagate to the root logger. If that has handlers, they print each record, and
-    # this handler must not print it again.
+    # Records also propagate to the root logger. If the root logger has handlers, they print each
+    # record, so this handler must not print the record a second time.
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     return handler
 

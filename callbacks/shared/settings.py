@@ -39,7 +39,7 @@ def takes_settings(
         signature = inspect.signature(make_settings)
         of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         signature = signature.replace(parameters=[of_self, *signature.parameters.values()])
-        # `inspect.signature` and `help` look here first.
+        # `inspect.signature` and `help` show `__signature__` if a function has it.
         init_from_arguments.__signature__ = signature  # type: ignore[attr-defined]  # (functions have no such attribute for mypy)
         return init_from_arguments
 

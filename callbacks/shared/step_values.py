@@ -92,7 +92,8 @@ def pack(
     }
     known = {name: value for name, value in values.items() if value is not None}
     device = next(iter(known.values())).device
-    # `stack` copies: the caller may overwrite its tensors before the values are read.
+    # `stack` makes a copy. The copy is needed because the caller may overwrite its tensors before
+    # the values are read.
     tensor = torch.stack(
         [value.detach().float().mean().to(device, non_blocking=True) for value in known.values()]
     )

@@ -135,7 +135,7 @@ class AttentionLogits:
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             if self._mode is None:
                 return
-            # Also remove names of inner modules: a module that raised an error has left its name.
+            # Also remove names of inner modules for which torch did not call this hook.
             while self._path and self._path.pop() != name:
                 pass
             if module is self._network:

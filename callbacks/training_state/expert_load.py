@@ -90,8 +90,8 @@ class ExpertLoad:
             if chosen.is_floating_point() or chosen.dtype == torch.bool:
                 return
             num_experts = int(module.num_experts)  # type: ignore[arg-type]  # (`_choice_of` has checked that it is an int)
-            # The index `num_experts` stands for any expert on another rank: give these tokens an
-            # extra count, and drop it.
+            # The index `num_experts` means an expert on another rank. Count these tokens in an
+            # extra element, which is cut off below.
             counts = torch.zeros(num_experts + 1, dtype=torch.float64, device=chosen.device)
             flat = chosen.detach().reshape(-1).long()
             ones = torch.ones((), dtype=torch.float64, device=chosen.device).expand(flat.shape)

@@ -368,7 +368,7 @@ def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -
     """Return the largest number that a gradient can hold; assume float16 if it may be in use."""
     if model is None or (args is not None and args.fp16):
         return _LARGEST_FLOAT16
-    # accelerate has wrapped the forward in autocast, whose dtype is unknown here.
+    # If accelerate has wrapped the forward in autocast, the autocast's dtype is unknown here.
     may_be_float16 = hasattr(model, "_original_forward") and not (args is not None and args.bf16)
     if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
         return _LARGEST_FLOAT16

@@ -221,7 +221,7 @@ def stable_rank_settings(
     known = [each.name for each in fields(StableRankSettings)]
     unknown = [key for key in value if key not in known]
     if unknown:
-        msg = f"`stable_rank_config` must have keys of {known}, got {unknown}"
+        msg = f"`stable_rank_config` must have keys among {known}, got {unknown}"
         raise ValueError(msg)
     settings = dict(value)
     return StableRankSettings(
@@ -243,7 +243,7 @@ def _formats(name: str, value: Any) -> tuple[str, ...]:
         raise TypeError(msg)
     unknown = [one for one in listed if one not in FORMATS]
     if unknown:
-        msg = f"`{name}` must hold formats of {list(FORMATS)}, got {unknown}"
+        msg = f"`{name}` must have formats among {list(FORMATS)}, got {unknown}"
         raise ValueError(msg)
     return tuple(dict.fromkeys(listed))
 

@@ -70,8 +70,8 @@ class AttachedAccelerator:
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = AttachedOptimizer
             prepared.attachment = self.attachment
-            # If another accelerator has prepared the optimizer, accelerate returns it unchanged,
-            # with that accelerator's scaler or without one.
+            # accelerate returns an optimizer unchanged if another accelerator has prepared it. Its
+            # scaler is then None or the other accelerator's, so set ours.
             prepared.scaler = self.scaler
             if not any(each is prepared for each in self._optimizers):
                 self._optimizers.append(prepared)
@@ -178,8 +178,8 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
             # optimizer creates the tensors to load into. This call must not be an update.
             self.optimizer.step(closure)
             return
-        # Do not call `super().step`: if there is a scaler, it replaces torch's `optimizer.step`
-        # during the call, to find out whether the scaler has called it.
+        # Do not call `super().step`: accelerate's method would replace torch's `optimizer.step`
+        # during the call, to find out whether the scaler calls `optimizer.step`.
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)
 
@@ -215,7 +215,8 @@ def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
     optimizer.scaler = grad_scaler
     del optimizer.attachment
     if grad_scaler is None:
-        # accelerate set these attributes because it saw our scaler. Without a scaler it sets none.
+        # Remove the attributes that accelerate sets only on an optimizer with a scaler: the
+        # optimizer had our scaler, and has no scaler now.
         for name in _WITH_SCALER:
             optimizer.__dict__.pop(name, None)
 
@@ -256,8 +257,9 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         if not requests:
             return
         state = self.gradient_state
-        # accelerate ignores steps between micro-batches. These steps were requested after the last
-        # micro-batch of an update, but by now the next update's first micro-batch may have begun.
+        # accelerate ignores a schedule's step between two micro-batches of an update. The loop
+        # requested these steps after the last micro-batch, but the first micro-batch of the next
+        # update may have begun since. So show accelerate the state after the last micro-batch.
         self.gradient_state = _AfterLastMicroBatch()
         step = super().step
         try:
@@ -348,7 +350,8 @@ class StepScaler:
         state["scale"] = self.get_scale()
         cell = self.attachment.step.loss_scale.update_cell
         if isinstance(cell, DynamicLossScaleUpdateCell):
-            # Steps since the last change of the scale: torch counts from 0, MindSpore from 1.
+            # Both counters count the steps since the last change of the scale, but torch counts
+            # from 0 and MindSpore from 1.
             state["_growth_tracker"] = int(cell.cur_iter - cell.last_overflow_iter) - 1
         return state
 

@@ -41,9 +41,9 @@ from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
 
-# For each gradient a weak reference, and torch's counter of the writes to the gradient. An id could
-# not replace the reference: a new gradient often gets the address, and so the id, of a gradient
-# that has been released.
+# For each gradient: a weak reference, and torch's count of the writes to the gradient. An id could
+# not replace the reference: a new gradient often gets the address of a released gradient, and so
+# the same id.
 _Fingerprint = list[tuple[TensorWeakRef, int]]
 
 
@@ -69,10 +69,10 @@ class OptimizerWindow:
         """Start a new window, and treat the gradients that exist now as used."""
         self._losses: list[Tensor] = []
         self._micro_batches: list[int] = []
-        # Result of the last read. If the gradients differ from `_seen`, it is out of date.
+        # Result of the last read. It is out of date if the gradients differ from `_seen`.
         self._measured: Measurement | None = None
-        # Result of the first read since the last backward, before any clipping. Its norms are
-        # reported.
+        # Result of the first read since the last backward, before any clipping. The report of the
+        # update contains the norms of this read.
         self._first: Measurement | None = None
         # Overflow found before the gradients were changed in place.
         self._overflow: Tensor | None = None
@@ -119,9 +119,9 @@ class OptimizerWindow:
                 as one micro-batch.
         """
         if self._measured is not None:
-            # The loop has clipped or unscaled, and now accumulates more. Backward adds gradients
-            # that are scaled and not clipped. So apply a folded clip to the present gradients, and
-            # scale them again.
+            # The loop has clipped or unscaled the gradients, and now accumulates more. Backward
+            # will add gradients that are scaled but not clipped. So apply a folded clip to the
+            # present gradients, and scale the present gradients again.
             self.settle_clip()
             if self.is_unscaled:
                 multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
@@ -140,8 +140,7 @@ class OptimizerWindow:
         """Return whether the losses noted so far may still contribute to the update."""
         parameters = self.update.parameters
         # With FSDP2 a shard has no gradient before the last micro-batch. Until then torch keeps
-        # the whole gradients in its own attributes, which cannot be seen here, so assume that
-        # there are some.
+        # the whole gradients in private attributes, so assume here that gradients exist.
         return parameters.reduction is not None or bool(parameters.present_gradients())
 
     def measured(self) -> Measurement:
@@ -155,8 +154,8 @@ class OptimizerWindow:
         if self._coefficient is not None:
             msg = (
                 "gradients must not change between `clip_grad_norm_` and the optimizer's step, "
-                "because the step does the clipping; if you change them in between, call "
-                "`unscale_gradients` before `clip_grad_norm_`, which then clips in place"
+                "because the step does the clipping; to change gradients after a clip, call "
+                "`unscale_gradients` before `clip_grad_norm_`: the clip is then done in place"
             )
             raise RuntimeError(msg)
         fresh = self.update.measure(may_be_absent=True)
@@ -189,7 +188,8 @@ class OptimizerWindow:
             self._coefficient = None
             self._is_clipped = True
         if self._is_clipped and not self.is_unscaled:
-            # Drop the last read: it was before the clip, and a second clip needs the norm after it.
+            # Drop the last read, which was before the clip: a second clip needs the norm after the
+            # first clip.
             self._measured = None
 
     def unscale(self) -> None:

@@ -160,8 +160,8 @@ class LoopStep:
             )
             raise RuntimeError(msg)
         window.measured()
-        # Flush only after this update's gradients are measured. That work is queued by now, so the
-        # device is busy while the host waits for the result of the previous update.
+        # Flush only after the call that measures this update's gradients. The call has queued work,
+        # so the device is busy while the host waits for the result of the previous update.
         self.flush()
         self._stepping = window
         try:

@@ -150,7 +150,7 @@ def scale_of(accelerator: Accelerator) -> ScaleSense:
     if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
         msg = (
             "`scale_sense` must be given for an accelerator that trains in fp16 without a gradient "
-            "scaler (another step may have removed it)"
+            "scaler (another step may have removed the scaler)"
         )
         raise ValueError(msg)
     return 1.0

@@ -120,11 +120,12 @@ def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
     scaler = folder / "scaler.pt"
     if scaler.exists():
         saved = torch.load(scaler, weights_only=True)
-        # A disabled GradScaler saves an empty dict.
+        # A disabled GradScaler saves an empty dict. The loss scale then keeps its present value.
         state["loss_scale"]["value"].fill_(saved.get("scale", state["loss_scale"]["value"]))
         counters = state["loss_scale"]["update_cell"]
         if isinstance(step.loss_scale.update_cell, DynamicLossScaleUpdateCell):
-            # Steps since the last change of the scale: torch counts from 0, MindSpore from 1.
+            # Both counters count the steps since the last change of the scale, but torch counts
+            # from 0 and MindSpore from 1.
             counters["cur_iter"].fill_(saved.get("_growth_tracker", 0) + 1)
             counters["last_overflow_iter"].zero_()
     return state

@@ -298,8 +298,8 @@ class ExponentialMovingAverage:
         return fitting
 
     def _reshard(self) -> None:
-        # A forward without a backward leaves gathered parameters behind, which would hide values
-        # that are written into the shards.
+        # After a forward without a backward, a module may still hold gathered parameters. The next
+        # forward would then ignore values that are written into the shards.
         for part in self._sharded_parts:
             part.reshard()
 

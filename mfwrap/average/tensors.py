@@ -93,7 +93,7 @@ def grouped(
 
 
 def _number(value: float, average: Tensor) -> Tensor:
-    # Not `average.new_full`: if the average is distributed, the number would be, too.
+    # Do not use `average.new_full`: for a distributed average it returns a distributed tensor.
     return torch.full((), value, dtype=average.dtype, device=average.device)
 
 

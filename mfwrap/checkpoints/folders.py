@@ -134,7 +134,8 @@ def adopt_files(written: Path, final: Path) -> None:
         else:
             written.rename(final)
     except FileNotFoundError:
-        # This node's cached view of a shared disk can still list files that were moved away.
+        # The nodes share a disk, and another node has moved the files already. This node's cached
+        # view of the disk can still list the moved files, so `exists` cannot replace this handler.
         return
     _sync_all(final)
     _sync(final.parent)
@@ -169,7 +170,7 @@ def _sync_all(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    # Windows can sync neither a folder nor a file that is open for reading only, so skip it there.
+    # Do not sync on Windows, which can sync neither a folder nor a file that is open for reading.
     if sys.platform == "win32":
         return
     opened = os.open(path, os.O_RDONLY)

@@ -171,7 +171,8 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
                 f"{_WEIGHTS} has {name} with shape {entry['shape']}, but the network has it with "
                 f"shape {list(shape)}"
             )
-    # Tied weights are stored under only one of their names, so look for their address, too.
+    # Only one name of a tied weight is stored. The other names have the same address, so a name is
+    # missing only if its address is missing, too.
     present = {expected[name].data_ptr() for name in header}
     ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in _stored(expected, ignored).items():

@@ -223,8 +223,8 @@ def _with_leaves(
             msg = f"input {position} of `fn` must be a floating-point tensor, got {kind}"
             raise TypeError(msg)
         if differentiable:
-            # A view keeps the graph of the argument. So the gradients can be differentiated again
-            # by the tensors that the argument was computed from.
+            # A view keeps the argument's graph, so that the gradients can be differentiated again
+            # with respect to the tensors from which the argument was computed.
             argument = (
                 argument.view_as(argument)
                 if argument.requires_grad and torch.is_grad_enabled()
@@ -279,7 +279,7 @@ def _differentiate(
     roots: list[Tensor], cotangents: list[Tensor], leaves: list[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
     # torch raises if a leaf does not require a gradient (an integer tensor), or if there is no
-    # output to differentiate. MindSpore's gradients are zeros in both cases.
+    # output to differentiate. MindSpore returns zeros in both cases, and so does this function.
     wanted = [leaf for leaf in leaves if leaf.requires_grad] if roots else []
     if not wanted:
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -332,7 +332,8 @@ def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Only the nodes that accumulate gradients into leaves have a `variable`: the leaf.
+        # A node has the attribute `variable` only if it accumulates the gradient of a leaf.
+        # `variable` is that leaf.
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in own:
             return True

@@ -241,7 +241,7 @@ class AdaptedCallback(TrainerCallback):
         del args
         self._end_epoch(control)
         if run_context is None:
-            # `state.epoch` counts the epochs that are done.
+            # `state.epoch` counts the finished epochs, so the number of this epoch is 1 higher.
             self._parameters.cur_epoch_num = math.floor(state.epoch or 0) + 1
         self.callback.on_train_epoch_begin(self._context)
         self._apply_stop(control)
@@ -291,7 +291,7 @@ class AdaptedCallback(TrainerCallback):
             self._parameters.update(metrics=results, eval_results=results)
         self._end_epoch(control)
         if run_context is None:
-            # The next epoch may have no evaluation, and must not see these metrics then.
+            # Remove the metrics of this epoch, because the next epoch may have no evaluation.
             self._parameters.pop("metrics")
 
     def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
@@ -328,7 +328,7 @@ class AdaptedCallback(TrainerCallback):
         self._parameters.update(
             network=network,
             train_network=network,
-            # The optimizer itself, not accelerate's wrapper around it.
+            # Pass the optimizer without accelerate's wrapper.
             optimizer=getattr(optimizer, "optimizer", optimizer),
             loss_fn=None,
             train_dataset=dataset,

@@ -106,7 +106,7 @@ class Batches:
         raise self._empty_error()
 
     def _next_pass(self) -> Iterator[Any]:
-        # accelerate's loaders may shuffle by the number of the pass, so every pass needs its own.
+        # accelerate's loaders may shuffle by the epoch number, so give each pass a new number.
         if isinstance(self.dataset, (DataLoaderShard, DataLoaderDispatcher)):
             self.dataset.set_epoch(self._num_passes)
         self._num_passes += 1

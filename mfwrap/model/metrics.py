@@ -67,8 +67,8 @@ def _metric(metric: object) -> Metric:
     if isinstance(metric, str):
         if metric not in _NAMED:
             msg = (
-                f"`metrics` must name one of {sorted(_NAMED)}, got {metric!r}; pass any other "
-                "metric as an object, for example one of torchmetrics"
+                f"`metrics` must have names among {sorted(_NAMED)}, got {metric!r}; pass any "
+                "other metric as an object, for example a metric of torchmetrics"
             )
             raise ValueError(msg)
         return _NAMED[metric]()
@@ -142,8 +142,8 @@ def _loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         msg = (
             "`eval_network` must return a loss, or an output with `loss`, for the metric `loss`, "
-            f"got {type(output).__name__} without one (a Hugging Face model computes a loss if its "
-            "batch has `labels`)"
+            f"got {type(output).__name__} without a loss (a Hugging Face model computes a loss if "
+            "its batch has `labels`)"
         )
         raise TypeError(msg)
     return loss

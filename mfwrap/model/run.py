@@ -112,13 +112,13 @@ class ModelRun:
         self._warned: set[str] = set()
         self._args = _arguments(epoch)
         self._handler = CallbackHandler([_LoopDecides()], trained.network, None, optimizer, None)
-        # `add_callback` would warn about two callbacks of the same class.
+        # Do not use `add_callback`, which warns about two callbacks of the same class.
         self._handler.callbacks += [
             as_trainer_callback(callback) if isinstance(callback, Callback) else callback
             for callback in callbacks
         ]
-        # Callbacks take the loader's length as the length of an epoch. With a `sink_size` that is
-        # wrong, so they get no loader.
+        # Callbacks use the loader's length as the length of an epoch. With a `sink_size` the epochs
+        # have another length, so do not pass the loader to callbacks.
         self._handler.train_dataloader = None if batches.sinks else batches.dataset
 
     def __enter__(self) -> Self:
@@ -214,7 +214,7 @@ class ModelRun:
             setattr(self._control, switch, False)
             if switch not in self._warned:
                 self._warned.add(switch)
-                msg = f"a callback set `{switch}` in {event}, which Model ignores; {instead}"
+                msg = f"Model ignores `{switch}`, which a callback set in {event}; {instead}"
                 warnings.warn(msg, stacklevel=2)
 
 

@@ -186,8 +186,8 @@ def _around_cell(cell: TrainingCell) -> TrainNetwork:
     inner = unwrapped_network(cell.network)
     own_loss: Callable[..., Tensor] | None = None
     if isinstance(inner, WithLossCell):
-        # Return the network inside the cell, because the cell adds a prefix to the names of the
-        # weights. MindSpore's cell adds none.
+        # Return the network inside the cell. The names of the cell's own weights have a prefix that
+        # the names in MindSpore lack.
         inner, own_loss = inner.backbone_network, cast("nn.Module", inner.loss_fn)
     return TrainNetwork(inner, device, precision_of("O0", device), cell, loss_fn=own_loss)
 
@@ -267,7 +267,7 @@ def _in_float32(outputs: Any) -> Any:
         half = outputs.dtype in {torch.float16, torch.bfloat16}
         return outputs.float() if half else outputs
     if isinstance(outputs, dict):
-        # Includes the output classes of Hugging Face models, which are dicts.
+        # A dict, or an output of a Hugging Face model, whose class is a subclass of dict.
         return type(outputs)(**{name: _in_float32(value) for name, value in outputs.items()})
     if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
         return type(outputs)(*map(_in_float32, outputs))

@@ -65,7 +65,8 @@ def read_monitor(
     monitor = _callback_class(objects, path, _MONITOR)
     known = inspect.signature(monitor).parameters
     if not is_on:
-        # Check the keys although the monitor is off: a wrong key would fail once it is turned on.
+        # Check the keys although the monitor is off. Otherwise a wrong key would raise only after
+        # the user has turned the monitor on.
         objects.kept(path, settings, known, CALLBACK_KEYS_WITHOUT_MEANING[_MONITOR])
         return []
     settings |= {key: v for key, v in others.items() if key in known and v is not None}

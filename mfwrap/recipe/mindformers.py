@@ -294,8 +294,8 @@ def _by_epochs(epochs: int, training: Mapping[str, Any]) -> tuple[dict[str, Any]
     if epochs >= length:
         return {}, [f"{note}the training has {length} epochs; evaluates once, at the end"]
     share = epochs / length
-    # The Trainer rounds the number of steps up. A share that floating point has rounded up would
-    # therefore evaluate one step too late.
+    # The Trainer multiplies the share by the length of the training, and rounds up to whole steps.
+    # If floating point had rounded the share up, each evaluation would be one step too late.
     if Fraction(share) > Fraction(epochs, length):
         share = math.nextafter(share, 0)
     says = f"{note}becomes eval_steps, a share of the training ({epochs} of {length} epochs)"

@@ -73,7 +73,7 @@ def model_config_of(
         elif key in _ROPE_KEYS and kind in _PLAIN_ROPE and _is_number(value):
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": left.pop(key)}
     if "intermediate_size" in config:
-        for key in _WIDTH_KEYS:  # MindFormers also ignores them if `intermediate_size` is set
+        for key in _WIDTH_KEYS:  # MindFormers, too, ignores these keys beside `intermediate_size`
             left.pop(key, None)
     elif "intermediate_size" in known and _makes_width(settings):
         width = _width(config.get("hidden_size", _DEFAULT_WIDTH), *map(settings.get, _WIDTH_KEYS))

@@ -82,7 +82,7 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         RecipeError: If the data do not fit the task.
     """
     arguments, task = recipe.arguments, recipe.task
-    # Set the seed now: the Trainer sets it, too, but only after the model's weights were drawn.
+    # Set the seed before the model's weights are initialized. The Trainer sets the seed only later.
     set_seed(arguments.seed)
     with arguments.main_process_first():
         keywords = _keywords(recipe)
@@ -231,7 +231,8 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
     with arguments.main_process_first(local=False):
         if arguments.process_index == 0:
             removed = _remove(folder, overwrite=overwrite)
-    # Other nodes may have disks of their own. On a shared disk the files are already deleted.
+    # Delete the files of the other nodes, too, which may have separate disks. On a shared disk the
+    # main process has deleted the files already.
     with arguments.main_process_first(), contextlib.suppress(FileNotFoundError):
         if arguments.local_process_index == 0 and arguments.process_index != 0:
             _remove(folder, overwrite=overwrite)

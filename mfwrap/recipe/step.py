@@ -63,8 +63,9 @@ def read_step(
     shows_norms = monitor.get("monitor_on") is True and any(map(monitor.get, formats))
     if wrapper is None:
         return StepChoice(StepConfig(local_norm=shows_norms))
-    # Copy the fields that the section shares with StepConfig. Those set again below have defaults
-    # that depend on other sections. `calculate_per_token_loss` goes to the Trainer instead.
+    # Copy the fields that the section shares with StepConfig. Some fields are set again below,
+    # because they also depend on other sections. `calculate_per_token_loss` is not copied: the
+    # Trainer gets this setting.
     names = {each.name for each in fields(StepConfig)} & {each.name for each in fields(wrapper)}
     settings = {name: getattr(wrapper, name) for name in names - {"calculate_per_token_loss"}}
     settings["local_norm"] = wrapper.local_norm or shows_norms

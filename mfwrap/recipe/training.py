@@ -85,7 +85,8 @@ def read_training(
         _check_range(objects, key, value)
     settings.setdefault("output_dir", f"runs/{name}")
     if not torch.accelerator.is_available():
-        # On a CPU torch warns about pinned memory, and TRL's default of bf16 is for accelerators.
+        # Change two defaults on a CPU: torch would warn about pinned memory, and TRL would train in
+        # bf16, which is meant for accelerators.
         settings = {"dataloader_pin_memory": False, "bf16": False} | settings
     if optimizer is not None:
         _merge(objects, settings, _optimizer_arguments(objects, optimizer), "optimizer")
@@ -238,7 +239,7 @@ def read_schedule(
     name = objects.choice((*path, "type"), settings.pop("type", None), names)
     kind = SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
     total_steps = settings.pop("total_steps", None)
-    if total_steps == -1:  # MindFormers' value for the length of the training
+    if total_steps == -1:  # In MindFormers, -1 means the length of the training
         total_steps = None
     rates = [settings.pop(key) for key in _RATE_KEYS if key in settings]
     rate = rates[0] if rates else None

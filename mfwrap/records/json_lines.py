@@ -58,7 +58,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     try:
         records.append(_record(path, len(lines) + 1, last))
     except ValueError:
-        # Empty after a final newline, or a line cut off by a crash: not a record.
+        # The last line is not a record: it is empty (the file ends with a newline), or a crash has
+        # cut it off.
         return records
     return records
 

@@ -84,8 +84,8 @@ def read_run(folder: Path) -> RunRecord:
             points.add_all(records, rank)
     state = _trainer_state(folder)
     if state is not None:
-        # Prefer the other files: the Trainer logs means over several steps, and its file loses the
-        # order of the layers because it sorts their names.
+        # Take from the Trainer's file only what the other files lack. The Trainer logs means over
+        # several steps, and its file sorts the layers by name, so their order is lost.
         points.fill_from(_log_of(state))
     if not points.curves and not points.local_norms:
         msg = (
@@ -193,5 +193,5 @@ def _log_of(path: Path) -> list[dict[str, Any]]:
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         msg = f"{path}: expected a Trainer's state with a list of objects `log_history`"
         raise ValueError(msg)
-    # The summary that `train` logs at its end looks like a step, but is not one.
+    # Leave out the summary that `train` logs at its end: it looks like the entry of a step.
     return [entry for entry in log if "train_runtime" not in entry]

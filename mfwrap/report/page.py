@@ -107,7 +107,7 @@ def _data(panels: Sequence[Panel]) -> str:
         }
         for panel in panels
     ]
-    # Inside a script element, "</script" would end the element.
+    # Escape "</", because "</script" in the text would end the script element.
     return json.dumps(content).replace("</", "<\\/")
 
 
@@ -208,7 +208,7 @@ def _cell(key: str, anomaly: dict[str, Any]) -> str:
     if key == "ranks":
         return html.escape(", ".join(str(rank) for rank in value)) or _UNKNOWN
     if key == "gradients":
-        # The record lists the most suspect group first.
+        # The record lists the most suspect group first, so show only the first group.
         if not value:
             return _UNKNOWN
         return html.escape(f"{value[0]['name']}: {float(value[0]['norm']):{NUMBER}}")

@@ -53,7 +53,7 @@ def draw_run(
     run = read_run(folder)
     loss = run.curves.get("loss")
     if loss is None:
-        msg = f"{folder} has no step with a loss, so there is nothing to draw"
+        msg = f"{folder} has no step with a loss, so there is nothing to plot"
         raise ValueError(msg)
     norm, local_norms = run.curves.get("global_norm"), run.local_norms.get(0)
     heights = [3.0] + [2.0] * (norm is not None) + [2.4] * (local_norms is not None)

@@ -76,8 +76,8 @@ class GradientAccumulation:
             raise
         finally:
             if self._accelerator is not None:
-                # Reset it even after an error: accelerate's scheduler does not advance while
-                # `sync_gradients` is False.
+                # Reset `sync_gradients` even after an error: while it is False, accelerate's
+                # scheduler does not advance.
                 self._accelerator.sync_gradients = True
         return self._accumulated(parts)
 
@@ -119,8 +119,8 @@ class GradientAccumulation:
             if self._accelerator is not None:
                 self._accelerator.sync_gradients = last
             self.sharded_parts.reduce_gradients(now=last)
-            # Undo this even if a micro-batch raises: otherwise later backward passes, which may be
-            # another caller's, would not reduce their gradients.
+            # Turn the reduction on again even if a micro-batch raises. Otherwise later backward
+            # passes, perhaps of another caller, would not reduce their gradients.
             stack.callback(self.sharded_parts.reduce_gradients, now=True)
             if not last:
                 for part in self._distributed_parts:

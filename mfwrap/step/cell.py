@@ -305,8 +305,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             accumulated = self._accumulate(calls, self._loss_scale.value)
             self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
-            # Even if forward or backward raises: the next step must not find the gradients of half
-            # a step.
+            # Release the gradients even if forward or backward raises. Otherwise the next step
+            # would add its gradients to those of an incomplete step.
             self._update.release_gradients()
         return self.last_report.output
 
@@ -329,7 +329,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             ``torch.load(weights_only=True)`` can read. The states of the network, the optimizer and
             the schedule are not included.
         """
-        # First, because it flushes: if that raises, nothing has been copied yet.
+        # Call this method before the others, because it flushes, and a flush may raise. Then
+        # nothing has been copied in vain.
         counts = self._update.counts.state_dict()
         state = {"loss_scale": self._loss_scale.state_dict(), **counts}
         if self.ema is not None:

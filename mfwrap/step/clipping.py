@@ -67,7 +67,7 @@ def clip_by_global_norm(
         msg = f"`use_norm` must be None, got {use_norm!r}"
         raise ValueError(msg)
     norm = square_of_all(x, x[0].device).sqrt()
-    # Not `maximum`, which would turn a nan norm into a nan factor.
+    # Do not use `maximum`, which would turn a nan norm into a nan factor.
     factor = clip_norm / torch.where(norm > clip_norm, norm, float(clip_norm))
     clipped = [(tensor * on_device(factor, tensor.device)).to(tensor.dtype) for tensor in x]
     return clipped if isinstance(x, list) else tuple(clipped)

@@ -51,7 +51,7 @@ class UpdateCounts:
         reported: bool = True,
     ) -> None:
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        # Each step replaces these by new tensors, because reports keep the old ones.
+        # Each step assigns new tensors to these counters, because reports keep the old tensors.
         self.applied_updates = zero
         self.skipped_updates = zero
         self.consecutive_skips = zero

@@ -307,8 +307,8 @@ def _accepts_num_items_in_batch(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters
     if "num_items_in_batch" in parameters:
         return True
-    # `**kwargs` alone prove nothing: other networks take them, too. A Hugging Face model that
-    # passes them to its loss also has a `loss_function`.
+    # `**kwargs` in the signature is not enough, because other networks have `**kwargs`, too. A
+    # Hugging Face model that passes `**kwargs` to its loss also has a `loss_function`.
     takes_keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return takes_keywords and "loss_function" in dir(type(model))
 

@@ -295,8 +295,8 @@ class ShardedLocalSquares:
 
     @staticmethod
     def _square(parameter: nn.Parameter, seen: Tensor | None, other: Tensor) -> Tensor:
-        # A gradient that is None (set to None since, or not reached by backward) counts as zero.
-        # `other` was computed from the gradient as it is now, so it is zero, too.
+        # The gradient is None if backward did not reach it, or if the loop has set it to None. Its
+        # norm then counts as zero. `other` is computed from the present gradient, so it is zero.
         if not is_distributed(parameter) or parameter.grad is None:
             return other
         if seen is None:
@@ -343,7 +343,7 @@ def sharded_local_squares_of(
     split = {id(p) for unit in parts.units if unit.is_split_further for p in unit.parameters}
     if distributed & split:
         msg = (
-            "`local_norm` must be False with tensor parallelism, because no rank then has a whole "
+            "`local_norm` must be False with tensor parallelism, in which no rank has a whole "
             "gradient"
         )
         raise ValueError(msg)

@@ -168,7 +168,8 @@ def _refuse_another(present: CommunicationHook, given: CommunicationHook | None)
 
 
 def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
-    # torch checks that the annotation of `bucket` is this class, and refuses a string.
+    # torch checks that the annotation of `bucket` is this class. It does not accept the name of
+    # the class as a string, so import the class here.
     from torch._C._distributed_c10d import GradBucket  # noqa: PLC0415  (not in every torch)
 
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -176,8 +177,8 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
         inner_state, hook = state.communication_hook
         return hook(inner_state, bucket)
 
-    # Keep the inner hook's name: torch logs it, and recognizes by it the hooks that a device cannot
-    # run.
+    # Keep the inner hook's name: torch logs the name, and uses it to detect hooks that a device
+    # does not support.
     tapping_hook.__name__ = getattr(inner, "__name__", tapping_hook.__name__)
     tapping_hook.__qualname__ = getattr(inner, "__qualname__", tapping_hook.__name__)
     return tapping_hook
@@ -221,8 +222,8 @@ class DistributedLocalSquares:
 
     @staticmethod
     def _seen(parameter: nn.Parameter, owner: GradientTap | None) -> Tensor | None:
-        # A gradient that was set to None after its reduction counts as zero: the caller then uses
-        # the sum of squares of the gradient as it is now.
+        # If a gradient was set to None after its reduction, return None. The caller then uses the
+        # sum of squares of the present gradient, which is zero.
         if owner is None or parameter.grad is None:
             return None
         return owner.squares.get(id(parameter))

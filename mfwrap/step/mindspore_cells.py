@@ -130,7 +130,7 @@ class TrainOneStepCell:
         if not self.return_grad:
             self._parameters.gradients()
             return {}
-        # Copies, because some optimizers change gradients in place.
+        # Return copies, because some optimizers change gradients in place.
         named = self._parameters.named_gradients()
         return {name: gradient.clone() for name, gradient in named.items()}
 

@@ -95,8 +95,8 @@ class SkippableOptimizer:
 
     def _step_folded(self, divisor: Tensor | None, skip: Tensor) -> None:
         optimizer: Any = self.optimizer
-        # Must be exactly 0.0 or 1.0: the kernels compare it with 1, and Adam subtracts it from its
-        # step count.
+        # `found_inf` must be exactly 0.0 or 1.0: the kernels compare it with 1, and Adam subtracts
+        # `found_inf` from its step count.
         optimizer.found_inf = skip.float()
         if divisor is not None:
             optimizer.grad_scale = divisor
@@ -105,7 +105,8 @@ class SkippableOptimizer:
             with shards(optimizer):
                 optimizer.step()
         finally:
-            # Otherwise a later plain `optimizer.step()` would divide or skip again.
+            # If these attributes stayed, a later plain `optimizer.step()` would divide or skip
+            # again.
             del optimizer.found_inf
             if divisor is not None:
                 del optimizer.grad_scale
@@ -122,8 +123,8 @@ class SkippableOptimizer:
                 for parameter in group["params"]
                 if parameter.grad is not None
             ]
-            # Not `mul_(1 / value)`: on CPU torch first rounds the factor to the gradients' dtype,
-            # and in float16 the inverse of a large scale becomes 0.
+            # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the gradients'
+            # dtype, and in float16 the inverse of a large scale becomes 0.
             torch._foreach_div_(local_tensors(gradients), value)
         self.optimizer.step()
 
@@ -157,7 +158,7 @@ class SkippableOptimizer:
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
     kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
-    # A subclass with a step of its own may ignore `grad_scale` and `found_inf`.
+    # A subclass that overrides `step` may ignore `grad_scale` and `found_inf`.
     return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 

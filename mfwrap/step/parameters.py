@@ -33,8 +33,8 @@ def checked_network(network: nn.Module) -> nn.Module:
     if is_deepspeed_engine(network):
         msg = (
             "`network` must not be a DeepSpeed engine: the engine has its own training step, which "
-            "supports no average, local norms, skipped spikes or other loss scale; use "
-            "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports it"
+            "does not support averages, local norms, skipping of spikes or another loss scale; use "
+            "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports the results"
         )
         raise TypeError(msg)
     return network
@@ -90,7 +90,8 @@ class TrainedParameters:
         self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
         self._parameters, self._outside = _select(named_parameters, self._held)
-        # Every parameter that backward may give a gradient, in the optimizer or not.
+        # All parameters that may get a gradient in backward, whether or not the optimizer holds
+        # them.
         self._released = list(dict.fromkeys([*named_parameters.values(), *self._held]))
         self._trainable: list[bool] = []
         self.device = next(iter(self._parameters.values())).device
@@ -237,7 +238,8 @@ def _select(
     untrained = [n for n, p in named.items() if p.requires_grad and n not in shared]
     if untrained:
         warnings.warn(
-            f"trainable parameters in no optimizer are not updated: {untrained}", stacklevel=4
+            f"trainable parameters are in no optimizer and are not updated: {untrained}",
+            stacklevel=4,
         )
     inside = set(shared.values())
     outside = [parameter for parameter in held if parameter not in inside]

@@ -60,8 +60,8 @@ def agreement_of(
     if not parts or parts[0].process_group.size() == 1:
         return None
     if any(is_distributed(parameter) for parameter in parameters):
-        # `SquareReduction` sums over the ranks that hold shards. In the same message it averages
-        # the sums of squares of all other parameters, so the ranks agree already.
+        # No agreement is needed. `SquareReduction` sums over the ranks that hold shards, and in the
+        # same collective it averages the sums of squares of all other parameters.
         return None
     reduced = {id(parameter) for part in parts for parameter in _reduced_by(part)}
     if all(id(p) in reduced for p in parameters if p.requires_grad):

@@ -302,7 +302,7 @@ class StepUpdate:
             self._ema.refuse_inside_swap("update")
         groups = self.parameters.groups()
         gradients = self.parameters.gradients(may_be_absent=may_be_absent)
-        # Inside a caller's autocast, torch would multiply norms in half precision.
+        # Disable a caller's autocast, which would multiply norms in half precision.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             measured = measure(
                 gradients,
@@ -336,7 +336,7 @@ class StepUpdate:
         """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             # Flush as late as possible: this step's backward is queued by now, so the device is
-            # busy while the host waits. It must be before the optimizer's step, because a flush
+            # busy while the host waits. But flush before the optimizer's step, because the flush
             # advances the schedule, which sets the learning rate of this update.
             self.flush()
             applied = ~self._skips(measured)
@@ -367,8 +367,8 @@ class StepUpdate:
     def _skips(self, measured: Measurement) -> Tensor:
         skips = measured.overflow
         if self._config.use_skip_data_by_global_norm:
-            # Not `norm >= threshold`, which is False for a norm of nan. Such an update must be
-            # skipped, too.
+            # Do not write `norm >= threshold`: it is False for a nan norm, but an update with a nan
+            # norm must be skipped, too.
             skips = skips | ~(measured.global_norm < self._config.global_norm_spike_threshold)
         if measured.has_targets is not None:
             skips = skips | ~measured.has_targets

@@ -46,8 +46,8 @@ class _Mailbox:
         self.array = self.tensor.numpy()
 
     def __deepcopy__(self, memo: object) -> "_Mailbox":
-        # By default `tensor` and `array` would be copied separately, but `array` must be a view of
-        # `tensor`.
+        # The default deepcopy would copy `tensor` and `array` separately, but `array` must be a
+        # view of `tensor`.
         if self.arrived is None:
             return _Mailbox(self.tensor.clone())
         self.arrived.synchronize()
@@ -81,7 +81,9 @@ class DeferredReads:
             RuntimeError: If no device was passed and `submit` has not been called yet.
         """
         if self._device is None:
-            msg = "`reserve` needs the device; pass it to DeferredReads, or call `submit` first"
+            msg = (
+                "`reserve` needs the device; pass `device` to DeferredReads, or call `submit` first"
+            )
             raise RuntimeError(msg)
         self._free.setdefault(size, []).append(_new_mailbox(size, self._device))
 

@@ -99,7 +99,7 @@ def _of_the_same_norm(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.numel() <= _LARGE:
         return gradient
     if not gradient.is_contiguous():
-        # Transposed or channels last: view the same elements in the order of their memory.
+        # If the gradient is transposed or channels last, view its elements in memory order.
         by_stride = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
         gradient = gradient.permute(by_stride)
     norms = _norms_of_rows if gradient.is_contiguous() else _norms_of_slices
@@ -110,8 +110,8 @@ def _norms_of_rows(gradient: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = gradient.view(-1)
     rest = flat.numel() % _ROW
     rows = flat[: flat.numel() - rest].view(-1, _ROW)
-    # torch copies what it converts to another dtype. Convert only a few rows at a time, so that the
-    # copy stays in the cache.
+    # A conversion to another dtype makes a copy. Convert only a few rows at a time, so that the
+    # copy fits into the cache.
     slabs = (rows,) if rows.dtype == dtype else rows.split(_SLAB)
     norms: list[Tensor] = [torch.linalg.vector_norm(slab, dim=1, dtype=dtype) for slab in slabs]
     if rest:

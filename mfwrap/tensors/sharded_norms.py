@@ -150,8 +150,8 @@ def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     answer. Does not synchronize with the device.
     """
     whole = list(tensors)
-    # The largest magnitude is inf or nan if any element is. Computing it needs no temporary of the
-    # tensor's size, unlike `isfinite` on the tensor.
+    # If any element is non-finite, so is the largest magnitude. To compute the largest magnitude,
+    # torch needs no temporary of the tensor's size; `isfinite` on the tensor would need one.
     finite = [
         on_device(torch.linalg.vector_norm(as_real(local), float("inf")).isfinite(), device)
         if local.numel() > 0

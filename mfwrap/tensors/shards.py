@@ -16,7 +16,8 @@ _Tensor = TypeVar("_Tensor", Tensor, Tensor | None)
 
 def is_distributed(tensor: object) -> "TypeGuard[DTensor]":
     """Return whether a tensor is a ``DTensor``: sharded over ranks, replicated, or both."""
-    # Do not import the module, which takes a second. If nobody has, there are no DTensors.
+    # Do not import the module here, because that takes a second. If no other code has imported the
+    # module, no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -93,5 +94,5 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     # `to` would also return the tensor itself, but tests count a call of `to("cpu")` as a read.
     if tensor.device == device:
         return tensor
-    # A copy to the CPU must block: nothing else would wait for it before the host reads it.
+    # A copy to the CPU must block. Otherwise the host could read the values before they are copied.
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -17,14 +17,16 @@ def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
 
 def is_deepspeed_engine(network: object) -> bool:
     """Return whether a network is a DeepSpeed engine, which has a training step of its own."""
-    # Do not import DeepSpeed, which is slow. If nobody has imported it, there is no engine.
+    # Do not import DeepSpeed here, because that is slow. If no other code has imported DeepSpeed,
+    # no engine exists.
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed is not None and isinstance(network, deepspeed.DeepSpeedEngine)
 
 
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
     """Return the modules of a network, root included, to which ``fully_shard`` was applied."""
-    # Do not import the module, which is slow. If nobody has imported it, nothing is sharded.
+    # Do not import the module here, because that is slow. If no other code has imported the module,
+    # `fully_shard` has not been called.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -58,9 +60,9 @@ def plain_name(name: str) -> str:
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's wrapper, or `optimizer` itself without one."""
-    # Remove accelerate's wrapper only. Some optimizers keep another optimizer in the attribute
-    # `optimizer` (Lookahead, for example), but their own step must run. accelerate is not imported
-    # here; see `is_deepspeed_engine`.
+    # Remove only wrappers of accelerate's class. Other optimizers (Lookahead, for example) may also
+    # hold an optimizer in the attribute `optimizer`, but the step of the outer optimizer must run.
+    # Do not import accelerate here, for the reason in `is_deepspeed_engine`.
     accelerate = sys.modules.get("accelerate.optimizer")
     while accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer):
         optimizer = optimizer.optimizer

@@ -73,7 +73,8 @@ class Checkpoints:
                 "one; leave `resume_from_checkpoint` out to train from the start"
             )
             raise ValueError(msg)
-        # In a trial, do not compare with the current network: `model_init` may make another one.
+        # In a trial, do not compare the checkpoint with the current network: `model_init` may build
+        # a different network for the trial.
         check_checkpoint(Path(checkpoint), trainer.model if trial is None else None)
         check_average(Path(checkpoint), is_given=self._keeps_average)
         return checkpoint
@@ -146,7 +147,7 @@ class Checkpoints:
         if args.should_save:
             trainer.state.save_to_json(str(written / "trainer_state.json"))
             write_manifest(written)
-            # Syncs all files to disk before it renames the checkpoint.
+            # This call syncs all files to disk before it renames the checkpoint.
             move_into_place(written, final)
             self._remove_old(final.parent)
         trainer.accelerator.wait_for_everyone()
@@ -279,7 +280,7 @@ def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != expected:
         msg = (
-            f"cannot resume from {path}: its parameter groups hold {expected} parameters, but "
-            f"those of the optimizer hold {sizes}"
+            f"cannot resume from {path}: the saved parameter groups hold {expected} parameters, "
+            f"but the optimizer's groups hold {sizes}"
         )
         raise ValueError(msg)

@@ -49,8 +49,9 @@ class TrainerPosition:
             self.resumed_from = Path(checkpoint)
             self._saved = _read_position(self.resumed_from, args.process_index, args.world_size)
         if self._saved is not None:
-            # The data loader draws the seed of its order when it is constructed, before the first
-            # epoch begins. So the generators need the states of the epoch's start already here.
+            # The data loader takes the seed of its shuffling from the generators when it is
+            # constructed, before the first epoch begins. So restore the generators already here,
+            # to their states at the start of the checkpoint's epoch.
             self._epoch_random_states = self._saved["epoch_random_states"]
             restore_random_states(self._saved["epoch_random_states"])
         try:
@@ -196,8 +197,8 @@ class DataPosition:
         sampler = getattr(loader, "batch_sampler", None)
         draws_here = getattr(loader, "num_workers", 0) == 0
         dispatched = isinstance(loader, DataLoaderDispatcher)
-        # A `batch_sampler` may be any iterable, even a list, whose class cannot be replaced. The
-        # class of a `Sampler` can.
+        # A `batch_sampler` may be any iterable, even a list. Python can replace the class of a
+        # `Sampler`, but not the class of a list.
         if draws_here and not dispatched and isinstance(sampler, Sampler):
             self._watched = sampler
             sampler.__class__ = _watched_class(type(sampler))

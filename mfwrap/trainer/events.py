@@ -64,10 +64,10 @@ class StepCallbackHandler(CallbackHandler):
     ) -> TrainerControl:
         """Call all callbacks; for ``on_step_end``, pass the step's output and report."""
         attached = self.trainer.attached
-        # Right after `on_optimizer_step`, the Trainer asks whether the update was skipped, and
-        # steps the schedule if it was not. The true answer would synchronize with the device. So
-        # the answer is always False there. This is safe: the deferred schedule drops the step just
-        # before the next update if the update was skipped.
+        # Right after `on_optimizer_step`, the Trainer reads whether the update was skipped. If not,
+        # it steps the schedule. To know the true value, the host would have to synchronize with the
+        # device, so the value is always False there. This is safe: if the update was skipped, the
+        # deferred schedule drops the step just before the next update.
         attached.answers_late = False
         self.before_event(event)
         report = attached.last_report
@@ -117,7 +117,7 @@ def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[Non
             callback.put_weights_back()
         raise
     finally:
-        # Outside of a training, a schedule must advance as soon as it is stepped.
+        # After the training, a schedule must advance as soon as its `step` is called.
         for schedule in attached.step.schedules:
             if isinstance(schedule, DeferredSchedule):
                 undefer_schedule(schedule)
@@ -169,7 +169,7 @@ def restore_in_place(callbacks: list[Any], saved: Mapping[str, Any]) -> None:
     for name, data in saved.items():
         same_class = [callback for callback in stateful if type(callback).__name__ == name]
         states = data if isinstance(data, list) else [data]
-        # A stock Trainer appends to such a list at each save, so the newest states come last.
+        # A stock Trainer appends to a list of states at each save, so the newest states are last.
         for callback, state in zip(same_class, states[-len(same_class) :], strict=False):
             for attribute, value in state.get("attributes", {}).items():
                 setattr(callback, attribute, value)

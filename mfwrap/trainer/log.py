@@ -75,7 +75,8 @@ class Losses:
         """
         trainer = self._trainer
         report = trainer.attached.last_report
-        # Only the Trainer's training log has both keys; an entry of a user may have a `loss`.
+        # Test for both keys, which only the Trainer's training log has: an entry that a user logs
+        # may also have the key `loss`.
         if {"loss", "learning_rate"} <= logs.keys() and report is not None:
             trainer.attached.flush()
             num_steps = self.step_log.num_steps

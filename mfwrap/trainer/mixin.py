@@ -104,7 +104,8 @@ class MFTrainerMixin(_Base):
         if step is not None and not isinstance(step, StepConfig):
             msg = f"`step` must be a StepConfig or None, got {described(step)}"
             raise TypeError(msg)
-        # The Trainer's own __init__ calls `create_accelerator_and_postprocess`, which needs these.
+        # Set these attributes before `super().__init__`: it calls
+        # `create_accelerator_and_postprocess`, which needs them.
         self._step_config = StepConfig() if step is None else step
         self._step_arguments = (ema, scale_sense, communication_hook)
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
@@ -112,8 +113,8 @@ class MFTrainerMixin(_Base):
         self._termination = RankTermination()
         super().__init__(*args, **kwargs)
         add_step_to_events(self, self._before_event)
-        # Insert it after the Trainer's own callback, which decides when to evaluate, and before the
-        # user's callbacks, which may prepare for an evaluation.
+        # Insert the callback after the Trainer's own callback, which decides when to evaluate, and
+        # before the user's callbacks, which may prepare for an evaluation.
         self.callback_handler.callbacks.insert(1, TerminationCallback(self._termination))
 
     @property
@@ -256,8 +257,8 @@ class MFTrainerMixin(_Base):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         if model is None:
-            # The Trainer loads the weights first and the optimizer later. Check the optimizer here,
-            # before both: a checkpoint that does not fit then changes nothing.
+            # The Trainer loads the weights first and the optimizer later. Check the optimizer
+            # before the weights are loaded, so that a checkpoint that does not fit changes nothing.
             self.create_optimizer()
             optimizer: Any = self.optimizer
             check_parameter_groups(Path(resume_from_checkpoint), unwrapped_optimizer(optimizer))

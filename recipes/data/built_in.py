@@ -76,7 +76,8 @@ class DocstringsSource(DataSource):
         found = [one for module, source in _sources() for one in _described(module, source)]
         paragraphs = [one.docstring.split("\n\n")[0] for one in found]
         prompts = [f"What does {one.signature} do?\n" for one in found]
-        # Shifted by half the list, so that the other function is usually in another module.
+        # For `rejected`, shift the paragraphs by half the list: the paragraph is then that of
+        # another function, usually in another module.
         others = paragraphs[len(found) // 2 :] + paragraphs[: len(found) // 2]
         columns = {
             "prompt": prompts,

@@ -93,7 +93,7 @@ def _is_clean(rows: Dataset, column: str, dtypes: str) -> bool:
     values = rows.data.column(column)
     try:
         values.validate(full=True)
-    except ValueError:  # arrow raises it for bytes that are not UTF-8
+    except ValueError:  # arrow raises ValueError for bytes that are not UTF-8
         return False
     return bool(values.null_count == 0)
 
@@ -106,7 +106,7 @@ def _values(rows: Dataset, column: str) -> Iterator[Any]:
         except StopIteration:
             return
         except UnicodeDecodeError as error:
-            yield error.object  # bytes, which fit no column
+            yield error.object  # the bytes, which are not a valid value of any column
 
 
 def _is_text(value: Any) -> bool:

@@ -128,7 +128,7 @@ class DataSource(Section, abc.ABC):
     def _check_columns(self, known: Collection[str]) -> None:
         for column in self.columns.values():
             if column not in known:
-                msg = f"`columns` must name columns of {sorted(known)}, got {column!r}"
+                msg = f"`columns` must have values among {sorted(known)}, got {column!r}"
                 raise ValueError(msg)
 
     def _renamed(self, rows: Dataset) -> Dataset:

@@ -80,7 +80,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(two_ranks, tmp_path):
         "KeyError: \"the checkpoint's names differ from the cell's: the checkpoint lacks "
     )
     expected = {
-        "other loss scale": f"{names_differ}[] and has unknown ['cell",
+        "other loss scale": f"{names_differ}[] and has the unknown names ['cell",
         "more buffers": f"{names_differ}['network",
         "fewer parameters": "KeyError: \"the optimizer's parameter groups differ from the saved",
         "no schedule": f"ValueError: {folder}/mfwrap_sharded.json holds the state of a schedule",

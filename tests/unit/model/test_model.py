@@ -308,7 +308,7 @@ def test_a_hugging_face_model_evaluates_itself():
         expected = sum(float(network(**row).loss) for row in rows) / 2
 
     assert model.eval(rows)["loss"] == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(TypeError, match=r"`eval_network` must return a loss.* without one"):
+    with pytest.raises(TypeError, match=r"`eval_network` must return a loss.* without a loss"):
         model.eval([{"input_ids": rows[0]["input_ids"]}])
 
 
@@ -405,7 +405,7 @@ def cell_of(network):
         (lambda n: Model(n, LOSS, 3), TypeError, "`optimizer` must be"),
         (lambda n: Model(n, LOSS, sgd(n), amp_level="O4"), ValueError, "`amp_level` must be one"),
         (lambda n: Model(n, LOSS, sgd(n), "loss"), TypeError, "`metrics` must be a set of"),
-        (lambda n: Model(n, LOSS, sgd(n), {"bleu"}), ValueError, "`metrics` must name one of"),
+        (lambda n: Model(n, LOSS, sgd(n), {"bleu"}), ValueError, "`metrics` must have names among"),
         (lambda n: Model(n, LOSS, sgd(n), {"x": 3}), TypeError, "a metric must have update"),
         (lambda n: Model(n, LOSS, eval_indexes=[0, 1, 2]), ValueError, "`eval_indexes` needs"),
         (lambda n: Model(n, LOSS, None, None, 3), TypeError, "`eval_network` must be"),

@@ -45,7 +45,10 @@ def test_shipped_recipes_are_valid(name):
         ("data.eval_fraction=1", "data.eval_fraction: must be in [0, 1), got 1"),
         ("data.eval_fractio=0.1", "data.eval_fractio: unknown key; did you mean 'eval_fraction'?"),
         ("data.sequence_length=8", "data.sequence_length: is not a setting of the task"),
-        ("data.columns={target: age}", "data.columns: must name columns of ['features', 'target']"),
+        (
+            "data.columns={target: age}",
+            "data.columns: must have values among ['features', 'target']",
+        ),
         ("model.path=x", "model.path: must be set if and only if `config` is not set, got both"),
         ("model.config.hidden_sise=3", "did you mean 'hidden_size'?"),
         ("model.config.hidden_size=0", "model.config.hidden_size: must be >= 1, got 0"),

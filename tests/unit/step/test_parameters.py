@@ -131,7 +131,7 @@ def test_groups_are_built_again_only_when_they_change():
 def test_a_trainable_parameter_in_no_optimizer_is_named_in_one_warning():
     """One warning names all trainable parameters that are in no optimizer."""
     network = Tied()
-    message = r"trainable parameters in no optimizer .* \['body.weight', 'body.bias'\]$"
+    message = r"trainable parameters are in no optimizer .* \['body.weight', 'body.bias'\]$"
     with pytest.warns(UserWarning, match=message) as seen:
         ours, _ = trained(network, [network.head.weight])
 

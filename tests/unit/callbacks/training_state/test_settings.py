@@ -97,7 +97,7 @@ def test_state_makes_the_same_monitor(tmp_path):
             {"weight_state_format": ["log", "csv"]},
             ValueError,
             (
-                "`weight_state_format` must hold formats of ['log', 'tensorboard', 'jsonl', "
+                "`weight_state_format` must have formats among ['log', 'tensorboard', 'jsonl', "
                 "'trackers'], got ['csv']"
             ),
         ),
@@ -136,12 +136,12 @@ def test_state_makes_the_same_monitor(tmp_path):
         (
             {"stable_rank_config": {"interval": 3}},
             ValueError,
-            "`stable_rank_config` must have keys of ['format', 'step_interval', 'target', ",
+            "`stable_rank_config` must have keys among ['format', 'step_interval', 'target', ",
         ),
         (
             {"stable_rank_config": {"format": "csv"}},
             ValueError,
-            "`stable_rank_config.format` must hold formats of",
+            "`stable_rank_config.format` must have formats among",
         ),
         (
             {"stable_rank_config": {"format": "tensorboard"}},

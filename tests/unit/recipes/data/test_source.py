@@ -55,7 +55,7 @@ def test_columns_are_renamed():
 
 def test_an_unknown_column_is_an_error():
     """A name that the source does not have is an error at construction."""
-    with pytest.raises(ValueError, match=r"`columns` must name columns of \['body', 'number'\]"):
+    with pytest.raises(ValueError, match=r"`columns` must have values among \['body', 'number'\]"):
         Numbers(columns={"text": "bodi"})
 
 
