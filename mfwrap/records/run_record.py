@@ -191,7 +191,7 @@ def _log_of(path: Path) -> list[dict[str, Any]]:
         raise ValueError(msg) from error
     log = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
-        msg = f"{path}: expected a Trainer's state with a list of objects `log_history`"
+        msg = f"{path}: expected a Trainer's state whose `log_history` is a list of objects"
         raise ValueError(msg)
     # Leave out the summary that `train` logs at its end: it looks like the entry of a step.
     return [entry for entry in log if "train_runtime" not in entry]

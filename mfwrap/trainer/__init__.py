@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MFTrainer", "MFTrainerMixin", "MonitorCallback"]
 
-# Import the Trainer only on first use: `Model` and the callbacks need only MonitorCallback, and the
-# Trainer takes about a tenth of their import time.
+# Import the Trainer on first use. `Model` and the callbacks need only MonitorCallback; if it came
+# with the Trainer, their import would be about a tenth slower.
 __getattr__ = package_getattr(
     __name__,
     {

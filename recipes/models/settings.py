@@ -62,7 +62,7 @@ class ModelSettings(Section):
         """Check that the settings name exactly one model."""
         if (self.path is None) == (self.config is None):
             got = "neither" if self.path is None else "both"
-            msg = f"`path` must be set if and only if `config` is not set, got {got}"
+            msg = f"`path` must be set if `config` is not, and left out if it is, got {got}"
             raise ValueError(msg)
         if self.config is not None:
             self._check_config(self.config)
@@ -250,9 +250,9 @@ def _num_positions(network: nn.Module) -> int | None:
     ]
     if not tables:
         return None
-    # Some models number the positions from the row after the padding row, so the rows up to and
-    # including the padding row are unused. Other models have spare rows, so the configured number
-    # of positions takes precedence if it is smaller.
+    # In some models' table of positions, the first position has the row after the padding row. The
+    # rows up to and including the padding row are then unused. Other models have spare rows, so the
+    # configured number of positions takes precedence if it is smaller.
     sizes = [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         for table in tables

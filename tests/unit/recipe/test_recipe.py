@@ -49,7 +49,10 @@ def test_shipped_recipes_are_valid(name):
             "data.columns={target: age}",
             "data.columns: must have values among ['features', 'target']",
         ),
-        ("model.path=x", "model.path: must be set if and only if `config` is not set, got both"),
+        (
+            "model.path=x",
+            "model.path: must be set if `config` is not, and left out if it is, got both",
+        ),
         ("model.config.hidden_sise=3", "did you mean 'hidden_size'?"),
         ("model.config.hidden_size=0", "model.config.hidden_size: must be >= 1, got 0"),
         ("model.config.model_type=perceptrn", "did you mean 'perceptron'?"),

@@ -87,8 +87,12 @@ def test_the_trainers_log_fills_gaps(tmp_path):
             r"metrics\.jsonl:1: expected a JSON object, got b'\[1\]'",
         ),
         ({"trainer_state.json": "{"}, ValueError, r"trainer_state\.json: invalid JSON: "),
-        ({"trainer_state.json": "{}"}, ValueError, "with a list of objects `log_history`"),
-        ({"trainer_state.json": '{"log_history": [1]}'}, ValueError, "list of objects `log_hist"),
+        ({"trainer_state.json": "{}"}, ValueError, "whose `log_history` is a list of objects"),
+        (
+            {"trainer_state.json": '{"log_history": [1]}'},
+            ValueError,
+            "whose `log_history` is a list of objects",
+        ),
     ],
 )
 def test_a_folder_that_is_no_run(tmp_path, files, error, message):

@@ -140,7 +140,7 @@ def test_arguments_of_a_step_arrive():
 
 @each_schedule
 def test_a_deferred_schedule_is_still_of_its_class(make):
-    """A deferred schedule is the same object; its new class is a subclass with the same name."""
+    """Deferring keeps the schedule object; its class becomes a subclass with the same name."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
     schedule = make(optimizer)
     kind = type(schedule)

@@ -98,8 +98,8 @@ def test_norms_are_those_of_plain_torch(network, optimizer, scale):
     """The reported global norm is unscaled and agrees with plain torch."""
     expected = plain(network, optimizer, None).norms
 
-    # The cell sums blocks of at most 16,384 squares, and then at most 21 tensors. Its norm differs
-    # from torch's norm by a few roundings of 6e-8 each.
+    # The cell first adds up blocks of at most 16,384 squares, and then the sums of at most 21
+    # tensors. Its norm differs from torch's norm by a few roundings of 6e-8 each.
     actual = ours(network, optimizer, math.inf, scale).norms
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 

@@ -194,7 +194,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
 
 
 class Counter(TrainerCallback, ExportableState):
-    """Count in steps of `stride`, a user's setting that is not saved."""
+    """Add `stride` to a count at each step. Its saved state is the count without `stride`."""
 
     def __init__(self, name: str, stride: int) -> None:
         self.name, self.stride, self.count = name, stride, 0

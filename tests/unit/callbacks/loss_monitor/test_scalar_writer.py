@@ -139,8 +139,8 @@ def test_a_second_run(tmp_path):
         loop.step(output())
         loop.send("on_train_end")
 
-    # Sort the steps, because TensorBoard reads files that were created in the same second in the
-    # order of their names.
+    # Sort the steps, because TensorBoard reads files in the order of their names if they
+    # were created in the same second.
     assert sorted(x for x, _ in curves(tmp_path)["loss"]) == [1, 2]
 
 
