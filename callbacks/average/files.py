@@ -174,5 +174,5 @@ def _is_of(folder: Path, state: TrainerState) -> bool:
 
 
 def _progress(state: TrainerState) -> str:
-    # Compare as text: a NaN in the log history does not equal another NaN as a number.
+    # Compare as text: compared as numbers, two NaNs in the log history would differ.
     return json.dumps([state.global_step, state.log_history], sort_keys=True)

@@ -155,7 +155,7 @@ class AttachedAccelerator:
 
 
 def attached_class(kind: type) -> type:
-    """Create the class that `attach` gives to an accelerator: a subclass of its own class."""
+    """Create a subclass of an accelerator's class, which `attach` then gives to the accelerator."""
     return type(f"Attached{kind.__name__}", (AttachedAccelerator, kind), {})
 
 

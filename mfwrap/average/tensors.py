@@ -59,9 +59,9 @@ class AveragedGroup(NamedTuple):
             differ = (weight.device, weight.dtype) != (average.device, average.dtype)
             if differ != self.converted:
                 msg = (
-                    f"`ema` must be built where its weights are, on {weight.device} in "
+                    f"`ema` must match the network's weights, on {weight.device} in "
                     f"{weight.dtype}, got averages on {average.device} in {average.dtype}; "
-                    "build it after you move or convert the network"
+                    "build `ema` after you move or convert the network"
                 )
                 raise RuntimeError(msg)
 

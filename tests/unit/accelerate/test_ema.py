@@ -89,7 +89,7 @@ def test_weights_converted_in_part_are_noticed():
     network, ema = followed()
     network[1].double()
 
-    with pytest.raises(RuntimeError, match=r"`ema` must be built where its weights are"):
+    with pytest.raises(RuntimeError, match=r"`ema` must match the network's weights"):
         ema.check_placement()
 
 

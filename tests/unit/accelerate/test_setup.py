@@ -197,7 +197,7 @@ AVERAGES = {
     ),
     "of a network that was converted since": (
         RuntimeError,
-        "`ema` must be built where its weights are, on cpu in torch.float64",
+        "`ema` must match the network's weights, on cpu in torch.float64",
         ExponentialMovingAverage,
     ),
 }
@@ -231,7 +231,7 @@ def test_an_average_from_before_the_network_was_moved_is_refused():
     network = Classifier()
     attach(accelerator, ema=ExponentialMovingAverage(network))
 
-    with pytest.raises(RuntimeError, match="build it after you move or convert the network"):
+    with pytest.raises(RuntimeError, match="build `ema` after you move or convert the network"):
         accelerator.prepare(network, AdamW(network.parameters(), fused=True))
 
 

@@ -171,7 +171,7 @@ def test_an_average_of_weights_that_were_converted_since_is_refused():
     ema = ExponentialMovingAverage(network)
     network.to(torch.bfloat16)
 
-    with pytest.raises(RuntimeError, match="`ema` must be built where its weights are, on cpu in"):
+    with pytest.raises(RuntimeError, match="`ema` must match the network's weights, on cpu in"):
         build(network, ema=ema)
 
 

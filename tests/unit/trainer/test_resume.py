@@ -263,7 +263,7 @@ def drawing_trainer(folder, accumulation, **settings):
 
 @pytest.fixture(scope="module")
 def drawn_run(tmp_path_factory):
-    """Return a function that trains on drawn batches; it returns folder and final state."""
+    """Return a function that trains on random batches, and returns folder and final state."""
 
     @functools.cache
     def run(accumulation):
