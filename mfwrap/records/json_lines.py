@@ -1,10 +1,15 @@
 """Write and read files with one JSON object per line, which stay readable after a crash."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
+
+_BLOCK = 2**16
+"""Bytes that are read at once while looking for the start of a file's last line."""
 
 
 @final
@@ -12,7 +17,8 @@ class JsonLines:
     """Append records to a file, one JSON object per line.
 
     When `append` returns, the operating system has the record, so the record survives if the
-    process is killed. If a crash of the machine has cut off the last line of an existing file, that
+    process is killed. If `append` raises, for example because the disk is full, the file ends with
+    the record before. If a crash of the machine has cut off the last line of an existing file, that
     line is removed before the first new line is written. Only one process may write to the file.
 
     Args:
@@ -31,16 +37,19 @@ class JsonLines:
                 written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` reads.
 
         Raises:
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written. Nothing of the record is left in the file.
         """
-        line = json.dumps(_plain(record), allow_nan=False) + "\n"
-        if not self._has_checked_end:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_cut_off_line(self.path)
+        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        try:
+            if not self._has_checked_end:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _end_with_a_line(self.path)
+            self._has_checked_end = False
+            _append_whole(self.path, line)
             self._has_checked_end = True
-        # One unbuffered write: if the process is killed, the file has the whole line or nothing.
-        with self.path.open("ab", buffering=0) as file:
-            file.write(line.encode())
+        except OSError as error:
+            # An error of `write` does not name the file.
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -51,16 +60,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a line other than the last one is not a JSON object.
+        ValueError: If a line other than the last one is not a JSON object in valid UTF-8.
     """
     *lines, last = path.read_bytes().split(b"\n")
     records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
-    try:
+    if is_object(last):
         records.append(_record(path, len(lines) + 1, last))
-    except ValueError:
-        # The last line is not a record: it is empty (the file ends with a newline), or a crash has
-        # cut it off.
-        return records
+    # Otherwise the last line is empty (the file ends with a newline), or a crash has cut it off.
     return records
 
 
@@ -69,24 +75,75 @@ def rank_file(folder: Path, name: str, rank: int) -> Path:
     return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")
 
 
+def is_object(line: bytes) -> bool:
+    """Return whether a line is a JSON object in valid UTF-8."""
+    return _parsed(line) is not None
+
+
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        msg = f"{path}:{number}: expected a JSON object, got {line[:80]!r}"
-        raise ValueError(msg)  # noqa: TRY004  (the content of a file, not the type of an argument)
+    record = _parsed(line)
+    if record is None:
+        msg = f"{path}:{number}: expected a JSON object in UTF-8, got {line[:80]!r}"
+        raise ValueError(msg)
     return record
 
 
-def _remove_cut_off_line(path: Path) -> None:
-    if not path.exists():
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        # Decode before parsing: given bytes, `json.loads` guesses the encoding and accepts lone
+        # surrogates, which are invalid in UTF-8.
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # RecursionError: brackets nested too deep
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _append_whole(path: Path, line: bytes) -> None:
+    """Append a line to a file; if that fails, leave the file as it was."""
+    with path.open("ab", buffering=0) as file:
+        length = os.fstat(file.fileno()).st_size
+        rest = line
+        try:
+            # If the disk is nearly full, `write` writes a part of the line and does not raise.
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            # If truncating fails as well, raise the first error, and let the next append repair
+            # the end of the file.
+            with contextlib.suppress(OSError):
+                file.truncate(length)
+            raise
+
+
+def _end_with_a_line(path: Path) -> None:
+    """Make a file end with a newline: complete a last line that lacks only the newline, or cut it.
+
+    Does nothing if the file does not exist or is empty.
+    """
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError:
         return
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    with file:
+        start = _last_line_start(file)
+        last = file.read()
+        if is_object(last):
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def _last_line_start(file: BinaryIO) -> int:
+    """Move a file to the start of its last line, which may be empty, and return this position."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(position - _BLOCK, 0)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return file.seek(start + newline + 1)
+        position = start
+    return file.seek(0)
 
 
 def _plain(value: Any) -> Any:

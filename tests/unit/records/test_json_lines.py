@@ -1,8 +1,10 @@
 """A file of records has complete lines only, even if the writing process is killed."""
 
+import contextlib
 import json
 import math
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -60,19 +62,73 @@ def test_a_line_that_a_crash_cut_off(length, tmp_path):
     path = tmp_path / "records.jsonl"
     whole, cut = b'{"step": 1}\n', b'{"step": 2, "x": 1}\n'
     path.write_bytes(whole + cut[:length])
+    # Only the newline is missing from the longest one, so its record is complete.
     expected = [{"step": 1}] + ([{"step": 2, "x": 1}] if length == len(cut) - 1 else [])
 
     assert read_json_lines(path) == expected
     JsonLines(path).append({"step": 3})
-    assert read_json_lines(path) == [{"step": 1}, {"step": 3}]
+    assert read_json_lines(path) == [*expected, {"step": 3}]
 
 
-def test_an_invalid_line_before_the_last(tmp_path):
+def test_a_long_line_that_a_crash_cut_off(tmp_path):
+    """A cut-off line is removed even if it is longer than the block that is read at once."""
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b'{"x": "' + b"a" * 200_000)
+    JsonLines(path).append({"step": 2})
+
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes):
+    """Let no file of this process grow beyond a size; a longer write is cut short, then fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 10])
+def test_a_write_that_is_cut_short(missing, tmp_path):
+    """If a record does not fit on the disk, nothing of it stays, and a later record is whole."""
+    path = tmp_path / "records.jsonl"
+    lines = JsonLines(path)
+    lines.append({"step": 1})
+    line = b'{"step": 2, "x": "aaaaaaaa"}\n'
+    with (
+        largest_file(path.stat().st_size + len(line) - missing),
+        pytest.raises(OSError, match=re.escape(str(path))) if missing else contextlib.nullcontext(),
+    ):
+        lines.append(json.loads(line))
+    assert path.read_bytes() == b'{"step": 1}\n' + (b"" if missing else line)
+
+    lines.append({"step": 3})
+    steps = [record["step"] for record in read_json_lines(path)]
+    assert steps == ([1, 3] if missing else [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[2]",
+        b"",
+        b'{"a": 1} {"b": 2}',
+        b'{"a": "\xff"}',
+        # A lone surrogate, which `json.loads` accepts in bytes.
+        b'{"a": "\xed\xa0\x80"}',
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": ' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"a": ' + b"1" * 5000 + b"}",
+    ],
+)
+def test_an_invalid_line_before_the_last(line, tmp_path):
     """An invalid line before the last line is an error that names file and line."""
     path = tmp_path / "records.jsonl"
-    path.write_text('{"step": 1}\n[2]\n{"step": 3}\n')
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
 
-    with pytest.raises(ValueError, match=re.escape(f"{path}:2: expected a JSON object")):
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: expected a JSON object in UTF-8")):
         read_json_lines(path)
 
 
