@@ -186,7 +186,7 @@ def _trainer_state(folder: Path) -> Path | None:
 def _log_of(path: Path) -> list[dict[str, Any]]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deep
         msg = f"{path}: invalid JSON: {error}"
         raise ValueError(msg) from error
     log = state.get("log_history") if isinstance(state, dict) else None

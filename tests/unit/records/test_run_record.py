@@ -84,9 +84,10 @@ def test_the_trainers_log_fills_gaps(tmp_path):
         (
             {"metrics.jsonl": "[1]\n{}\n"},
             ValueError,
-            r"metrics\.jsonl:1: expected a JSON object, got b'\[1\]'",
+            r"metrics\.jsonl:1: expected a JSON object in UTF-8, got b'\[1\]'",
         ),
         ({"trainer_state.json": "{"}, ValueError, r"trainer_state\.json: invalid JSON: "),
+        ({"trainer_state.json": "[" * 100_000}, ValueError, r"trainer_state\.json: invalid JSON: "),
         ({"trainer_state.json": "{}"}, ValueError, "whose `log_history` is a list of objects"),
         (
             {"trainer_state.json": '{"log_history": [1]}'},
