@@ -51,10 +51,10 @@ def _rate(rate: Tensor | float, device: torch.device) -> Tensor:
 class SkippableOptimizer:
     """Run an optimizer's step with all gradients divided by a number, or skip the step.
 
-    torch's fused optimizers do not synchronize with the device, except for fused SGD with dampening
-    until its first applied update. They run on the local shards of distributed parameters. Any
-    other optimizer synchronizes once per step to read the skip flag, and runs on the distributed
-    parameters.
+    torch's fused optimizers do not synchronize with the device, except for fused SGD with
+    dampening, which synchronizes until each of its parameters has had an applied update. They run
+    on the local shards of distributed parameters. Any other optimizer synchronizes once per step to
+    read the skip flag, and runs on the distributed parameters.
 
     Args:
         optimizer: Optimizer without accelerate's wrapper.
@@ -100,9 +100,8 @@ class SkippableOptimizer:
         optimizer.found_inf = skip.float()
         if divisor is not None:
             optimizer.grad_scale = divisor
-        shards = on_local_shards if holds_distributed(optimizer) else contextlib.nullcontext
         try:
-            with shards(optimizer):
+            with self._shards():
                 optimizer.step()
         finally:
             # If these attributes stayed, a later plain `optimizer.step()` would divide or skip
@@ -126,7 +125,43 @@ class SkippableOptimizer:
             # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the gradients'
             # dtype, and in float16 the inverse of a large scale becomes 0.
             torch._foreach_div_(local_tensors(gradients), value)
-        self.optimizer.step()
+        with self._unfused_where_momentum_begins_late(), self._shards():
+            self.optimizer.step()
+
+    def _shards(self) -> contextlib.AbstractContextManager[None]:
+        """Give a fused optimizer this rank's shards, if any parameter is distributed."""
+        if self.skips_on_device and holds_distributed(self.optimizer):
+            return on_local_shards(self.optimizer)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _unfused_where_momentum_begins_late(self) -> Iterator[None]:
+        """Within the block, run without fused kernels the groups that fused SGD cannot update.
+
+        Fused SGD raises ``TypeError`` if some parameters of a group have a momentum and others get
+        their first gradient only now. torch's unfused SGD accepts this.
+        """
+        groups: list[dict[str, Any]] = []
+        if isinstance(self.optimizer, SGD):
+            groups = [group for group in self.optimizer.param_groups if self._begins_late(group)]
+        for group in groups:
+            group["fused"] = False
+        try:
+            yield
+        finally:
+            for group in groups:
+                group["fused"] = True
+
+    def _begins_late(self, group: dict[str, Any]) -> bool:
+        if not group["fused"] or group["momentum"] == 0:
+            return False
+        state = self.optimizer.state
+        have_momentum = {
+            state[parameter].get("momentum_buffer") is not None
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        return len(have_momentum) == 2
 
     def _first_update_is_unsafe(self) -> bool:
         """Prepare fused SGD's momentum; return whether the host must read the skip flag this time.

@@ -129,7 +129,8 @@ def optimizer_of(name: str, network: nn.Module, *, plain: bool = False) -> Optim
     way: dict[str, Any] = {"foreach": kind == "foreach"} if kind != "fused" else {"fused": True}
     if name.endswith("AdamW"):
         return AdamW(network.parameters(), lr=1e-2, **way)
-    return SGD(network.parameters(), lr=0.1, momentum=0.9, **way)
+    dampening = 0.5 if "dampened" in name else 0.0
+    return SGD(network.parameters(), lr=0.1, momentum=0.9, dampening=dampening, **way)
 
 
 def micro_batches_of(case: Case, step: int, rank: int) -> list[tuple[Tensor, Tensor]]:

@@ -23,6 +23,7 @@ MAX_NORM = 0.5
 CASES = [
     Case(),
     Case("root", 4, "float32", "fused SGD"),
+    Case("root", 1, "float32", "fused dampened SGD"),
     Case("layers", 4, "bf16", "fused AdamW"),
     Case("children", 1, "bf16", "fused SGD"),
     Case("layers", 4, "float32", "foreach SGD"),

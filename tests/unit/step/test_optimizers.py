@@ -243,7 +243,15 @@ def test_dampening_reads_the_flag_until_the_first_applied_update():
 
 @pytest.mark.parametrize("skip_first", [False, True])
 @pytest.mark.parametrize(
-    "settings", [{}, {"nesterov": True}, {"weight_decay": 0.1, "maximize": True}], ids=str
+    "settings",
+    [
+        {},
+        {"nesterov": True},
+        {"weight_decay": 0.1, "maximize": True},
+        {"dampening": 0.5},
+        {"dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+    ],
+    ids=str,
 )
 def test_a_momentum_may_begin_late(settings, skip_first):
     """A parameter whose first gradient comes late agrees with torch's unfused SGD.
@@ -258,6 +266,22 @@ def test_a_momentum_may_begin_late(settings, skip_first):
             gradients[1] = None
         if step == 2 and skip_first:
             run.skipped()
+        run.divided(gradients, 4.0)
+        expected.plain(gradients)
+
+    for ours, theirs in zip(run.weights(), expected.weights(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert run.skippable.skips_on_device
+
+
+def test_a_momentum_may_begin_late_in_one_fused_group_of_two():
+    """A late momentum agrees with unfused SGD if only its own group is fused."""
+    build = grouped(SGD, {}, {"fused": True}, lr=0.1, momentum=0.9)
+    run, expected = Run(build), Run(kind(SGD, lr=0.1, momentum=0.9))
+    for step in range(3):
+        gradients = gradients_of(step)
+        if step == 0:
+            gradients[1] = None
         run.divided(gradients, 4.0)
         expected.plain(gradients)
 
