@@ -174,6 +174,57 @@ def test_an_overflow_that_is_hidden_later_still_skips():
     assert window.window.last_report.output.overflow
 
 
+def clip(window: Window, *, norm_type: float = 2.0) -> None:
+    """Clip all gradients of a window to a norm of 0.5."""
+    clip_grad_norm(
+        [window.window],
+        window.weights.values(),
+        window.window._loss_scale,
+        max_norm=0.5,
+        norm_type=norm_type,
+    )
+
+
+HIDING = {
+    "unscaled": lambda window: window.window.unscale(),
+    "unscaled and clipped": lambda window: (window.window.unscale(), clip(window)),
+    "clipped in place": lambda window: clip(window, norm_type=1.0),
+    "clamped": lambda window: clip_grad_value([window.window], window.weights.values(), 0.5),
+}
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf")], ids=str)
+@pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING)
+def test_an_overflow_that_the_loop_repairs_still_skips(hide, bad):
+    """An overflow skips the update even if the loop repairs the gradients after it was read."""
+    window = Window()
+    window.backward([bad, 4.0])
+
+    hide(window)
+    window.weights["first"].grad.nan_to_num_(0.0, 0.0, 0.0)
+    clip(window)
+
+    assert window.step() == [[0, 0], [0, 0]]
+    assert window.window.last_report.output.overflow
+
+
+@pytest.mark.parametrize("norm_types", [(2.0, 2.0), (1.0, 2.0), (2.0, 1.0), (1.0, 1.0)], ids=str)
+def test_a_norm_that_overflows_skips_however_often_it_is_clipped(norm_types):
+    """A finite gradient whose norm overflows skips the update, also after two clips.
+
+    An infinite norm has a clip factor of 0, which turns the finite gradients into zeros. A second
+    clip therefore finds a norm of 0, which must not hide the overflow of the first.
+    """
+    window = Window()
+    window.backward([2.5e19, 4.0])
+
+    for norm_type in norm_types:
+        clip(window, norm_type=norm_type)
+
+    assert window.step() == [[0, 0], [0, 0]]
+    assert window.window.last_report.output.overflow
+
+
 def test_an_overflow_does_not_outlive_its_window():
     """Opening a new window clears a recorded overflow."""
     window = Window()

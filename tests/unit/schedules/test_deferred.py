@@ -128,6 +128,36 @@ def test_the_last_rate_is_the_one_that_was_used():
     assert training.schedule.get_last_lr() == [0.25]
 
 
+def test_a_rate_that_the_loop_sets_is_kept():
+    """A rate that the loop sets between a step and its flush wins, as without deferral.
+
+    torch's `StepLR` computes each rate from the present one. So the postponed step must start from
+    the rate at the time of the request, and must not overwrite the loop's rate afterwards.
+    """
+    rates, computed = {}, {}
+    for deferred in (False, True):
+        training = Training(SCHEDULES["StepLR"], deferred=deferred)
+        rates[deferred] = [training.update()]
+        training.optimizer.param_groups[0]["lr"] = 0.3
+        if deferred:
+            training.flush()
+        computed[deferred] = training.schedule.get_last_lr()
+        rates[deferred] += [training.update() for _ in range(4)]
+
+    assert rates[True] == rates[False]
+    assert rates[True][:3] == [0.5, 0.3, pytest.approx(0.03)]
+    assert computed[True] == computed[False] == [0.5]
+
+
+def test_a_rate_that_the_loop_sets_after_a_skip_is_kept():
+    """A rate that the loop sets stays if the postponed step is dropped for a skipped update."""
+    training = Training(SCHEDULES["StepLR"])
+    training.update(skipped=True)
+    training.optimizer.param_groups[0]["lr"] = 0.3
+
+    assert training.update() == 0.3
+
+
 def test_arguments_of_a_step_arrive():
     """A deferred ``step(epoch)`` passes its argument to the schedule."""
     training = Training(SCHEDULES["warm restarts"])

@@ -285,12 +285,19 @@ def test_later_calls_are_as_the_first():
 
 
 def test_shift_labels_are_counted_as_they_are():
-    """All labels are counted if a collator has already shifted them."""
+    """All labels are counted if a collator has already shifted them.
+
+    The first shifted label is a target. Leaving it out, as in `labels`, gives a smaller count. All
+    `labels` are ignored, so counting `labels` gives 0.
+    """
     model, batch = llama(), tokens()
     shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
-    parts = called(per_token(model), **batch, shift_labels=shifted)
+    ignored = torch.full_like(batch["labels"], IGNORED)
+    parts = called(per_token(model), **batch | {"labels": ignored}, shift_labels=shifted)
 
-    assert parts.denominator == shifted.ne(IGNORED).sum()
+    counts = [labels.ne(IGNORED).sum() for labels in (shifted, shifted[:, 1:], ignored)]
+    assert parts.denominator == counts[0]
+    assert counts[0] not in counts[1:]
     torch.testing.assert_close(parts.numerator, called(per_token(model), **batch).numerator)
 
 

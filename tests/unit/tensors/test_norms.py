@@ -139,10 +139,14 @@ def test_large_gradients_with_and_without_a_broken_row_keep_their_places():
     assert_close_to_exact(gradients)
 
 
+@pytest.mark.parametrize("rest", [1, 2])
 @pytest.mark.parametrize("position", [0, 4095, 4096, -2, -1])
-def test_a_bad_element_of_a_large_gradient_shows_in_its_own_square_only(position):
-    """A NaN at any place of a large gradient affects only that gradient's sum."""
-    gradients = [torch.ones(2**16 + 2) for _ in range(3)]
+def test_a_bad_element_of_a_large_gradient_shows_in_its_own_square_only(position, rest):
+    """A NaN at any place of a large gradient affects only that gradient's sum.
+
+    A large gradient is summed by rows. The last `rest` elements do not fill a row.
+    """
+    gradients = [torch.ones(2**16 + rest) for _ in range(3)]
     gradients[1][position] = math.nan
 
     assert sum_of_squares(gradients, CPU).isfinite().tolist() == [True, False, True]
