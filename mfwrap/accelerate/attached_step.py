@@ -83,6 +83,9 @@ class AttachedStep:
         self._loaded_folder: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
+        self.numbers_micro_batches = False
+        """Whether the loop uses ``accelerator.accumulate``. If so, ``accelerator.step`` numbers the
+        micro-batches of an update: 1, 2, ..., and 0 for the data loader's last micro-batch."""
         self.answers_late = False
         """Whether ``optimizer_step_was_skipped`` returns False without checking. The Trainer reads
         it after every step, and the true answer would synchronize with the device each time."""

@@ -15,7 +15,8 @@ How accelerate's calls reach the step:
   `mfwrap.schedules.deferred`.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -92,6 +93,13 @@ class AttachedAccelerator:
             prepared.requests = []
             self.attachment.step.schedules.append(prepared)
         return prepared
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Accumulate as accelerate does, which numbers the micro-batches of an update."""
+        self.attachment.numbers_micro_batches = True
+        with super().accumulate(*models):  # type: ignore[misc]  # (the accelerator's own method)
+            yield
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -312,7 +320,8 @@ class StepScaler:
     def scale(self, outputs: Tensor) -> Tensor:
         """Return a loss times the loss scale."""
         self.attachment.build(final=True)
-        return self.attachment.step.scaled(outputs, self._accelerator.step)
+        numbered = self.attachment.numbers_micro_batches
+        return self.attachment.step.scaled(outputs, self._accelerator.step if numbered else None)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the loss scale, in place, once."""

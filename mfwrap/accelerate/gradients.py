@@ -61,14 +61,13 @@ class OptimizerWindow:
         self.last_report: StepReport | None = None
         """Report of the optimizer's last update; ``None`` before the first."""
         self._loss_scale = loss_scale
-        self._numbers_micro_batches = False
         self._used: _Fingerprint = []
         self.open()
 
     def open(self) -> None:
         """Start a new window, and treat the gradients that exist now as used."""
         self._losses: list[Tensor] = []
-        self._micro_batches: list[int] = []
+        self._micro_batches: list[int | None] = []
         # Result of the last read. It is out of date if the gradients differ from `_seen`.
         self._measured: Measurement | None = None
         # Result of the first read since the last backward, before any clipping. The report of the
@@ -110,13 +109,13 @@ class OptimizerWindow:
         present = self.update.parameters.present_gradients()
         return bool(present) and not self._are_as_at(self._used)
 
-    def before_backward(self, loss: Tensor, micro_batch: int) -> None:
+    def before_backward(self, loss: Tensor, micro_batch: int | None) -> None:
         """Note the loss of the next backward, and prepare present gradients for accumulation.
 
         Args:
             loss: Unscaled loss, detached, shape ``()``.
             micro_batch: Number of the micro-batch; consecutive calls with the same number count
-                as one micro-batch.
+                as one micro-batch. ``None`` if the loop does not number its micro-batches.
         """
         if self._measured is not None:
             # The loop has clipped or unscaled the gradients, and now accumulates more. Backward
@@ -132,7 +131,6 @@ class OptimizerWindow:
             # not contribute to the update.
             self._losses, self._micro_batches = [], []
         self._losses.append(loss)
-        self._numbers_micro_batches |= micro_batch != 0
         if self._micro_batches[-1:] != [micro_batch]:
             self._micro_batches.append(micro_batch)
 
@@ -257,9 +255,9 @@ class OptimizerWindow:
         if not self._losses:
             return torch.full((), float("nan"), dtype=torch.float32, device=device)
         total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
-        if accumulation_steps == 1 or not self._numbers_micro_batches:
-            # Without `accelerator.accumulate` the loop divides each loss itself, so the sum is the
-            # loss of the update.
+        if accumulation_steps == 1 or None in self._micro_batches:
+            # Without numbers, the micro-batches of the update cannot be counted. The sum is the
+            # loss of an update of `accumulation_steps` micro-batches.
             return total
         # Each loss was divided by `accumulation_steps`, but the last update of an epoch may have
         # fewer micro-batches.

@@ -116,12 +116,13 @@ class LoopStep:
         self._shared_scale.discard()
         self._ema = self._average = None
 
-    def scaled(self, loss: Tensor, micro_batch: int = 0) -> Tensor:
+    def scaled(self, loss: Tensor, micro_batch: int | None = None) -> Tensor:
         """Return the loss times the loss scale; call it before backward.
 
         Args:
             loss: Loss of a micro-batch. If it has several elements, reports show their mean.
-            micro_batch: Number of the micro-batch within its update.
+            micro_batch: Number of the micro-batch within its update; ``None`` if the loop does not
+                number its micro-batches.
 
         Raises:
             TypeError: If `loss` is not a tensor.

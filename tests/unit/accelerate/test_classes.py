@@ -8,6 +8,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 from mfwrap.accelerate import attach
 from mfwrap.accelerate.classes import AttachedOptimizer, AttachedScheduler, StepScaler
@@ -127,3 +128,24 @@ def test_zeroing_gradients_gives_up_what_is_known_of_them():
     prepared.optimizer.step()
 
     assert torch.equal(prepared.network.weight, before - 0.5)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_the_loss_of_a_last_window_of_one_micro_batch(num_batches):
+    """The reported loss is not divided by the accumulation, also if no window was before."""
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
+    step = attach(accelerator)
+    network = nn.Linear(1, 1)
+    loader = DataLoader(torch.ones(num_batches, 1), batch_size=1)
+    network, optimizer, loader = accelerator.prepare(
+        network, SGD(network.parameters(), lr=0.1), loader
+    )
+
+    for batch in loader:
+        with accelerator.accumulate(network):
+            loss = network(batch).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert step.last_output.loss == loss

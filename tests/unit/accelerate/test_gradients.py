@@ -263,6 +263,8 @@ LOSSES = {
     "one": ([(3.0, 1)], 1, 3.0),
     "a whole window": ([(1.0, 1), (2.0, 2)], 2, 3.0),
     "a short window": ([(1.0, 1), (2.0, 2)], 4, 6.0),
+    "the only micro-batch of a short window": ([(3.0, 0)], 2, 6.0),
+    "without numbers": ([(1.0, None), (2.0, None)], 4, 3.0),
     "several of one micro-batch": ([(1.0, 1), (2.0, 1), (3.0, 2)], 2, 6.0),
     "several of the only micro-batch": ([(1.0, 1), (2.0, 1)], 1, 3.0),
 }
