@@ -32,7 +32,6 @@ from mfwrap.accelerate.setup import (
     check_arguments,
     made_average,
     named_parameters_of,
-    scale_of,
     trained_models,
 )
 from mfwrap.accelerate.state import check_saved_step, load_step, save_step
@@ -40,6 +39,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.step.cell import scale_of
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters

@@ -137,25 +137,6 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
         raise ValueError(msg)
 
 
-def scale_of(accelerator: Accelerator) -> ScaleSense:
-    """Return the loss scale of the accelerator's own gradient scaler; 1 without a scaler.
-
-    Raises:
-        ValueError: If the accelerator trains in float16 without a gradient scaler.
-    """
-    scaler = accelerator.scaler
-    if scaler is not None:
-        is_used = scaler.is_enabled()
-        return DynamicLossScaleUpdateCell.from_grad_scaler(scaler) if is_used else 1.0
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
-        msg = (
-            "`scale_sense` must be given for an accelerator that trains in fp16 without a gradient "
-            "scaler (another step may have removed the scaler)"
-        )
-        raise ValueError(msg)
-    return 1.0
-
-
 def refuse_second_hook(
     of_handler: object | None, communication_hook: CommunicationHook | None
 ) -> None:

@@ -57,24 +57,34 @@ def check_accumulation(accelerator: "Accelerator", steps: int) -> None:
         raise ValueError(msg)
 
 
+def scale_of(accelerator: "Accelerator") -> ScaleSense:
+    """Return the loss scale of an accelerator's gradient scaler; 1 without an enabled scaler.
+
+    Raises:
+        ValueError: If the accelerator trains in float16 on a device other than the CPU without an
+            enabled gradient scaler.
+    """
+    scaler = accelerator.scaler
+    if scaler is not None and scaler.is_enabled():
+        return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
+        msg = (
+            "`scale_sense` must be given for an accelerator that trains in fp16 without an enabled "
+            "gradient scaler (another step may have removed the scaler)"
+        )
+        raise ValueError(msg)
+    return 1.0
+
+
 def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") -> ScaleSense:
     """Return `scale_sense`, or the accelerator's loss scale if `scale_sense` was not set.
 
     Raises:
-        ValueError: If the caller did not set `scale_sense`, and the accelerator trains in float16
-            on a device other than the CPU without a gradient scaler.
+        ValueError: As `scale_of`, if the caller did not set `scale_sense`.
     """
-    if isinstance(scale_sense, _NotGiven) and accelerator is not None:
-        scaler = accelerator.scaler
-        if scaler is not None and scaler.is_enabled():
-            return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
-        if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
-            msg = (
-                "`scale_sense` must be given for an accelerator that trains in fp16 without a "
-                "gradient scaler (another cell may have removed the scaler)"
-            )
-            raise ValueError(msg)
-    return scale_sense
+    if accelerator is None or not isinstance(scale_sense, _NotGiven):
+        return scale_sense
+    return scale_of(accelerator)
 
 
 def remove_grad_scaler(accelerator: "Accelerator") -> None:

@@ -39,6 +39,13 @@ def in_fp16_without_scaler():
     return accelerator
 
 
+def in_fp16_with_a_disabled_scaler():
+    """Return an accelerator with the settings of fp16 on CUDA and a disabled gradient scaler."""
+    accelerator = in_fp16_without_scaler()
+    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return accelerator
+
+
 def that_has_prepared(make):
     """Return an accelerator that has prepared ``make(network)`` for a new network."""
     accelerator = new_accelerator()
@@ -97,6 +104,11 @@ ACCELERATORS = {
         ValueError,
         "`scale_sense` must be given for an accelerator that trains in fp16",
         in_fp16_without_scaler,
+    ),
+    "in fp16 with a disabled scaler": (
+        ValueError,
+        "`scale_sense` must be given for an accelerator that trains in fp16",
+        in_fp16_with_a_disabled_scaler,
     ),
     **{
         str(kind.value): (
