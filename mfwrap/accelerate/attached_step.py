@@ -116,12 +116,19 @@ class AttachedStep:
 
     @property
     def last_reports(self) -> tuple[StepReport | None, ...]:
-        """Last report of each optimizer, in the order in which `build` added the optimizers."""
-        return tuple(window.last_report for window in self.step.windows.values())
+        """Last report of each optimizer, in the order in which the optimizers were prepared.
+
+        An entry is ``None`` before the first update of its optimizer.
+        """
+        windows = [self.step.windows.get(each) for each in self._prepared_optimizers()]
+        return tuple(None if window is None else window.last_report for window in windows)
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
-        """Names of the groups in the first optimizer's local norms; empty before ``prepare``."""
+        """Names of the groups in the first optimizer's local norms; empty before ``prepare``.
+
+        The first optimizer is the one that was prepared first.
+        """
         windows = list(self.step.windows.values())
         return windows[0].update.parameters.groups().names if windows else ()
 
@@ -215,9 +222,14 @@ class AttachedStep:
     def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
         parts = self._distributed_parts
         self.step.add(
+                # An optimizer may be added before another one that was prepared earlier.
+                self.step.arrange(self._prepared_optimizers())
             optimizer,
             parameters,
             local_squares=sharded_local_squares_of(
+    def _prepared_optimizers(self) -> list[Optimizer]:
+        return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
+
                 ShardedParts(*self._accelerator._models),
                 parameters.tensors,
                 local_squares_of(

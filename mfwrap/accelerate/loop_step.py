@@ -10,7 +10,7 @@ The average must be updated when all optimizers have done their update, not afte
 (`SharedAverage`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, final
 
 from torch import Tensor
@@ -53,7 +53,7 @@ class LoopStep:
         self.schedules: list[PendingSchedule] = []
         """Schedules that `flush` resolves. Each update flushes first."""
         self.windows: dict[Optimizer, OptimizerWindow] = {}
-        """Window of each optimizer, in the order in which they were added."""
+        """Window of each optimizer, in the order in which they were added; see `arrange`."""
         self._config = config
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
@@ -99,6 +99,11 @@ class LoopStep:
             agreement=agreement,
         )
         self.windows[optimizer] = OptimizerWindow(update, self.loss_scale.value)
+
+    def arrange(self, optimizers: Iterable[Optimizer]) -> None:
+        """Put the windows into the order of `optimizers`, which `state_dict` numbers them by."""
+        ordered = {each: self.windows[each] for each in optimizers if each in self.windows}
+        self.windows = ordered | self.windows
 
     def check_average(self) -> None:
         """Raise ``ValueError`` if no optimizer updates any of the averaged weights."""

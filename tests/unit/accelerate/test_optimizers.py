@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -310,3 +311,22 @@ def test_a_compiled_network_trains_as_alone(scale, precision, limit, backend):
     torch.testing.assert_close(actual_weights, weights, rtol=0, atol=tolerance)
     assert step.local_norm_names == tuple(name for name, _ in Classifier().named_parameters())
     assert step.ema is not None
+
+
+def test_reports_and_checkpoints_have_the_order_of_prepare():
+    """Optimizers are numbered in the order in which they were prepared, whatever their models."""
+    accelerator = new_accelerator()
+    step = attach(accelerator)
+    networks = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    first, second = (SGD(network.parameters(), lr=0.1) for network in networks)
+    # The first optimizer is added to the step after the second one, because its model is prepared
+    # last.
+    first = accelerator.prepare(first)
+    second, _ = accelerator.prepare(second, networks[1])
+    accelerator.prepare(networks[0])
+    accelerator.backward(networks[0](torch.ones(1, 1)).sum())
+    first.step()
+
+    assert [report is not None for report in step.last_reports] == [True, False]
+    updates = step.step.state_dict()["updates"]
+    assert [updates[number]["applied_updates"].item() for number in ("0", "1")] == [1, 0]
