@@ -153,22 +153,28 @@ class AttachedStep:
 
         This method flushes the step first, so that the schedules are current. Gradients that no
         update has used yet are prepared for accelerate: a pending clip is applied in place. If the
-        accelerator has a gradient scaler of its own, these gradients stay scaled; otherwise they
-        are divided by the loss scale. The accelerator gets its gradient scaler back unchanged.
-        torch cannot remove a communication hook, so the hook that `attach` registered stays in the
-        model, but it takes no more norms.
+        accelerator has an enabled gradient scaler of its own, these gradients are handed over
+        scaled, and the gradient scaler takes over the step's loss scale and growth counter.
+        Otherwise the gradients are divided by the loss scale. torch cannot remove a communication
+        hook, so the hook that `attach` registered stays in the model, but it takes no more norms.
         """
         accelerator = self._accelerator
         if accelerator.__dict__.get("attachment") is not self:
             return
+        scales = self._grad_scaler is not None and self._grad_scaler.is_enabled()
         try:
             self.flush()
         finally:
             for hook in self._hooks:
                 hook.remove()
             for window in self.step.windows.values():
-                window.hand_back(scaled=self.has_grad_scaler)
+                window.hand_back(scaled=scales)
                 window.update.local_squares = None
+            if scales:
+                self._grad_scaler.load_state_dict(self._scaler.state_dict())
+                # torch's scaler unscales gradients only after a first call of `scale`, which puts
+                # its state on the device.
+                self._grad_scaler.scale(self.loss_scale)
             self.step.schedules.clear()
             for optimizer in accelerator._optimizers:
                 restore_optimizer(optimizer, self._grad_scaler)
@@ -216,20 +222,20 @@ class AttachedStep:
             if final or are_complete:
                 parameters = TrainedParameters(named, optimizer, self.config.local_norm_groups)
                 self._add(optimizer, parameters)
+                # An optimizer may be added before another one that was prepared earlier.
+                self.step.arrange(self._prepared_optimizers())
         if final:
             self.step.check_average()
+
+    def _prepared_optimizers(self) -> list[Optimizer]:
+        return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
 
     def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
         parts = self._distributed_parts
         self.step.add(
-                # An optimizer may be added before another one that was prepared earlier.
-                self.step.arrange(self._prepared_optimizers())
             optimizer,
             parameters,
             local_squares=sharded_local_squares_of(
-    def _prepared_optimizers(self) -> list[Optimizer]:
-        return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
-
                 ShardedParts(*self._accelerator._models),
                 parameters.tensors,
                 local_squares_of(

@@ -123,8 +123,7 @@ class OptimizerWindow:
             # present gradients, and scale the present gradients again.
             self.settle_clip()
             if self.is_unscaled:
-                multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
-                self.is_unscaled = False
+                self._scale_again()
             self._measured = self._first = None
         if self._losses and not self._waits_for_gradients():
             # The loop has zeroed the gradients by `network.zero_grad`, so the earlier losses do
@@ -133,6 +132,10 @@ class OptimizerWindow:
         self._losses.append(loss)
         if self._micro_batches[-1:] != [micro_batch]:
             self._micro_batches.append(micro_batch)
+
+    def _scale_again(self) -> None:
+        multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
+        self.is_unscaled = False
 
     def _waits_for_gradients(self) -> bool:
         """Return whether the losses noted so far may still contribute to the update."""
@@ -207,12 +210,16 @@ class OptimizerWindow:
         """Make the gradients usable for a loop without this window: apply a folded clip, unscale.
 
         Args:
-            scaled: Whether the loop expects scaled gradients; if so, do not unscale them.
+            scaled: Whether the loop expects scaled gradients. If so, gradients that the loop has
+                unscaled already are scaled again; otherwise, scaled gradients are unscaled.
         """
-        if self.has_backward:
-            self.settle_clip()
-            if not scaled:
-                self.unscale()
+        if not self.has_backward:
+            return
+        self.settle_clip()
+        if not scaled:
+            self.unscale()
+        elif self.is_unscaled:
+            self._scale_again()
 
     def note_overflow(self) -> None:
         """Remember an overflow that clipping in place might hide."""

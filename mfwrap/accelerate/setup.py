@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
-from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 

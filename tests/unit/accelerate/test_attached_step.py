@@ -64,8 +64,8 @@ def test_an_accelerator_of_a_class_of_ones_own_gets_it_back():
     assert type(accelerator) is Own
 
 
-def test_accelerates_own_scaler_comes_back_as_it_was():
-    """Detaching restores accelerate's own scaler with its state unchanged."""
+def test_accelerates_own_scaler_comes_back_with_the_present_scale():
+    """Detaching restores accelerate's own scaler, which continues from the step's loss scale."""
     accelerator = new_accelerator("fp16")
     scaler = accelerator.scaler
     before = scaler.state_dict()
@@ -80,7 +80,7 @@ def test_accelerates_own_scaler_comes_back_as_it_was():
 
     assert accelerator.scaler is scaler
     assert optimizer.scaler is scaler
-    assert scaler.state_dict() == before
+    assert scaler.state_dict() == before | {"scale": before["scale"] / 2}
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -174,6 +174,42 @@ def test_gradients_that_wait_for_their_step_are_unscaled():
 
     expected, actual = gradients
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_accelerates_scaler_unscales_the_gradients_that_wait(unscales):
+    """Detaching gives accelerate's scaler the scale that the gradients waiting for a step have."""
+    run = AttachedRun(RunSettings(loss_scale="none", precision="fp16"))
+    grown = run.accelerator.scaler.get_scale()
+    run.train(0, 4, APPLIED)
+    run.accelerator.backward(run.network(*labelled_batches(1)[0]))
+    run.accelerator.unscale_gradients()
+    expected = [weight.grad.clone() for weight in run.network.parameters()]
+    run.optimizer.zero_grad()
+
+    run.accelerator.backward(run.network(*labelled_batches(1)[0]))
+    if unscales:
+        run.accelerator.unscale_gradients()
+    run.step.detach()
+    run.accelerator.unscale_gradients()
+
+    assert run.accelerator.scaler.get_scale() == run.step.loss_scale.item() > grown
+    actual = [weight.grad for weight in run.network.parameters()]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+
+
+def test_a_disabled_scaler_gets_unscaled_gradients():
+    """Detaching unscales the gradients if accelerate's scaler is disabled."""
+    accelerator = new_accelerator()
+    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = attach(accelerator, scale_sense=4.0)
+    weight = torch.nn.Linear(1, 1, bias=False)
+    accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), lr=0.1))
+    accelerator.backward(weight(torch.ones(1, 1)).sum())
+
+    step.detach()
+
+    assert weight.weight.grad.item() == 1
 
 
 def test_gradients_that_were_clipped_are_clipped_after_detaching():
