@@ -80,7 +80,7 @@ def test_weights_converted_since_are_noticed(dtype):
     network, ema = followed()
     network.to(dtype)
 
-    with pytest.raises(RuntimeError, match=rf"on cpu in {dtype}, got averages on cpu .*; build it"):
+    with pytest.raises(RuntimeError, match=rf"on cpu in {dtype}, got averages on cpu .*; build"):
         ema.check_placement()
 
 
