@@ -9,8 +9,13 @@ from torch import Tensor
 
 from mfwrap import DeferredReads
 from mfwrap.callbacks.mindspore.monitored_value import loss_of
-from mfwrap.callbacks.shared.run_log import print_line, run_logger
+from mfwrap.callbacks.shared.run_log import WarnOnce, print_line
 from mfwrap.model import Callback, CallbackParameters, RunContext, named_output
+
+_NO_OUTPUT = (
+    "LossMonitor prints no loss, because this loop does not pass the output of a step. Use it with "
+    "MFTrainer or Model; MFLossMonitor prints what a stock Trainer logs."
+)
 
 
 @final
@@ -47,7 +52,7 @@ class LossMonitor(Callback):
         self._per_print_times = per_print_times
         self._last_print_step = 0
         self._reads = DeferredReads()
-        self._has_warned = False
+        self._warn_once = WarnOnce(__package__)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Start counting steps."""
@@ -59,7 +64,7 @@ class LossMonitor(Callback):
         parameters = run_context.original_args()
         loss = loss_of(parameters.net_outputs)
         if loss is None:
-            self._warn_once()
+            self._warn_once(_NO_OUTPUT)
             return
         self._reads.flush()
         prints = self._is_due(parameters)
@@ -102,14 +107,6 @@ class LossMonitor(Callback):
             return False
         self._last_print_step = parameters.cur_step_num
         return bool(parameters.is_world_process_zero)
-
-    def _warn_once(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            run_logger(__package__).warning(
-                "LossMonitor prints no loss, because this loop does not pass the output of a step. "
-                "Use it with MFTrainer or Model; MFLossMonitor prints what a stock Trainer logs."
-            )
 
 
 def _step_in_epoch(parameters: CallbackParameters) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import final
 
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
@@ -27,6 +28,25 @@ def run_logger(name: str) -> logging.Logger:
     if not logger.hasHandlers():
         library.addHandler(_standard_output())
     return logger
+
+
+@final
+class WarnOnce:
+    """Log warnings, each text only once.
+
+    Args:
+        name: Name of the logger, see `run_logger`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._logged: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        """Log a warning, unless this object has logged the same text before."""
+        if text not in self._logged:
+            self._logged.add(text)
+            run_logger(self._name).warning("%s", text)
 
 
 def _standard_output() -> logging.Handler:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 
 NAME = "mfwrap.callbacks.some_monitor"
 SAY = f"from mfwrap.callbacks.shared.run_log import run_logger\nrun_logger({NAME!r}).info('said')\n"
@@ -89,3 +89,15 @@ def test_records_reach_the_root(caplog):
 
     assert [(record.name, record.getMessage()) for record in caplog.records] == [(NAME, "seen")]
     assert logging.getLogger("mfwrap").handlers == []
+
+
+def test_a_warning_is_logged_once(caplog):
+    """`WarnOnce` logs a text the first time only, and another text again."""
+    warn = WarnOnce(NAME)
+    for text in ("100 % lost", "100 % lost", "other"):
+        warn(text)
+
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        (NAME, "WARNING", "100 % lost"),
+        (NAME, "WARNING", "other"),
+    ]
