@@ -4,18 +4,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
 from mfwrap.arguments import check_int, directory_name
-from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import WarnOnce
 from mfwrap.callbacks.shared.tensorboard import summary_writer_class
 from mfwrap.collectives import gather_on_main
 from mfwrap.records.json_lines import JsonLines, rank_file
+from mfwrap.trainer import MonitorCallback
+
+_NO_LOCAL_NORMS = (
+    "LocalNormMonitor writes nothing: the step has no local norms; StepConfig(local_norm=True) "
+    "computes them"
+)
 
 
 @final
-class LocalNormMonitor(TrainerCallback):
+class LocalNormMonitor(MonitorCallback):
     """Gather the local norms of all ranks on the main process and write them there.
 
     Every `step_interval` steps each rank sends the norms of its ``G`` groups of gradients to the
@@ -62,7 +68,7 @@ class LocalNormMonitor(TrainerCallback):
         self._lines: list[JsonLines] = []
         self._events: list[Any] = []
         self._reads = DeferredReads()
-        self._has_warned = False
+        self._warn_once = WarnOnce(__name__)
 
     def on_step_end(
         self,
@@ -78,7 +84,7 @@ class LocalNormMonitor(TrainerCallback):
             return
         output = None if step_report is None else step_report.output
         if step_report is None or not isinstance(output, LocalNormStepOutput):
-            self._warn_once()
+            self._warn_once(_NO_LOCAL_NORMS)
             return
         gathered = gather_on_main(output.local_norm)
         if gathered is None:
@@ -95,6 +101,10 @@ class LocalNormMonitor(TrainerCallback):
 
     def on_log(self, *_: Any, **__: Any) -> None:
         """Write pending norms."""
+        self._reads.flush()
+
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Write pending norms, so that they belong to the checkpoint."""
         self._reads.flush()
 
     def on_save(self, *_: Any, **__: Any) -> None:
@@ -132,11 +142,3 @@ class LocalNormMonitor(TrainerCallback):
         if self._events:
             for tag, norm in tagged.items():
                 self._events[rank].add_scalar(tag, norm, global_step=step)
-
-    def _warn_once(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            run_logger(__name__).warning(
-                "LocalNormMonitor writes nothing: the step has no local norms; "
-                "StepConfig(local_norm=True) computes them"
-            )

@@ -13,10 +13,11 @@ from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.json_lines import JsonLines, read_json_lines
+from mfwrap.trainer import MonitorCallback
 
 
 @final
-class MetricsRecorder(TrainerCallback):
+class MetricsRecorder(MonitorCallback):
     """Write a record per step, with `StepOutput`'s field names, and a record per evaluation.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
@@ -75,8 +76,8 @@ class MetricsRecorder(TrainerCallback):
         """Write the steps since the last call."""
         self.write_steps()
 
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Write the steps since the last call."""
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Write the steps since the last call, so that they belong to the checkpoint."""
         self.write_steps()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

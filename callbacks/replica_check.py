@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads
 from mfwrap.arguments import check_bool, check_int, directory_name
@@ -16,6 +16,7 @@ from mfwrap.collectives import gather_on_all, num_ranks, this_rank
 from mfwrap.tensors.norm_groups import layer_of
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
+from mfwrap.trainer import MonitorCallback
 
 _CHUNK = 2**20
 _MULTIPLIER = 0x1E3779B97F4A7C15
@@ -40,7 +41,7 @@ class _Hashes(NamedTuple):
 
 
 @final
-class ReplicaCheck(TrainerCallback):
+class ReplicaCheck(MonitorCallback):
     """Check that all ranks of a data-parallel training have bitwise identical weights.
 
     Every `step_interval` steps each rank hashes its trainable weights after the update and again
@@ -127,15 +128,22 @@ class ReplicaCheck(TrainerCallback):
         self,
         args: TrainingArguments | None,
         state: TrainerState,
-        *_: Any,
+        control: TrainerControl,
         model: nn.Module | None = None,
-        **__: Any,
+        **_: Any,
     ) -> None:
         """Report the last comparison; compare weights if they are due."""
         del args
         self._reads.flush()
         if model is not None and state.global_step % self._step_interval == 0:
             self._after_update = self._compare(state.global_step, "weight", trainable(model))
+        if control.should_save:
+            # A stock Trainer does not call `on_pre_save`. This flag is the same on all ranks.
+            self._reads.flush()
+
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Report the last comparison, so that its record belongs to the checkpoint."""
+        self._reads.flush()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Report the last comparison."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
@@ -13,12 +13,18 @@ from mfwrap.callbacks.loss_monitor.record import StepRecord, record_lines
 from mfwrap.callbacks.loss_monitor.run import MonitoredRun, SavedMean, averages_loss
 from mfwrap.callbacks.loss_monitor.scalar_writer import ScalarWriter
 from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
-from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
+from mfwrap.trainer import MonitorCallback
+
+_NO_OUTPUTS = (
+    "MFLossMonitor gets no `step_output` in this loop. It prints only the numbers that the loop "
+    "logs, without overflow, loss scale and the loss of each step."
+)
 
 
 @final
-class MFLossMonitor(TrainerCallback, ExportableState):
+class MFLossMonitor(MonitorCallback, ExportableState):
     """Print a record of each step, as MindFormers does, without host-device synchronization.
 
     The arguments are the fields of `LossMonitorSettings`; the first field may be positional.
@@ -78,7 +84,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             )
         self._counted_flops = StepFlops() if settings.count_flops else None
         self._run: MonitoredRun | None = None
-        self._has_warned = False
+        self._warn_once = WarnOnce(__package__)
         self._num_losses_not_finite = 0
         self.saved_mean: SavedMean | None = None
         """Mean that an earlier run saved; ignored by a run that begins at another step."""
@@ -145,7 +151,7 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             state.global_step, step_output, self._flops, sends=_needs_mean_now(control)
         )
         if state.is_world_process_zero and not self._run.has_outputs:
-            self._warn_of_missing_outputs()
+            self._warn_once(_NO_OUTPUTS)
 
     def on_log(
         self,
@@ -166,6 +172,12 @@ class MFLossMonitor(TrainerCallback, ExportableState):
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Print the last step if it is due, and leave the evaluation out of the step time."""
         self._pause()
+
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Include all steps in the mean, and print the last step if it is due."""
+        if self._run is not None:
+            self._run.send()
+        self._flush()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Print the last step if it is due, and leave the time of saving out of the step time."""
@@ -251,14 +263,6 @@ class MFLossMonitor(TrainerCallback, ExportableState):
             logger.info("%s", line)
         if self._writer is not None:
             self._writer.write(record)
-
-    def _warn_of_missing_outputs(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            run_logger(__package__).warning(
-                "MFLossMonitor gets no `step_output` in this loop. It prints only the numbers that "
-                "the loop logs, without overflow, loss scale and the loss of each step."
-            )
 
 
 def _needs_mean_now(control: TrainerControl) -> bool:

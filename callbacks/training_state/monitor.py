@@ -9,10 +9,11 @@ from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.callbacks.shared.progress import global_batch_size
-from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.collectives import num_ranks
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import MonitorCallback
 
@@ -71,7 +72,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._settings = settings
         self._run: TrainingStateRun | None = None
         self._scale_before: Tensor | None = None
-        self._warnings: set[str] = set()
+        self._warn_once = WarnOnce(__package__)
         self._num_scale_overflows = 0
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
@@ -132,10 +133,13 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             optimizer=known.get("optimizer"),
         )
         for text in _missing_values(self._settings, step_output, known):
-            self._warn_once(text)
+            self._warn_once(f"TrainingStateMonitor cannot show {text}")
         if self._settings.print_struct:
             _log_structure(known.get("model"))
             control.should_training_stop = True
+        if control.should_save or control.should_evaluate:
+            # A stock Trainer does not call `on_pre_save`. These flags are the same on all ranks.
+            self._flush()
 
     def on_log(
         self,
@@ -153,7 +157,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
                 self._run.log(state.global_step, logs)
             tracked = self._run.writers.tracked
             if logs and "loss" in logs and not tracked.keys() <= logs.keys():
-                self._warn_once("metrics in trackers: use MFTrainer or give `log_to`")
+                self._warn_once(
+                    "TrainingStateMonitor cannot show metrics in trackers: use MFTrainer or give "
+                    "`log_to`"
+                )
             self._run.clock.restart()
 
     def values_to_log(self) -> dict[str, float]:
@@ -185,6 +192,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             }
             self._run.writers.write_evaluation(state.global_step, results)
 
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Write and judge the last step, so that its records belong to the checkpoint."""
+        self._flush()
+
     def on_save(self, *_: Any, **__: Any) -> None:
         """Write and judge the last step, and record the norms of the weights."""
         if self._run is not None:
@@ -203,12 +214,15 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the state that a Trainer writes into its checkpoint.
 
-        Writes and judges the last step first.
+        Starts no collective, because a Trainer calls this on the saving rank only. With several
+        ranks, call `on_pre_save` on every rank first, as `MFTrainer` does: it writes and judges the
+        last step.
 
         Returns:
             Settings under ``args``, usual norms and counts under ``attributes``, ready for JSON.
         """
-        self._flush()
+        if num_ranks() == 1:
+            self._flush()
         saved = self.saved_run if self._run is None else self._run.state_dict()
         return {"args": saved_settings(self._settings), "attributes": {"saved_run": saved}}
 
@@ -222,7 +236,8 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         settings = self._settings
         if settings.throughput_baseline and not global_batch_size(settings, state, args):
             self._warn_once(
-                "throughput_linearity: the batch size is unknown; give `global_batch_size`"
+                "TrainingStateMonitor cannot show throughput_linearity: the batch size is unknown; "
+                "give `global_batch_size`"
             )
         run = TrainingStateRun(
             settings,
@@ -236,11 +251,6 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             run.load_state_dict(self.saved_run)
         run.clock.restart()
         return run
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warnings:
-            self._warnings.add(text)
-            run_logger(__package__).warning("TrainingStateMonitor cannot show %s", text)
 
     def _flush(self) -> None:
         if self._run is not None:

@@ -102,8 +102,9 @@ class Checkpoints:
     def writing(self, run_folder: Path, *, logging_nan_inf_filter: bool) -> Iterator[None]:
         """Let the Trainer write a checkpoint within the block, and then move it into place.
 
-        The step is flushed first. Within the block, the Trainer does not push the checkpoint to the
-        Hub and does not remove old checkpoints. Both are done after the checkpoint is in place.
+        The step and the callbacks' pending work are finished first. Within the block, the Trainer
+        does not push the checkpoint to the Hub and does not remove old checkpoints. Both are done
+        after the checkpoint is in place.
 
         Args:
             run_folder: Folder of the run's checkpoints.
@@ -112,6 +113,8 @@ class Checkpoints:
         """
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
+        for callback in monitors(trainer.callback_handler.callbacks):
+            callback.on_pre_save(args, trainer.state, trainer.control, model=trainer.model)
         self._clear_callback_states()
         staging = staging_folder(run_folder)
         if args.should_save or args.local_process_index == 0:

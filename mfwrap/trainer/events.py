@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
 
 from mfwrap.accelerate.attached_step import AttachedStep
@@ -27,6 +27,25 @@ class MonitorCallback(TrainerCallback):
     def values_to_log(self) -> dict[str, float]:
         """Return values, by name, that `MFTrainer` adds to each training log."""
         return {}
+
+    def on_pre_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, **known: Any
+    ) -> None:
+        """Finish what is pending, because a checkpoint is about to be written.
+
+        Called on every rank at the same moment, so a callback may start collectives here.
+        ``ExportableState.state`` must not start any: a Trainer calls it on the saving rank only.
+        Records that are written here belong to the checkpoint. Records that are written later, for
+        example in ``on_save``, are removed when a training resumes from the checkpoint.
+
+        In a loop of your own, call it on every rank before you save.
+
+        Args:
+            args: The trainer's arguments; ``None`` in a loop without a Trainer.
+            state: State of the loop.
+            control: Flags of the loop.
+            known: Further keywords: ``model``.
+        """
 
     def save_into(self, folder: Path, args: Any, model: nn.Module) -> None:
         """Write the callback's files into a checkpoint before it is moved into place.

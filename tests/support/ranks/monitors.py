@@ -1,5 +1,6 @@
 """Programs that each rank runs to train with monitors."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,27 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from mfwrap import MFTrainOneStepCell, StepConfig, StepOutput
-from mfwrap.callbacks import LocalNormMonitor, MFLossMonitor
+from mfwrap.callbacks import (
+    LocalNormMonitor,
+    MetricsRecorder,
+    MFLossMonitor,
+    TrainingStateMonitor,
+)
+from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
 from support.small_networks import Classifier, labelled_batches
 
-__all__ = ["gather_norms", "losses_shown", "train_monitored"]
+__all__ = ["gather_norms", "losses_shown", "save_an_overflow", "train_monitored"]
 
 NAN = float("nan")
 
@@ -143,6 +156,67 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     Path(folder, f"logged_{rank}.txt").write_text(" ".join(map(str, logged)), encoding="utf-8")
     return [each for each in records.messages if each.startswith("{ Epoch")]
+
+
+class _RecordsAtSave(TrainerCallback):
+    """Read the steps in each file of records, as soon as a checkpoint has got its name."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = {}
+
+    def on_save(self, args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
+        """Read the files before the callbacks that are listed later write anything."""
+        for path in sorted(Path(args.output_dir).glob("*.jsonl")) if state.global_step == 4 else ():
+            records = read_json_lines(path)
+            self.steps[path.name] = [record["step"] for record in records if "step" in record]
+
+
+def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
+    """Train with a NaN on rank 1 in step 4, which is saved and not logged.
+
+    Returns:
+        Records of the anomalies, steps in each file of records as soon as the checkpoint has its
+        name, and the number of losses in the epoch mean that the checkpoint holds.
+    """
+    new_accelerator()
+    inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=2), strict=True))
+    inputs[7] = NAN  # two rows per step, the second of them on rank 1
+    rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
+    torch.manual_seed(0)
+    trainer = MFTrainer(
+        _LossInMapping(),
+        TrainingArguments(
+            folder,
+            max_steps=6,
+            per_device_train_batch_size=1,
+            train_sampling_strategy="sequential",
+            logging_steps=3,
+            save_steps=4,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=rows,
+        callbacks=[
+            at_save := _RecordsAtSave(),
+            MetricsRecorder(Path(folder), evaluates_average=False),
+            TrainingStateMonitor(local_norm_format="jsonl"),
+            LocalNormMonitor(),
+            MFLossMonitor(per_print_times=5),
+        ],
+        step=StepConfig(local_norm=True),
+    )
+    trainer.train()
+    state = json.loads(Path(folder, "checkpoint-4", "trainer_state.json").read_text("utf-8"))
+    monitor = state["stateful_callbacks"]["MFLossMonitor"]["attributes"]["saved_mean"]
+    return {
+        "anomalies": [
+            {name: record[name] for name in ("step", "kind", "ranks")}
+            for record in read_json_lines(Path(folder, "anomalies.jsonl"))
+        ],
+        "num_losses": monitor["num_losses"] + monitor["num_not_finite"],
+        "steps": at_save.steps,
+    }
 
 
 def gather_norms(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:

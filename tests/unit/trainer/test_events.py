@@ -159,6 +159,7 @@ def test_by_default_a_monitor_callback_does_nothing(tmp_path):
     """By default, the methods of a `MonitorCallback` do nothing."""
     monitor = MonitorCallback()
 
+    monitor.on_pre_save(None, TrainerState(), TrainerControl(), model=nn.Linear(1, 1))
     monitor.save_into(tmp_path, None, nn.Linear(1, 1))
     monitor.resume_from(Path("checkpoint-1"))
     monitor.put_weights_back()
