@@ -195,6 +195,21 @@ class MFTrainerMixin(_Base):
             raise SystemExit(0)
         return result
 
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
+        # whose last step was in the middle of an epoch, the Trainer would make one more update.
+        return (num_train_epochs, 0) if self.state.global_step >= max_steps else (epochs, batches)
+
     def _before_event(self, event: str) -> None:
         """Bring the log and the data position up to date before callbacks are called."""
         if event == "on_train_begin":

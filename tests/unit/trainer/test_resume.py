@@ -147,6 +147,19 @@ def test_resumed_from_the_last_one(unbroken, tmp_path):
     assert_same_state(unbroken("fused")[1], end_of(trainer))
 
 
+@pytest.mark.parametrize("last_step", [SKIPPED, EPOCH_END])
+def test_a_finished_run_makes_no_further_update(tmp_path, last_step):
+    """A resumed run that is finished keeps its state, also if it ended amid an epoch."""
+    ended = end_of(trained(tmp_path, max_steps=last_step))
+
+    again = resume(tmp_path / f"checkpoint-{last_step}", tmp_path, max_steps=last_step)
+
+    assert again.state.global_step == last_step
+    expected = {name: value for name, value in ended.items() if "generator" not in name}
+    found = {name: value for name, value in end_of(again).items() if name in expected}
+    assert_same_state(expected, found)
+
+
 @pytest.mark.parametrize("value", [None, False, ""])
 def test_not_resumed(unbroken, tmp_path, value):
     """Without ``resume_from_checkpoint``, training ignores checkpoints in its folder."""

@@ -41,6 +41,13 @@ OVERRIDDEN = {
         ),
         ["train"],
     ),
+    "_init_training_state": (
+        (
+            "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
+            "resume_from_checkpoint, trial"
+        ),
+        ["_inner_training_loop"],
+    ),
     "_get_output_dir": ("self, trial", ["_save_checkpoint"]),
     "_save_checkpoint": ("self, model, trial", ["_maybe_log_save_evaluate"]),
     "_save_scaler": ("self, output_dir", ["_save_checkpoint"]),
