@@ -1,5 +1,6 @@
 """A recipe's YAML is read as plain values, and the place of each value is known."""
 
+import itertools
 import math
 
 import pytest
@@ -7,12 +8,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.recipe.document import RecipeDocument, RecipeError
+from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text
 
 # Leave out Unicode's line breaks: PyYAML writes them without quotes, and reads them as spaces.
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029"))
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029"))
+INTEGERS = st.integers(1 - 2**63, 2**63 - 1)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=12,
 )
@@ -64,18 +66,37 @@ def test_what_is_written_is_read(data):
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", "r.yaml:3: the key 'a' is repeated; it was first set at r.yaml:1"),
-        ("a:\n  x: 1\n  x: 2\n", "r.yaml:3: the key 'x' is repeated; it was first set at r.yaml:2"),
+        (
+            "a:\n  x: 1\n  x: 2\n",
+            "r.yaml:3: a: the key 'x' is repeated; it was first set at r.yaml:2",
+        ),
         ("a: [1\nb: 2\n", "r.yaml:2: invalid YAML"),
         (
             "a: !!python/object/apply:os.system [x]\n",
-            "r.yaml:1: expected plain values, got the tag",
+            "r.yaml:1: a: expected plain values, got the tag",
         ),
-        ("a: !!binary aGk=\n", "r.yaml:1: expected plain values, got the tag"),
+        ("a: !!binary aGk=\n", "r.yaml:1: a: expected plain values, got the tag"),
+        ("a: !!seq {b: 1}\n", "r.yaml:1: a: expected plain values, got the tag"),
+        ("a: !!bool maybe\n", "r.yaml:1: a: expected a value of type bool, got 'maybe'"),
+        ("a: !!null x\n", "r.yaml:1: a: expected a value of type null, got 'x'"),
         ("- 1\n", "r.yaml: expected a mapping of sections, got a list"),
         ("[a]: 1\n", "r.yaml:1: expected a string as key"),
         ("a: &x [*x]\n", "expected at most 50 nested levels"),
-        ("a: \x00\n", "r.yaml: invalid YAML"),
+        ("a: &x {<<: *x}\n", "r.yaml:1: a: expected at most 50 nested levels"),
+        ("a:\n  b: " + 5_000 * "[", "r.yaml:2: invalid YAML: expected at most 50 nested levels"),
+        ("a: " + 5_000 * "{a: ", "r.yaml:1: invalid YAML: expected at most 50 nested levels"),
+        ("a: {<<: 1}\n", "r.yaml:1: a: expected a mapping to merge (<<), got another value"),
+        ("a: " + 5_000 * "9", "r.yaml:1: a: expected a value of type int, got '999"),
+        ("a: 0x" + 17 * "f", "r.yaml:1: a: expected an integer of at most 64 bits, got '0xfff"),
+        ("b: 1\na: \x00\n", r"r.yaml:2: invalid YAML: the character '\x00' is not allowed"),
+        ('a: "\\0"\n', r"r.yaml:1: a: expected text without the character '\x00'"),
+        ('a: "\\ud800"\n', r"r.yaml:1: a: expected text without the character '\ud800'"),
+        (
+            f"a: {{b: [{10_000 * '1,'}]}}",
+            "r.yaml:1: a.b.9995: expected at most 10000 keys and values",
+        ),
     ],
+    ids=itertools.count(),
 )
 def test_what_is_no_recipe_is_refused(text, message):
     """A text that is not a recipe raises a one-line error that says where the text is wrong."""
@@ -91,8 +112,28 @@ def test_aliases_cannot_make_a_file_endless():
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
 
-    with pytest.raises(RecipeError, match="at most 10000 values"):
+    with pytest.raises(RecipeError, match="at most 10000 keys and values"):
         read("\n".join(lines))
+
+
+@pytest.mark.parametrize("step", ["<<: [*a{0}, *a{0}]", "<<: *a{0}, b: *a{0}"])
+def test_merge_keys_cannot_make_a_file_endless(step):
+    """Thirty mappings, each of which merges the one before it twice, are refused at once."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{i}: &a{i} {{{step.format(i - 1)}}}" for i in range(1, 31)]
+
+    with pytest.raises(RecipeError, match="at most 10000 keys and values"):
+        read("\n".join(lines))
+
+
+def test_files_that_are_not_recipes(tmp_path):
+    """A file that is too large or not UTF-8 is refused; the error names the line of a bad byte."""
+    file = tmp_path / "r.yaml"
+    file.write_bytes(b"a: 1\nb: \xff\n")
+    with pytest.raises(RecipeError, match=r"r.yaml:2: expected UTF-8, got the byte 0xff$"):
+        read_text(file)
+    with pytest.raises(RecipeError, match=r"^/dev/zero: expected a recipe of at most 256 KiB"):
+        read_text("/dev/zero")
 
 
 def test_merge_keys():
@@ -135,6 +176,11 @@ def test_overrides_replace_values():
         ("l.2=1", "expected an index below 2 for this list, got '2'"),
         ("l.x=1", "expected an index below 2 for this list, got 'x'"),
         ("a.b=[1", "--set a.b: invalid YAML"),
+        ("a.b={c: &x [*x]}", "--set a.b: a.b.c.0"),
+        ("l." + 5_000 * "9" + "=1", "expected an index below 2 for this list"),
+        (60 * "a." + "b=1", "--set: expected section.key=value"),
+        ("a..hub_token=PASSWORD", "--set: expected section.key=value, got 'a..hub_token=...'"),
+        ("a.b.hub_token=1", "--set a.b.hub_token: a.b: expected a mapping, got 1"),
     ],
 )
 def test_wrong_overrides(override, message):

@@ -42,7 +42,7 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     run(tmp_path, **SAVING)
     before = contents(tmp_path)
 
-    with pytest.raises(RecipeError, match=r"training\.output_dir: .* \(r\.yaml:\d+\)") as caught:
+    with pytest.raises(RecipeError, match=r"^r\.yaml:\d+: training\.output_dir: ") as caught:
         run(tmp_path, **SAVING)
     for word in (str(tmp_path), "checkpoint-6", "--resume", "--set", "--overwrite"):
         assert word in str(caught.value)

@@ -32,5 +32,5 @@ def test_an_unknown_name_gets_a_suggestion():
 def test_a_file_that_is_no_text(tmp_path):
     """A file that is not UTF-8 is an error that names it."""
     (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(RecipeError, match=r"r\.yaml: cannot read the recipe"):
+    with pytest.raises(RecipeError, match=r"r\.yaml:1: expected UTF-8, got the byte 0xff"):
         find_recipe(str(tmp_path / "r.yaml"))

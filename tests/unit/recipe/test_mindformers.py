@@ -231,7 +231,7 @@ def test_what_is_left_out_is_noted():
     ("text", "says"),
     [
         ("trainer: {type: ImageToTextRetrievalTrainer}\n", "trainer: expected one of the trainers"),
-        ("runner_config: 3\n", r"runner_config: expected a mapping, got 3 \(m.yaml:1\)"),
+        ("runner_config: 3\n", r"m.yaml:1: runner_config: expected a mapping, got 3"),
         ("- a\n", "expected a mapping of sections"),
     ],
 )

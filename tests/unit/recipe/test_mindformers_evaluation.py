@@ -99,5 +99,5 @@ def test_without_evaluation_there_is_nothing():
 @pytest.mark.parametrize("key", ["eval_step_interval", "eval_epoch_interval"])
 def test_an_interval_is_an_int(key):
     """An interval that is not an integer is an error that names the key."""
-    with pytest.raises(RecipeError, match=rf"{key}: expected an integer, got 'often' \(m.yaml:2\)"):
+    with pytest.raises(RecipeError, match=rf"m.yaml:2: {key}: expected an integer, got 'often'"):
         import_mindformers(f"do_eval: True\n{key}: often\n", "m.yaml")

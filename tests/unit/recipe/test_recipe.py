@@ -119,7 +119,7 @@ def test_errors_name_key_expectation_and_place(override, says):
     found = message(override)
 
     assert says in found
-    assert found.endswith(f"(--set {override.partition('=')[0]})")
+    assert found.startswith(f"--set {override.partition('=')[0]}: ")
 
 
 def test_errors_name_the_line():
@@ -128,13 +128,13 @@ def test_errors_name_the_line():
     number = lines.index("  per_print_times: 0") + 1
 
     assert message(text="\n".join(lines)) == (
-        f"callbacks.0.per_print_times: must be >= 1, got 0 (r.yaml:{number})"
+        f"r.yaml:{number}: callbacks.0.per_print_times: must be >= 1, got 0"
     )
 
 
 def test_a_missing_section_is_named():
     """A recipe without a model is an error that names the section."""
-    assert "model: required, but missing (r.yaml)" in message(text=recipe_text(model=None))
+    assert "r.yaml: model: required, but missing" in message(text=recipe_text(model=None))
 
 
 def test_reading_leaves_the_text_alone():

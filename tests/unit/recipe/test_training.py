@@ -74,12 +74,11 @@ def test_two_learning_rates_are_named_where_they_stand():
     number = len(text.splitlines()) - text.splitlines()[::-1].index("  learning_rate: 0.5")
 
     assert message(text=text) == (
-        "optimizer.learning_rate: expected 1 as in lr_schedule, or no value, got 0.5 "
-        f"(r.yaml:{number})"
+        f"r.yaml:{number}: optimizer.learning_rate: expected 1 as in lr_schedule, or no value, "
+        "got 0.5"
     )
     assert message("training.learning_rate=0.5", text=text) == (
-        "training.learning_rate: expected 1 as in lr_schedule, or no value, got 0.5 "
-        "(--set training.learning_rate)"
+        "--set training.learning_rate: expected 1 as in lr_schedule, or no value, got 0.5"
     )
 
 

@@ -142,7 +142,7 @@ def test_a_wrong_value_is_named(tmp_path, task, good, bad, says):
     """The error names the column, the expected value, the value that was found, and the row."""
     message = refusal_of(tmp_path, task, [good, good, bad, good, good, good])
 
-    assert re.fullmatch(r"data: must have .* \(r\.yaml:\d+\)", message)
+    assert re.fullmatch(r"r\.yaml:\d+: data: must have .*", message)
     assert f"{says} in row 3 (counted from 1)" in message
     assert "\n" not in message
 
