@@ -9,7 +9,6 @@ from transformers import TrainerCallback
 
 import mfwrap.callbacks
 from mfwrap.callbacks import Callback, as_trainer_callback
-from mfwrap.names import hint
 from mfwrap.recipe.document import Path
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.sections import CALLBACK_KEYS_WITHOUT_MEANING, CALLBACKS_WITHOUT_MEANING
@@ -30,12 +29,13 @@ def read_callbacks(
     """
     makers = []
     for index, entry in enumerate(section):
-        settings = dict(entry)
-        name = settings.pop("type", None)
-        if name in CALLBACKS_WITHOUT_MEANING and name not in mfwrap.callbacks.__all__:
+        path = ("callbacks", index)
+        known = _callback_classes()
+        name, settings = objects.named_type(path, entry, {*known, *CALLBACKS_WITHOUT_MEANING})
+        if name in known:
+            makers.append(_maker(objects, path, name, settings))
+        else:
             objects.without_meaning.append(f"callbacks.{index} ({name})")
-            continue
-        makers.append(_maker(objects, ("callbacks", index), name, settings))
     return makers
 
 
@@ -62,7 +62,7 @@ def read_monitor(
         raise objects.document.error(
             (*path, "monitor_on"), f"expected true or false, got {is_on!r}"
         )
-    monitor = _callback_class(objects, path, _MONITOR)
+    monitor = _callback_classes()[_MONITOR]
     known = inspect.signature(monitor).parameters
     if not is_on:
         # Check the keys although the monitor is off. Otherwise a wrong key would raise only after
@@ -86,13 +86,13 @@ def needs_tensorboard_dir(section: Mapping[str, Any] | None) -> bool:
 
 
 def _maker(
-    objects: RecipeObjects, path: Path, name: object, settings: Mapping[str, Any]
+    objects: RecipeObjects, path: Path, name: str, settings: Mapping[str, Any]
 ) -> MakeCallback:
-    callback = _callback_class(objects, (*path, "type"), name)
+    callback = _callback_classes()[name]
     known = set(inspect.signature(callback).parameters)
     if path[0] == "callbacks":
         known.add("type")  # already taken from `settings`; added so that errors can suggest it
-    meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(str(name), frozenset())
+    meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(name, frozenset())
     kept = objects.kept(path, settings, known, meaningless)
     made = objects.build(path, callback, kept)
     if isinstance(made, TrainerCallback):
@@ -100,13 +100,11 @@ def _maker(
     return lambda: as_trainer_callback(callback(**kept))
 
 
-def _callback_class(objects: RecipeObjects, path: Path, name: object) -> Callable[..., Any]:
-    known = {}
-    for public in mfwrap.callbacks.__all__:
-        found = getattr(mfwrap.callbacks, public)
-        if isinstance(found, type) and issubclass(found, (Callback, TrainerCallback)):
-            known[public] = found
-    if name not in known:
-        says = f"expected the name of a callback, got {name!r}{hint(name, known)}"
-        raise objects.document.error(path, says)
-    return known[str(name)]
+def _callback_classes() -> dict[str, Callable[..., Any]]:
+    """Return the classes of `mfwrap.callbacks` that a recipe can name."""
+    found = {name: getattr(mfwrap.callbacks, name) for name in mfwrap.callbacks.__all__}
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, type) and issubclass(one, (Callback, TrainerCallback))
+    }

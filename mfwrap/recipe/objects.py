@@ -1,5 +1,6 @@
 """Build checked objects from a recipe's plain values."""
 
+import difflib
 import functools
 import inspect
 import json
@@ -12,7 +13,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, one_line
+from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, one_line, shown
 
 T = TypeVar("T")
 
@@ -77,6 +78,9 @@ class RecipeObjects:
             parsed: T = adapter.validate_json(json.dumps(value))
         except ValidationError as error:
             raise self._invalid(path, value, error, section) from error
+        except REFUSALS as error:
+            settings = value if isinstance(value, dict) else {}
+            raise self.refusal(path, settings, error) from error
         return parsed
 
     def build(
@@ -115,8 +119,33 @@ class RecipeObjects:
     def choice(self, path: Path, value: object, known: Collection[str]) -> str:
         """Return a value if it is one of the known names, else raise `RecipeError`."""
         if not isinstance(value, str) or value not in known:
-            raise self.document.error(path, f"expected one of {sorted(known)}, got {value!r}")
+            similar = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+            suggestion = f"; did you mean {similar[0]!r}?" if similar else ""
+            says = f"expected one of {sorted(known)}, got {shown(value)}{suggestion}"
+            raise self.document.error(path, says)
         return value
+
+    def named_type(
+        self, path: Path, settings: Mapping[str, Any], known: Collection[str]
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the ``type`` of a section, and its other settings.
+
+        Args:
+            path: Path of the section.
+            settings: Content of the section.
+            known: Names that ``type`` may have.
+
+        Raises:
+            RecipeError: If ``type`` is missing or is not one of the names. If another key may be a
+                misspelled ``type``, the error names that key.
+        """
+        others = dict(settings)
+        if "type" not in others:
+            for misspelled in difflib.get_close_matches("type", others, n=1):
+                raise self.document.unknown_key((*path, misspelled), ["type"])
+            says = f"{_IS_MISSING}; expected one of {sorted(known)}"
+            raise self.document.error((*path, "type"), says)
+        return self.choice((*path, "type"), others.pop("type"), known), others
 
     def kept(
         self,
@@ -217,7 +246,7 @@ class RecipeObjects:
         ]
         wanted = " or ".join(dict.fromkeys(_PLAIN_TYPES.get(words, words) for words in said))
         got = functools.reduce(lambda inner, key: inner[key], at, value)
-        return self.document.error((*path, *at), f"expected {wanted}, got {got!r:.80}")
+        return self.document.error((*path, *at), f"expected {wanted}, got {shown(got)}")
 
 
 def _position(text: str, word: str) -> int:

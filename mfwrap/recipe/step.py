@@ -106,8 +106,7 @@ def _scale(
     section, path = ("runner_wrapper",), ("runner_wrapper", "scale_sense")
     make: Callable[[], ScaleSense]
     if isinstance(scale_sense, dict):
-        settings = dict(scale_sense)
-        name = objects.choice((*path, "type"), settings.pop("type", None), UPDATE_CELLS)
+        name, settings = objects.named_type(path, scale_sense, UPDATE_CELLS)
         objects.build(path, UPDATE_CELLS[name], settings)
         make = functools.partial(UPDATE_CELLS[name], **settings)
     else:

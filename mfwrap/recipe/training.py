@@ -163,8 +163,7 @@ _OPTIMIZER_ARGUMENTS: Mapping[str, str] = {
 
 
 def _optimizer_arguments(objects: RecipeObjects, section: Mapping[str, Any]) -> dict[str, Any]:
-    settings = dict(section)
-    name = objects.choice(("optimizer", "type"), settings.pop("type", None), OPTIMIZERS)
+    name, settings = objects.named_type(("optimizer",), section, OPTIMIZERS)
     known = {"betas", *_OPTIMIZER_ARGUMENTS}
     settings = objects.kept(("optimizer",), settings, known, OPTIMIZER_KEYS_WITHOUT_MEANING)
     betas = settings.pop("betas", None)
@@ -234,9 +233,7 @@ def read_schedule(
     Raises:
         RecipeError: If the schedule or a setting is unknown, or a value is out of range.
     """
-    settings = dict(section)
-    names = {*SCHEDULES, *SCHEDULE_ALIASES}
-    name = objects.choice((*path, "type"), settings.pop("type", None), names)
+    name, settings = objects.named_type(path, section, {*SCHEDULES, *SCHEDULE_ALIASES})
     kind = SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
     total_steps = settings.pop("total_steps", None)
     if total_steps == -1:  # In MindFormers, -1 means the length of the training

@@ -95,7 +95,7 @@ def test_shipped_recipes_are_valid(name):
         ),
         (
             "callbacks=[{type: MFLosMonitor}]",
-            "callbacks.0.type: expected the name of a callback, got 'MFLosMonitor'; did you mean",
+            "got 'MFLosMonitor'; did you mean 'MFLossMonitor'?",
         ),
         (
             "callbacks=[{type: MFLossMonitor, per_print_time: 1}]",
@@ -105,6 +105,14 @@ def test_shipped_recipes_are_valid(name):
             "callbacks=[{type: MFLossMonitor, per_print_times: 0}]",
             "callbacks.0.per_print_times: must be >= 1, got 0",
         ),
+        ("callbacks=[{type: [x]}]", "callbacks.0.type: expected one of ["),
+        ("callbacks=[{typ: MFLossMonitor}]", "0.typ: unknown key; did you mean 'type'?"),
+        ("callbacks=[{}]", "callbacks.0.type: required, but missing; expected one of ["),
+        ("runner_wrapper.scale_sense={type: [x]}", "scale_sense.type: expected one of ["),
+        ("optimizer={typ: AdamW}", "optimizer.typ: unknown key; did you mean 'type'?"),
+        ("lr_schedule={type: {a: b}}", "lr_schedule.type: expected one of ["),
+        ("data.type=[x]", "expected one of ["),
+        ("task=[x]", "expected a string, got ['x']"),
         ("callbacks=[3]", "callbacks.0: expected a mapping, got 3"),
         ("monitor_config.monitor_off=true", "monitor_config.monitor_off: unknown key"),
         ("monitor_config={monitor_on: 1}", "monitor_config.monitor_on: expected true or false"),
