@@ -148,7 +148,7 @@ def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
 
 
 def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
-    kind = objects.choice(("data", "type"), sections.data.get("type"), SOURCES)
+    kind, _ = objects.named_type(("data",), sections.data, SOURCES)
     for option in ("sequence_length", "packing"):
         if sections.data.get(option) is not None and option not in task.options:
             says = f"is not a setting of the task {sections.task}"
@@ -203,7 +203,10 @@ def _check_model(
     known = task.model_types()
     if kind not in known:
         says = f"expected a model type that this task can train, got {kind!r}{hint(kind, known)}"
-        raise objects.document.error(("model", "config", "model_type"), says)
+        key = ("config", "model_type") if model.config is not None else ("path",)
+        raise objects.document.error(("model", *key), says)
+    if model.config is None:
+        return
     try:
         with torch.device("meta"):
             network = model.make_model(task.auto_class)

@@ -5,9 +5,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from datasets import Dataset, Value
 
 from mfwrap.recipes.data.source import DataError
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @final
@@ -82,7 +85,8 @@ def _error(
 ) -> DataError:
     name = names.get(column, column)
     got = f"{value!r:.60} in row {number} (counted from 1)"
-    return DataError(f"`data` must have {wanted} in each row of column `{name}`, got {got}")
+    msg = f"`data` must have {wanted} in each row of column `{name}`, got {got}"
+    return DataError(msg, number)
 
 
 def _is_clean(rows: Dataset, column: str, dtypes: str) -> bool:
@@ -114,7 +118,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
+    """Return whether a value is a number that float32 can hold; nan and infinity are not."""
+    return isinstance(value, (int, float)) and abs(value) <= _FLOAT32_MAX
 
 
 def _expect_label(first: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -146,20 +151,35 @@ def _expect_numbers(first: Any) -> tuple[str, Callable[[Any], bool]]:
     return wanted, lambda value: are_numbers(value) and len(value) == len(first)
 
 
+_MESSAGES = "a list of messages with role and content"
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not _is_text(value.get("role")):
+        return False
+    # A call of a tool has no content. A list has the parts of a content, such as texts and images.
+    return isinstance(value.get("content"), (str, list)) or bool(value.get("tool_calls"))
+
+
 def _expect_turn(first: Any) -> tuple[str, Callable[[Any], bool]]:
     if _is_text(first):
         return "a string (as in row 1)", _is_text
     if isinstance(first, list):
-        return "a list of messages (as in row 1)", lambda value: isinstance(value, list)
-    return "a string or a list of messages", lambda _: False
+        return f"{_MESSAGES} (as in row 1)", _are_messages
+    return f"a string or {_MESSAGES}", lambda _: False
 
 
 _STRINGS = "(large_)?string"
-_NUMERIC = r"u?int\d+|float\d+|bool"
+# Without the floats: they may be nan or infinite, so their rows are read one by one.
+_NUMERIC = r"u?int\d+|bool"
 
 TEXT = Kind(lambda _: ("a string", _is_text), _STRINGS)
 LABEL = Kind(_expect_label, f"{_STRINGS}|{_NUMERIC}")
-NUMBER = Kind(lambda _: ("a number", _is_number), _NUMERIC)
+NUMBER = Kind(lambda _: ("a finite number", _is_number), _NUMERIC)
 NUMBERS = Kind(_expect_numbers)
 WORDS = Kind(
     lambda _: (
@@ -168,7 +188,7 @@ WORDS = Kind(
     )
 )
 LABELS = Kind(_expect_labels, as_long_as="tokens")
-MESSAGES = Kind(lambda _: ("a list of messages", lambda value: isinstance(value, list)))
+MESSAGES = Kind(lambda _: (_MESSAGES, _are_messages))
 TURN = Kind(_expect_turn, _STRINGS)
 """A prompt or an answer: a string, or a list of messages."""
 

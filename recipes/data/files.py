@@ -1,7 +1,7 @@
 """Data from local files, and from the `datasets` library."""
 
 import contextlib
-import json
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,14 @@ import datasets
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
+from mfwrap.recipes.data.lines import check_json_lines, read_lines
+from mfwrap.recipes.data.places import check_place
 from mfwrap.recipes.data.source import DataSource, Rows
 
 Files = str | list[str]
+
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+"""A folder written by ``save_to_disk`` has one of these files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +34,23 @@ class _FilesSource(DataSource):
     def __post_init__(self) -> None:
         """Check that all files exist."""
         super().__post_init__()
-        for name in ("path", "eval_path"):
-            for file in _listed(getattr(self, name)):
+        for name, files in self.files().items():
+            if not files:
+                msg = f"`{name}` must name at least one file, got {getattr(self, name)!r}"
+                raise ValueError(msg)
+            for file in files:
                 if not Path(file).is_file():
                     msg = f"`{name}` must name existing files, got {file!r}"
                     raise ValueError(msg)
+
+    def files(self) -> dict[str, Sequence[str]]:
+        """Return the files of each key: ``path`` and, if it is set, ``eval_path``."""
+        given = {"path": self.path, "eval_path": self.eval_path}
+        return {
+            name: [files] if isinstance(files, str) else files
+            for name, files in given.items()
+            if files is not None
+        }
 
 
 @final
@@ -43,41 +60,25 @@ class JsonLinesSource(_FilesSource):
 
     type: Literal["json_lines"] = "json_lines"
 
-    def __post_init__(self) -> None:
-        """Check that all files exist and begin with a JSON object."""
-        super().__post_init__()
-        for file in _listed(self.path):
-            with Path(file).open("rb") as lines:
-                first = next(lines, b"")
-            if not _is_object(first):
-                msg = (
-                    f"`path` must hold one JSON object per line, got {first[:60]!r} as the first "
-                    f"line of {file!r}"
-                )
-                raise ValueError(msg)
-
     def read(self) -> Rows:
-        files = {"train": list(_listed(self.path)), "test": list(_listed(self.eval_path))}
+        files = self.files()
+        for name, listed in files.items():
+            check_json_lines(name, listed)
+        splits = dict(zip(("train", "test"), files.values(), strict=False))
         try:
             with _silent_library():
-                found = load_dataset("json", data_files={k: v for k, v in files.items() if v})
-        except DatasetsError as error:
-            self._name_bad_line()
+                found = load_dataset("json", data_files=splits)
+        except (DatasetsError, ValueError) as error:
             cause = error.__cause__ or error
             msg = f"`path` must hold rows with the same columns; cannot read {self.path!r}: {cause}"
             raise ValueError(msg) from error
         return Rows(found["train"], found["test"] if self.eval_path else None)
 
-    def _name_bad_line(self) -> None:
-        """Raise `ValueError` for the first line that is not a JSON object."""
-        for name in ("path", "eval_path"):
-            for file in _listed(getattr(self, name)):
-                with Path(file).open("rb") as lines:
-                    for number, line in enumerate(lines, start=1):
-                        if line.strip() and not _is_object(line):
-                            got = f"line {number} of {file!r}: {line.strip()[:60]!r}"
-                            msg = f"`{name}` must hold one JSON object per line, got {got}"
-                            raise ValueError(msg)
+    def place(self, row: int, *, held_out: bool) -> str | None:
+        name = "eval_path" if held_out else "path"
+        lines = read_lines(name, self.files()[name])
+        found = next(itertools.islice(lines, row - 1, None), None)
+        return None if found is None else found.place
 
 
 @final
@@ -93,12 +94,17 @@ class TextSource(_FilesSource):
     known_columns = frozenset({"text"})
 
     def read(self) -> Rows:
-        return Rows(self._texts(self.path), self._texts(self.eval_path) if self.eval_path else None)
+        found = [self._texts(name, files) for name, files in self.files().items()]
+        return Rows(found[0], found[1] if self.eval_path else None)
 
-    def _texts(self, files: Files) -> Dataset:
-        texts = [Path(file).read_text(encoding="utf-8") for file in _listed(files)]
+    def _texts(self, name: str, files: Sequence[str]) -> Dataset:
         if self.rows_are == "lines":
-            texts = [line for text in texts for line in text.splitlines() if line.strip()]
+            texts = [line.text.rstrip("\r\n") for line in read_lines(name, files)]
+        else:
+            # `read_lines` first, because its error names the line.
+            for _ in read_lines(name, files):
+                pass
+            texts = [Path(file).read_text(encoding="utf-8-sig") for file in files]
         return Dataset.from_dict({"text": texts})
 
 
@@ -124,30 +130,33 @@ class DatasetsSource(DataSource):
     eval_split: str | None = None
     """Split with held-out rows. Without it, `eval_fraction` of the rows is held out."""
 
+    def __post_init__(self) -> None:
+        """Check that the path is a saved data set or the form of a name on the hub."""
+        super().__post_init__()
+        check_place("path", self.path, _SAVED, "a data set saved by `Dataset.save_to_disk`")
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.path).is_dir()
+
     def read(self) -> Rows:
         train = self._split(self.split)
         return Rows(train, self._split(self.eval_split) if self.eval_split else None)
 
     def _split(self, split: str) -> Dataset:
-        if (
-            not (Path(self.path) / "dataset_dict.json").exists()
-            and not (Path(self.path) / "dataset_info.json").exists()
-        ):
+        if not self.is_local:
             return load_dataset(self.path, self.name, split=split, revision=self.revision)
-        found = load_from_disk(self.path)
+        try:
+            found = load_from_disk(self.path)
+        except (OSError, ValueError) as error:
+            msg = f"`path` must be an undamaged data set, got {self.path!r}: {error}"
+            raise ValueError(msg) from error
         if not isinstance(found, DatasetDict):
             return found
         if split not in found:
             msg = f"`split` must be one of {list(found)}, got {split!r}"
             raise ValueError(msg)
         return found[split]
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
 
 
 @contextlib.contextmanager
@@ -159,7 +168,3 @@ def _silent_library() -> Iterator[None]:
         yield
     finally:
         datasets.logging.set_verbosity(level)
-
-
-def _listed(files: Files | None) -> Sequence[str]:
-    return [] if files is None else [files] if isinstance(files, str) else files

@@ -22,7 +22,16 @@ class Section:
 
 
 class DataError(ValueError):
-    """A fault in the data of a recipe; the message begins with the key in backticks, or `data`."""
+    """A fault in the data of a recipe; the message begins with the key in backticks, or `data`.
+
+    Args:
+        message: The message.
+        row: Number of the faulty row, counted from 1; ``None`` if the fault is not in one row.
+    """
+
+    def __init__(self, message: str, row: int | None = None) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class Rows(NamedTuple):
@@ -88,9 +97,24 @@ class DataSource(Section, abc.ABC):
         if self.known_columns is not None:
             self._check_columns(self.known_columns)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the rows can be read without a network."""
+        return True
+
     @abc.abstractmethod
     def read(self) -> Rows:
         """Read all rows, with the column names of the source."""
+
+    def place(self, row: int, *, held_out: bool) -> str | None:
+        """Return file and line of a row; ``None`` if the rows are not lines of files.
+
+        Args:
+            row: Number of the row, counted from 1.
+            held_out: Whether it is a row for evaluation.
+        """
+        del row, held_out
+        return None
 
     def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
         """Return training rows and held-out rows, with columns renamed as the task names them.
@@ -106,14 +130,10 @@ class DataSource(Section, abc.ABC):
         """
         rows = self.read()
         train, evaluation = self._renamed(rows.train), rows.evaluation
-        check(train)
+        self._check(check, train, held_out=False)
         if evaluation is not None:
             evaluation = self._renamed(evaluation)
-            try:
-                check(evaluation)
-            except DataError as error:
-                msg = f"{error} of the held-out rows"
-                raise DataError(msg) from error
+            self._check(check, evaluation, held_out=True)
         elif self.eval_fraction and len(train) > 1:
             parts = train.train_test_split(self.eval_fraction, seed=self.split_seed)
             train, evaluation = parts["train"], parts["test"]
@@ -124,6 +144,16 @@ class DataSource(Section, abc.ABC):
             _first(train, self.max_train_samples),
             None if evaluation is None else _first(evaluation, self.max_eval_samples),
         )
+
+    def _check(self, check: Callable[[Dataset], None], rows: Dataset, *, held_out: bool) -> None:
+        """Call `check`, and add the place of the row to its error."""
+        try:
+            check(rows)
+        except DataError as error:
+            place = None if error.row is None else self.place(error.row, held_out=held_out)
+            of = " of the held-out rows" if held_out else ""
+            msg = f"{error}{of}{'' if place is None else f', at {place}'}"
+            raise DataError(msg, error.row) from error
 
     def _check_columns(self, known: Collection[str]) -> None:
         for column in self.columns.values():

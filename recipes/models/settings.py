@@ -1,7 +1,7 @@
 """The model of a recipe: a checkpoint, or a configuration with random weights."""
 
 import dataclasses
-import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -12,12 +12,23 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
+from mfwrap.recipes.data.places import check_place, is_folder, resolve_package
 from mfwrap.recipes.data.source import DataError, DataSource, Section
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
+from mfwrap.recipes.models.checkpoint import check_code, check_weights, model_type_of
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
 _BYTES = "bytes"
-_PACKAGE = "package:"
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""A folder with a tokenizer has one of these files."""
 
 _PRECISIONS = {
     "float32": torch.float32,
@@ -58,32 +69,56 @@ class ModelSettings(Section):
     )
     """Implementation of attention; by default the choice of transformers."""
 
+    trust_remote_code: bool = False
+    """Run Python code from the folder or the hub repository of `path` and `tokenizer`. If False,
+    a model or tokenizer that needs such code is refused."""
+
     def __post_init__(self) -> None:
-        """Check that the settings name exactly one model."""
+        """Check that the settings name exactly one model, and that its folder can be loaded."""
         if (self.path is None) == (self.config is None):
             got = "neither" if self.path is None else "both"
             msg = f"`path` must be set if `config` is not, and left out if it is, got {got}"
             raise ValueError(msg)
         if self.config is not None:
             self._check_config(self.config)
-        for name in ("path", "tokenizer"):
-            _place(name, getattr(self, name))
+        if self.path is not None:
+            self._check_folder("path", self.path, ("config.json",), "a model folder")
+        if self.tokenizer is not None and self.tokenizer != _BYTES:
+            self._check_folder(
+                "tokenizer", self.tokenizer, _TOKENIZER_FILES, "a folder with a tokenizer"
+            )
         if self.revision is not None and self.path is None:
             msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
             raise ValueError(msg)
 
     @property
     def model_type(self) -> str | None:
-        """Type of a model with random weights; ``None`` for a checkpoint."""
-        return None if self.config is None else self.config["model_type"]
+        """Type of the model; ``None`` for a checkpoint on the hub, or one with code of its own."""
+        if self.config is not None:
+            return str(self.config["model_type"])
+        folder = self._folder()
+        if folder is None or self.trust_remote_code:
+            return None
+        return model_type_of("path", folder)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether model and tokenizer can be built without a network."""
+        names = (self.path, self.tokenizer)
+        return all(
+            name in {None, _BYTES} or is_folder(resolve_package("", str(name))) for name in names
+        )
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with a padding token."""
-        name = _place("tokenizer", self.tokenizer) or _place("path", self.path) or _BYTES
+        setting = "path" if self.tokenizer is None else "tokenizer"
+        name = resolve_package(setting, getattr(self, setting) or _BYTES)
         if name == _BYTES:
             return byte_tokenizer()
         revision = {} if self.revision is None else {"revision": self.revision}
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **revision)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=self.trust_remote_code, **revision
+        )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
@@ -100,7 +135,7 @@ class ModelSettings(Section):
         if self.attn_implementation is not None:
             settings["attn_implementation"] = self.attn_implementation
         if self.path is not None:
-            return self._loaded(auto_class, settings, implied)
+            return self._loaded(self.path, auto_class, settings, implied)
         config = self._configuration(implied)
         if isinstance(config, PerceptronConfig):
             network: nn.Module = Perceptron(config)
@@ -110,7 +145,7 @@ class ModelSettings(Section):
         return network
 
     def _loaded(
-        self, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
+        self, path: str, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
     ) -> nn.Module:
         # The checkpoint determines vocabulary and sizes, but the labels follow from the data.
         about_labels = {k: v for k, v in implied.items() if k in {"num_labels", "id2label"}}
@@ -118,9 +153,17 @@ class ModelSettings(Section):
             settings["revision"] = self.revision
         if about_labels:
             settings["ignore_mismatched_sizes"] = True
-        loader = auto_class if auto_class is not None else Perceptron
+        if auto_class is None:
+            loader: Any = Perceptron
+        else:
+            loader = auto_class
+            settings["trust_remote_code"] = self.trust_remote_code
         model: nn.Module = loader.from_pretrained(
-            _place("path", self.path), **settings, **about_labels
+            # Without `use_safetensors`, transformers would fall back to pickled weights.
+            resolve_package("path", path),
+            use_safetensors=True,
+            **settings,
+            **about_labels,
         )
         return model
 
@@ -134,6 +177,23 @@ class ModelSettings(Section):
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
         return config
 
+    def _folder(self) -> Path | None:
+        """Return the folder of the checkpoint; ``None`` if it is on the hub."""
+        folder = None if self.path is None else resolve_package("path", self.path)
+        return Path(folder) if folder is not None and is_folder(folder) else None
+
+    def _check_folder(self, setting: str, name: str, files: Collection[str], content: str) -> None:
+        """Check a folder with a model or a tokenizer, or the form of a name on the hub."""
+        name = resolve_package(setting, name)
+        check_place(setting, name, files, content)
+        if not is_folder(name):
+            return
+        if not self.trust_remote_code:
+            check_code(setting, Path(name))
+        if setting == "path":
+            check_weights(setting, Path(name))
+            _ = self.model_type
+
     def _check_config(self, config: dict[str, Any]) -> None:
         kind = config.get("model_type")
         kinds = [*CONFIG_MAPPING, PerceptronConfig.model_type]
@@ -146,24 +206,6 @@ class ModelSettings(Section):
             if key not in known:
                 msg = f"`config.{key}` is not a key of {kind!r} models{hint(key, known)}"
                 raise ValueError(msg)
-
-
-def _place(setting: str, name: str | None) -> str | None:
-    """Return the folder to which ``package:name/folder`` refers; return any other name unchanged.
-
-    Raises:
-        ValueError: If the package is not installed, or does not have the folder.
-    """
-    if name is None or not name.startswith(_PACKAGE):
-        return name
-    package, _, inner = name.removeprefix(_PACKAGE).partition("/")
-    found = importlib.util.find_spec(package) if package.isidentifier() else None
-    for place in (found.submodule_search_locations or []) if found is not None else []:
-        folder = Path(place) / inner
-        if folder.is_dir():
-            return str(folder)
-    msg = f"`{setting}` must be a folder of an installed package; {name!r} does not exist"
-    raise ValueError(msg)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

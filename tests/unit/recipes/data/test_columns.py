@@ -110,7 +110,7 @@ def refusal_of(folder, task, rows, held_out=None, **data):
             "regression",
             {"features": [1.0], "target": 1.0},
             {"features": [1.0], "target": "high"},
-            "a number in each row of column `target`, got 'high'",
+            "a finite number in each row of column `target`, got 'high'",
         ),
         (
             "supervised_tuning",
@@ -122,13 +122,13 @@ def refusal_of(folder, task, rows, held_out=None, **data):
             "supervised_tuning",
             {"prompt": TURNS, "completion": TURNS},
             {"prompt": "a", "completion": TURNS},
-            "a list of messages (as in row 1) in each row of column `prompt`, got 'a'",
+            "role and content (as in row 1) in each row of column `prompt`, got 'a'",
         ),
         (
             "supervised_tuning",
             {"messages": TURNS},
             {"messages": None},
-            "a list of messages in each row of column `messages`, got None",
+            "a list of messages with role and content in each row of column `messages`, got None",
         ),
         (
             "preference_tuning",
@@ -143,7 +143,8 @@ def test_a_wrong_value_is_named(tmp_path, task, good, bad, says):
     message = refusal_of(tmp_path, task, [good, good, bad, good, good, good])
 
     assert re.fullmatch(r"r\.yaml:\d+: data: must have .*", message)
-    assert f"{says} in row 3 (counted from 1)" in message
+    assert f"{says} in row 3 (counted from 1), at {tmp_path}" in message
+    assert message.endswith(".jsonl:3")
     assert "\n" not in message
 
 
@@ -166,7 +167,7 @@ def test_a_first_row_that_is_wrong(tmp_path):
 
 
 def test_bytes_that_are_no_text(tmp_path):
-    """A line that is not UTF-8 is an error that names its row."""
+    """A line that is not UTF-8 is an error that names the line."""
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n{"text": "b"}\n')
     text = recipe_text(task="causal_lm", model=None, data=None)
@@ -174,7 +175,7 @@ def test_bytes_that_are_no_text(tmp_path):
     text += f"data: {{type: json_lines, path: {file}}}\n"
 
     with pytest.raises(
-        RecipeError, match=r"a string in each row of column `text`, got b'caf.* row 2"
+        RecipeError, match=r"data\.path: must hold UTF-8 text, got the byte 0xe9 at .*rows.jsonl:2$"
     ):
         build_trainer(parse_recipe(text, "r.yaml"))
 

@@ -44,7 +44,7 @@ def test_a_bad_line_is_named(tmp_path, capfd, key, bad):
         Path(file).write_bytes(b"\n".join(lines) + b"\n")
     recipe = recipe_of("causal_lm", {"type": "json_lines", **files})
 
-    says = rf"data\.{key}: must hold one JSON object per line, got line 3 of '.*/{key}\.jsonl'"
+    says = rf"data\.{key}: must hold one JSON object per line, got '.* at .*/{key}\.jsonl:3$"
     with pytest.raises(RecipeError, match=says):
         build_trainer(recipe)
     assert "JSON" not in capfd.readouterr().err

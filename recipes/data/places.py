@@ -1,0 +1,76 @@
+"""Check the paths of a recipe: folders, folders of installed packages, and names on the hub."""
+
+import importlib.util
+from collections.abc import Collection
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
+
+_PACKAGE = "package:"
+
+
+def resolve_package(setting: str, name: str) -> str:
+    """Return the folder to which ``package:name/folder`` refers; return any other name unchanged.
+
+    The package is not imported.
+
+    Args:
+        setting: Key that holds the name, for error messages.
+        name: The name.
+
+    Raises:
+        ValueError: If the package is not installed or does not have the folder, or if the folder is
+            outside the package, for example because of ``..`` or a symbolic link.
+    """
+    if not name.startswith(_PACKAGE):
+        return name
+    package, _, inner = name.removeprefix(_PACKAGE).partition("/")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    for place in (found.submodule_search_locations or []) if found is not None else []:
+        folder = Path(place, inner)
+        if not folder.is_dir():
+            continue
+        if not folder.resolve().is_relative_to(Path(place).resolve()):
+            msg = f"`{setting}` must be a folder inside the package, got {name!r}, which leaves it"
+            raise ValueError(msg)
+        return str(folder)
+    msg = f"`{setting}` must be a folder of an installed package; {name!r} does not exist"
+    raise ValueError(msg)
+
+
+def check_place(setting: str, name: str, files: Collection[str], content: str) -> None:
+    """Check that a name is a folder with the right content, or has the form of a name on the hub.
+
+    Args:
+        setting: Key that holds the name, for error messages.
+        name: The name.
+        files: Names of files. The folder must have at least one of them.
+        content: What the folder must hold, for error messages.
+
+    Raises:
+        ValueError: If the name is a file, a folder without the content, or neither a folder nor
+            the form of a name on the hub.
+    """
+    if is_folder(name):
+        if not any(Path(name, file).is_file() for file in files):
+            listed = " or ".join(files)
+            msg = f"`{setting}` must be {content}, got the folder {name!r} without {listed}"
+            raise ValueError(msg)
+        return
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}"
+        raise ValueError(msg)
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r:.80}"
+        raise ValueError(msg) from error
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a name is the path of an existing folder."""
+    try:
+        return Path(name).is_dir()
+    except OSError:  # for example a name that is longer than the file system allows
+        return False

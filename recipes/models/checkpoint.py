@@ -1,0 +1,123 @@
+"""Check the files of a model folder without loading the model or running code of the folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mfwrap.names import hint
+from mfwrap.recipes.models.perceptron import PerceptronConfig
+
+_CONFIG = "config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_MAX_BYTES = 16 * 1024 * 1024
+"""Limit above the size of any JSON file of a model folder, except its vocabulary."""
+
+
+def model_type_of(setting: str, folder: Path) -> str:
+    """Return the ``model_type`` of a model folder.
+
+    Args:
+        setting: Key that names the folder, for error messages.
+        folder: Folder with ``config.json``.
+
+    Raises:
+        ValueError: If ``config.json`` is damaged or its model type is unknown.
+    """
+    kind = _object(setting, folder / _CONFIG).get("model_type")
+    kinds = [*CONFIG_MAPPING, PerceptronConfig.model_type]
+    if not isinstance(kind, str) or kind not in kinds:
+        says = f"a model type of transformers in {folder / _CONFIG}, got {kind!r:.80}"
+        msg = f"`{setting}` must have {says}{hint(kind, kinds)}"
+        raise ValueError(msg)
+    return kind
+
+
+def check_code(setting: str, folder: Path) -> None:
+    """Refuse a folder whose model or tokenizer needs Python code from the folder or the hub.
+
+    Args:
+        setting: Key that names the folder, for error messages.
+        folder: Folder of a model or a tokenizer.
+
+    Raises:
+        ValueError: If ``config.json`` or ``tokenizer_config.json`` has the key ``auto_map``.
+    """
+    for name in (_CONFIG, _TOKENIZER_CONFIG):
+        file = folder / name
+        if file.is_file() and _object(setting, file).get("auto_map"):
+            msg = (
+                f"`{setting}` must be a folder without remote code (auto_map in {file}); to run "
+                "that code, set model.trust_remote_code=true"
+            )
+            raise ValueError(msg)
+
+
+def check_weights(setting: str, folder: Path) -> None:
+    """Check that a folder has its weights as undamaged safetensors files.
+
+    Only the headers of the files are read.
+
+    Args:
+        setting: Key that names the folder, for error messages.
+        folder: Model folder.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the weights are pickled. A pickle can run
+            any code when it is loaded.
+    """
+    for file in _weight_files(setting, folder):
+        try:
+            with safe_open(file, "pt") as opened:
+                opened.keys()
+        except (OSError, SafetensorError) as error:
+            msg = f"`{setting}` must have undamaged weights, got {file}: {error}"
+            raise ValueError(msg) from error
+
+
+def _weight_files(setting: str, folder: Path) -> list[Path]:
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).is_file():
+        parts = _object(setting, folder / _INDEX).get("weight_map")
+        names = set(map(str, parts.values())) if isinstance(parts, dict) else set()
+        if not names:
+            index = folder / _INDEX
+            msg = f"`{setting}` must have a mapping `weight_map` in {index}, got {parts!r:.80}"
+            raise ValueError(msg)
+        for name in sorted(names):
+            if Path(name).name != name or not (folder / name).is_file():
+                msg = f"`{setting}` must have all files of {folder / _INDEX}, but lacks {name!r}"
+                raise ValueError(msg)
+        return [folder / name for name in sorted(names)]
+    pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
+    if pickled:
+        msg = (
+            f"`{setting}` must have weights as safetensors, got pickled weights ({pickled[0]}) in "
+            f"{str(folder)!r}, which can run code when they are loaded; if you trust the file, "
+            'convert it: python -c "from transformers import AutoModel; AutoModel.from_pretrained('
+            f"{str(folder)!r}).save_pretrained('converted')\""
+        )
+        raise ValueError(msg)
+    msg = f"`{setting}` must have weights ({_WEIGHTS} or {_INDEX}), got the folder {str(folder)!r}"
+    raise ValueError(msg)
+
+
+def _object(setting: str, file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_BYTES + 1)
+        found = json.loads(content.decode()) if len(content) <= _MAX_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        msg = f"`{setting}` must have a readable JSON object in {file}: {error}"
+        raise ValueError(msg) from error
+    if not isinstance(found, dict):
+        msg = f"`{setting}` must have a JSON object in {file}, got {found!r:.80}"
+        raise ValueError(msg)  # noqa: TRY004  (a wrong file, not a wrong argument)
+    return found

@@ -1,0 +1,58 @@
+"""A faulty line of a data file is an error that names file and line."""
+
+import pytest
+
+from mfwrap.recipes.data.lines import check_json_lines, read_lines
+
+
+def test_lines_are_counted_from_1(tmp_path):
+    """Blank lines are left out and counted; a byte order mark is removed."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}')
+    lines = list(read_lines("path", [str(file)]))
+
+    assert [line.text.strip() for line in lines] == ['{"a": 1}', '{"b": 2}']
+    assert [line.place for line in lines] == [f"{file}:1", f"{file}:4"]
+    check_json_lines("path", [str(file)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (b'{"a": "x', "(Unterminated string starting at)"),
+        (b"[1]", "got '[1]'"),
+        (b'{"a": 1} {"a": 2}', "(Extra data)"),
+        (b'{"a": "\xff"}', "must hold UTF-8 text, got the byte 0xff"),
+        (b'{"\xff": 1}', "must hold UTF-8 text, got the byte 0xff"),
+        (b'{"a": ' + 5_000 * b"[" + 5_000 * b"]" + b"}", "more than 100 nested levels"),
+        (b'{"a": ' + 200 * b"[" + 200 * b"]" + b"}", "more than 100 nested levels"),
+        (b'{"a": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"a": ' + 5_000 * b"9" + b"}", "integer string conversion"),
+    ],
+    ids=range(9),
+)
+def test_faulty_lines(tmp_path, bad, says):
+    """The error is one line that says what is wrong, and where."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"a": 1}\n\n' + bad + b"\n")
+    with pytest.raises(ValueError, match=r"^`path` must hold ") as error:
+        check_json_lines("path", [str(file)])
+
+    assert says in str(error.value)
+    assert str(error.value).endswith(f" at {file}:3")
+    assert "\n" not in str(error.value)
+
+
+def test_files_without_rows(tmp_path):
+    """An empty file, and one without line breaks, are errors that name the file."""
+    (tmp_path / "a").write_bytes(b"\n\n")
+    with pytest.raises(
+        ValueError, match=r"must hold one JSON object per line, got no line in .*/a$"
+    ):
+        check_json_lines("path", [str(tmp_path / "a")])
+    with pytest.raises(
+        ValueError, match=r"lines of at most 64 MiB, got a longer one at /dev/zero:1$"
+    ):
+        list(read_lines("path", ["/dev/zero"]))
+    with pytest.raises(ValueError, match=r"`path` must name readable files, got '.*none'"):
+        list(read_lines("path", [str(tmp_path / "none")]))

@@ -1,0 +1,55 @@
+"""Paths of a recipe are checked before anything is loaded from them."""
+
+import pytest
+
+from mfwrap.recipes.data.places import check_place, resolve_package
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Make a package with a folder, and a folder outside the package."""
+    (tmp_path / "outside" / "inner").mkdir(parents=True)
+    package = tmp_path / "made_for_this_test"
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "link").symlink_to(tmp_path / "outside")
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+def test_a_folder_of_a_package(package):
+    """A folder inside the package is found, without importing the package."""
+    found = resolve_package("path", "package:made_for_this_test/model")
+
+    assert found == str(package / "model")
+    assert resolve_package("path", "org/name") == "org/name"
+
+
+@pytest.mark.parametrize(
+    "inner", ["../outside", "model/../../outside", "link", "link/inner", "ABS"]
+)
+def test_a_package_is_not_left(package, inner):
+    """A folder outside the package is refused, however the name leads there."""
+    inner = inner.replace("ABS", str(package.parent / "outside"))
+    with pytest.raises(ValueError, match="`path` must be a folder inside the package, got "):
+        resolve_package("path", f"package:made_for_this_test/{inner}")
+
+
+@pytest.mark.parametrize("name", ["/none", "./none", "~/none", "a/b/c", "a b", "x" * 300, "FILE"])
+def test_what_is_no_place(tmp_path, name):
+    """A name that is neither a folder nor has the form of a name on the hub is refused."""
+    (tmp_path / "file").touch()
+    name = name.replace("FILE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="`path` must be an existing folder, or a name on the hub"):
+        check_place("path", name, ("a.json",), "a folder of the test")
+
+
+def test_a_folder_must_have_its_files(tmp_path):
+    """A folder needs one of the files; a name of the hub's form is accepted."""
+    says = "`path` must be a test, got the folder '/etc' without a.json or b.json"
+    with pytest.raises(ValueError, match=says):
+        check_place("path", "/etc", ("a.json", "b.json"), "a test")
+
+    (tmp_path / "b.json").touch()
+    check_place("path", str(tmp_path), ("a.json", "b.json"), "a test")
+    check_place("path", "org/name", ("a.json", "b.json"), "a test")
