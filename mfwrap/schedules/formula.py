@@ -83,15 +83,8 @@ class WarmUpLR(FormulaLR):
         warmup_ratio: float | None = None,
         last_epoch: int = -1,
     ) -> None:
-        steps = steps_of("warmup", warmup_steps, warmup_ratio, total_steps)
-        if steps is None:
-            msg = "`warmup_steps` must be an int, got None; set `warmup_steps` or `warmup_ratio`"
-            raise TypeError(msg)
-        if total_steps is not None and steps > check_int("total_steps", total_steps):
-            msg = f"`warmup_steps` must be <= total_steps={total_steps}, got {steps}"
-            raise ValueError(msg)
+        self.warmup_steps = steps_of_warm_up(warmup_steps, warmup_ratio, total_steps)
         self.total_steps = total_steps
-        self.warmup_steps = steps
         self.warmup_lr_init = check_number("warmup_lr_init", warmup_lr_init)
         super().__init__(optimizer, last_epoch)
 
@@ -145,6 +138,23 @@ def steps_of(
         msg = f"`{name}_ratio` needs `total_steps`, got None"
         raise ValueError(msg)
     return int(check_int("total_steps", total_steps) * ratio)
+
+
+def steps_of_warm_up(steps: int | None, ratio: float | None, total_steps: int | None) -> int:
+    """Return the number of updates of a warm-up; arguments as for `steps_of`.
+
+    Raises:
+        TypeError: As `steps_of`, and if neither `steps` nor `ratio` is set.
+        ValueError: As `steps_of`, and if the warm-up is longer than the run.
+    """
+    length = steps_of("warmup", steps, ratio, total_steps)
+    if length is None:
+        msg = "`warmup_steps` must be an int, got None; set `warmup_steps` or `warmup_ratio`"
+        raise TypeError(msg)
+    if total_steps is not None and length > check_int("total_steps", total_steps):
+        msg = f"`warmup_steps` must be <= total_steps={total_steps}, got {length}"
+        raise ValueError(msg)
+    return length
 
 
 def run_length(total_steps: int | None) -> int:

@@ -5,7 +5,14 @@ from typing import Any, Unpack, final
 from torch.optim import Optimizer
 
 from mfwrap.arguments import check_int, check_number, check_positive_number
-from mfwrap.schedules.formula import WarmUp, WarmUpLR, between, run_length, steps_of
+from mfwrap.schedules.formula import (
+    WarmUp,
+    WarmUpLR,
+    between,
+    run_length,
+    steps_of,
+    steps_of_warm_up,
+)
 
 
 @final
@@ -117,10 +124,11 @@ class PolynomialWithWarmUpLR(WarmUpLR):
         self.power = check_positive_number("power", power, finite=True)
         self.decay_steps = None if decay_steps is None else check_int("decay_steps", decay_steps)
         for group in optimizer.param_groups:
-            if not group.get("initial_lr", group["lr"]) > self.lr_end:
+            rate = group.get("initial_lr", group["lr"])
+            if not rate > self.lr_end:
                 msg = (
-                    f"`lr_end` must be below the rate of each group, got {lr_end} for a group with "
-                    f"rate {group['lr']}"
+                    f"`lr_end` must be below the initial rate of each group, got {lr_end} for a "
+                    f"group with the initial rate {rate}"
                 )
                 raise ValueError(msg)
         super().__init__(optimizer, run_length(total_steps), **warm_up)
@@ -175,6 +183,7 @@ class WarmUpStableDecayLR(WarmUpLR):
         **warm_up: Unpack[WarmUp],
     ) -> None:
         length = run_length(total_steps)
+        warms = steps_of_warm_up(warm_up.get("warmup_steps"), warm_up.get("warmup_ratio"), length)
         self.lr_end = check_number("lr_end", lr_end)
         starts = steps_of("decay_start", decay_start_steps, decay_start_ratio, length)
         if starts is None:
@@ -183,8 +192,7 @@ class WarmUpStableDecayLR(WarmUpLR):
                 "`decay_start_ratio`"
             )
             raise TypeError(msg)
-        warms = steps_of("warmup", warm_up.get("warmup_steps"), warm_up.get("warmup_ratio"), length)
-        if not (warms or 0) <= starts <= length:
+        if not warms <= starts <= length:
             msg = (
                 f"`decay_start_steps` must be in [{warms}, {length}], between the end of the "
                 f"warm-up and the end of the run, got {starts}"

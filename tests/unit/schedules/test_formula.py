@@ -129,7 +129,7 @@ ERRORS = {
         PolynomialWithWarmUpLR,
         {**TEN, "lr_end": 0.3},
         ValueError,
-        "`lr_end` must be below the rate of each group, got 0.3 for a group with rate 0.3",
+        "`lr_end` must be below the initial rate of each group, got 0.3 for a .* rate 0.3",
     ),
     "power": (PolynomialWithWarmUpLR, {**TEN, "power": 0}, ValueError, "`power` must be > 0"),
     "decay": (
@@ -144,6 +144,18 @@ ERRORS = {
         {**TEN, "decay_start_steps": 1},
         ValueError,
         r"`decay_start_steps` must be in \[2, 10\], .* got 1",
+    ),
+    "a warm-up is checked before the fall": (
+        WarmUpStableDecayLR,
+        {"total_steps": 10, "decay_start_steps": 11},
+        TypeError,
+        "`warmup_steps` must be an int, got None",
+    ),
+    "a warm-up beyond the run": (
+        WarmUpStableDecayLR,
+        {"total_steps": 10, "decay_start_steps": 11, "warmup_steps": 12},
+        ValueError,
+        "`warmup_steps` must be <= total_steps=10, got 12",
     ),
     "no length of a fall": (
         ConstantWithCoolDownLR,
@@ -182,3 +194,12 @@ def test_errors(kind, settings, error, message):
     with pytest.raises(error, match=message):
         kind(stepped, **settings)
     assert stepped.param_groups[0]["lr"] == 0.3
+
+
+def test_the_initial_rate_is_compared_and_shown():
+    """An error about `lr_end` shows the initial rate, with which `lr_end` is compared."""
+    resumed = optimizer(0.3)
+    resumed.param_groups[0] |= {"initial_lr": 0.1, "lr": 0.3}
+
+    with pytest.raises(ValueError, match=r"got 0\.2 for a group with the initial rate 0\.1"):
+        PolynomialWithWarmUpLR(resumed, lr_end=0.2, **TEN)
