@@ -99,7 +99,7 @@ class LossScale:
             msg = f"`state_dict['value']` must be a tensor, got {described(value)}"
             raise TypeError(msg)
         _check_shape("state_dict['value']", value)
-        number = _checked_number(value.item())
+        number = _checked_number("state_dict['value']", value.item())
         counters = state_dict["update_cell"]
         _check_mapping("loss_scale['update_cell']", counters)
         if self.update_cell is not None:
@@ -118,12 +118,12 @@ def _initial_number(scale_sense: ScaleSense) -> float:
     if scale_sense is None:
         return 1.0
     if isinstance(scale_sense, LossScaleUpdateCell):
-        return _checked_number(scale_sense.get_loss_scale())
+        return _checked_number("scale_sense", scale_sense.get_loss_scale())
     if isinstance(scale_sense, Tensor):
         _check_shape("scale_sense", scale_sense)
-        return _checked_number(scale_sense.item())
+        return _checked_number("scale_sense", scale_sense.item())
     if isinstance(scale_sense, (int, float)):
-        return _checked_number(scale_sense)
+        return _checked_number("scale_sense", scale_sense)
     msg = (
         "`scale_sense` must be a number, a tensor of shape () or (1,), or a loss-scale update "
         f"cell, got {described(scale_sense)}"
@@ -143,10 +143,10 @@ def _check_shape(name: str, tensor: Tensor) -> None:
         raise ValueError(msg)
 
 
-def _checked_number(number: float) -> float:
+def _checked_number(name: str, number: float) -> float:
     in_range = 0 < number <= torch.finfo(torch.float32).max
     # A positive number can still round to zero in float32.
     if not in_range or torch.tensor(number, dtype=torch.float32, device="cpu") == 0:
-        msg = f"`scale_sense` must be > 0 and finite in float32, got {number}"
+        msg = f"`{name}` must be > 0 and finite in float32, got {number}"
         raise ValueError(msg)
     return float(number)

@@ -280,3 +280,13 @@ def test_the_cell_is_moved_to_the_scales_device():
     LossScale(cell, torch.device("meta"))
 
     assert cell.cur_iter.device.type == "meta"
+
+
+def test_a_bad_saved_scale_is_named_as_such():
+    """The error names the entry of the state, not the argument `scale_sense`."""
+    scale = dynamic()
+
+    with pytest.raises(
+        ValueError, match=r"`state_dict\['value'\]` must be > 0 and finite .* got 0"
+    ):
+        scale.load_state_dict(scale.state_dict() | {"value": torch.tensor(0.0)})
