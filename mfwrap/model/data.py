@@ -29,11 +29,11 @@ class Batches:
         device: Device that batches are moved to.
         sink_mode: Copy batches to the device without synchronizing.
         sink_size: Batches per epoch; each epoch continues where the previous one ended. -1 for one
-            pass over the dataset per epoch.
+            pass over the dataset per epoch; ``None`` for one pass if the user cannot set the size.
         even: Whether samples are repeated so that each rank gets the same number of batches.
 
     Raises:
-        TypeError: If `dataset` is not iterable, or has no length while `sink_size` is -1.
+        TypeError: If `dataset` is not iterable, or has no length while `sink_size` is not > 0.
         ValueError: If `dataset` is empty.
     """
 
@@ -45,7 +45,7 @@ class Batches:
         device: torch.device,
         *,
         sink_mode: bool = False,
-        sink_size: int = -1,
+        sink_size: int | None = None,
         even: bool = True,
     ) -> None:
         if not isinstance(dataset, Iterable):
@@ -56,18 +56,26 @@ class Batches:
         self._name = name
         self._device = device
         self._sink_mode = sink_mode
-        self.sinks = sink_size > 0
+        self.sinks = sink_size is not None and sink_size > 0
         """Whether an epoch has `sink_size` batches. If False, it is one pass over the dataset."""
         self._pass: Iterator[Any] | None = None
         self._num_passes = 0
-        self.num_batches = sink_size if self.sinks else self._length()
+        self.num_batches = (
+            sink_size
+            if sink_size is not None and self.sinks
+            else self._length(
+                "pass a list of batches, or another dataset with `__len__`"
+                if sink_size is None
+                else "pass `dataset_sink_mode=True` and `sink_size`, the batches per epoch"
+            )
+        )
         """Batches per epoch."""
 
-    def _length(self) -> int:
+    def _length(self, advice: str) -> int:
         if not has_length(self.dataset):
             msg = (
                 f"`{self._name}` must have a length, got {type(self.dataset).__name__} without "
-                "one; pass `dataset_sink_mode=True` and `sink_size`, the batches per epoch"
+                f"one; {advice}"
             )
             raise TypeError(msg)
         length = len(self.dataset)

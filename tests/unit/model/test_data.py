@@ -56,7 +56,10 @@ def test_a_stream_needs_a_sink_size():
             return iter([torch.ones(1)] * 3)
 
     assert len(list(batches(Stream(), sink_mode=True, sink_size=4).epoch())) == 4
-    with pytest.raises(TypeError, match="`train_dataset` must have a length, got Stream"):
+    with pytest.raises(TypeError, match=r"`train_dataset` must have .* Stream .* `sink_size`"):
+        batches(Stream(), sink_size=-1)
+    # `Model.eval` has no `sink_size`.
+    with pytest.raises(TypeError, match=r"got Stream without one; pass a list of batches"):
         batches(Stream())
 
 
