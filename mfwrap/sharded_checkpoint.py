@@ -227,14 +227,25 @@ def _setting(saved: Any, present: Any) -> Any:
 
 
 def _check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    names = [[group["params"] for group in groups] for groups in (saved, present)]
-    if names[0] != names[1]:
-        msg = (
-            "the optimizer's parameter groups differ from the saved ones: expected the saved names "
-            f"in the saved order, in groups of {[len(group) for group in names[0]]} parameters, "
-            f"got groups of {[len(group) for group in names[1]]} parameters"
+    expected, got = ([group["params"] for group in groups] for groups in (saved, present))
+    if expected == got:
+        return
+    sizes = [[len(group) for group in groups] for groups in (expected, got)]
+    if sizes[0] != sizes[1]:
+        difference = f"expected groups of {sizes[0]} parameters, got groups of {sizes[1]}"
+    else:
+        group, index = next(
+            (group, index)
+            for group, names in enumerate(expected)
+            for index, name in enumerate(names)
+            if name != got[group][index]
         )
-        raise KeyError(msg)
+        difference = (
+            f"expected {expected[group][index]!r} as parameter {index} of group {group}, got "
+            f"{got[group][index]!r}"
+        )
+    msg = f"the optimizer's parameter groups differ from the saved ones: {difference}"
+    raise KeyError(msg)
 
 
 def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:

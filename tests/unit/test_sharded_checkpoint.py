@@ -83,6 +83,9 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(two_ranks, tmp_path):
         "other loss scale": f"{names_differ}[] and has the unknown names ['cell",
         "more buffers": f"{names_differ}['network",
         "fewer parameters": "KeyError: \"the optimizer's parameter groups differ from the saved",
+        "other order": (
+            "KeyError: \"the optimizer's parameter groups differ from the saved ones: expected "
+        ),
         "no schedule": f"ValueError: {folder}/mfwrap_sharded.json holds the state of a schedule",
         "no checkpoint": "FileNotFoundError",
         "not empty": "FileExistsError: `folder` must be empty, got",

@@ -108,15 +108,19 @@ def load_into_another(rank: int, folder: str) -> dict[str, Any]:
     """Load a checkpoint in ways that must fail, and save into a folder that is not empty.
 
     Returns:
-        The error messages, and whether the state of the first training is unchanged.
+        The error messages, and whether the states of all trainings are unchanged.
     """
     messages = {}
     training = _training("layers", "fused AdamW", dynamic=False)
-    before = _state(training)
     other_shape = _training("layers", "fused AdamW")
     other_shape.cell.network.register_buffer("more", torch.zeros(3))
     few = _training("layers", "fused AdamW")
     few.cell.optimizer.param_groups[0]["params"].pop()
+    other_order = _training("layers", "fused AdamW")
+    other_order.cell.optimizer.param_groups[0]["params"].reverse()
+    others = (training, other_shape, few, other_order)
+
+    before = [_state(each) for each in others]
 
     def attempt(name: str, target: _Training, *schedule: Any, path: str = folder) -> None:
         try:
@@ -127,14 +131,18 @@ def load_into_another(rank: int, folder: str) -> dict[str, Any]:
     attempt("other loss scale", training, training.scheduler)
     attempt("more buffers", other_shape, other_shape.scheduler)
     attempt("fewer parameters", few, few.scheduler)
+    attempt("other order", other_order, other_order.scheduler)
     attempt("no schedule", training)
     attempt("no checkpoint", training, training.scheduler, path=str(Path(folder).parent))
     try:
         save_sharded(folder, training.cell)
     except FileExistsError as error:
         messages["not empty"] = f"{type(error).__name__}: {error}"
-    after = _state(training)
-    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    unchanged = all(
+        values.keys() == (after := _state(each)).keys()
+        and all(torch.equal(values[name], after[name]) for name in values)
+        for values, each in zip(before, others, strict=True)
+    )
     return {"messages": messages, "unchanged": unchanged}
 
 
