@@ -66,8 +66,9 @@ class StepConfig:
             "use_skip_data_by_global_norm",
         ):
             check_bool(name, getattr(self, name))
-        check_positive_number("max_grad_norm", self.max_grad_norm)
-        check_positive_number("global_norm_spike_threshold", self.global_norm_spike_threshold)
+        for name in ("max_grad_norm", "global_norm_spike_threshold"):
+            # Keep the float: torch takes neither a Fraction nor an int that no float can hold.
+            object.__setattr__(self, name, check_positive_number(name, getattr(self, name)))
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.max_consecutive_skips is not None:
             check_int("max_consecutive_skips", self.max_consecutive_skips)

@@ -1,5 +1,6 @@
 """MindFormers' training step for PyTorch."""
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,12 +44,21 @@ DEFAULT_SCALE = _NotGiven(1.0)
 """Default of `MFTrainOneStepCell`'s `scale_sense`."""
 
 
-def check_accumulation(accelerator: "Accelerator", steps: int) -> None:
-    """Check that the accelerator accumulates `steps` micro-batches per update.
+def check_accelerator(accelerator: "Accelerator", steps: int) -> None:
+    """Check that `accelerator` is one, and accumulates `steps` micro-batches per update.
 
     Raises:
+        TypeError: If `accelerator` is not an ``accelerate.Accelerator``.
         ValueError: If the accelerator accumulates a different number.
     """
+    # Do not import accelerate here, because that is slow. If no other code has imported it, there
+    # is no accelerator.
+    accelerate = sys.modules.get("accelerate")
+    if accelerate is None or not isinstance(accelerator, accelerate.Accelerator):
+        msg = (
+            f"`accelerator` must be an accelerate.Accelerator or None, got {described(accelerator)}"
+        )
+        raise TypeError(msg)
     if accelerator.gradient_accumulation_steps != steps:
         msg = (
             "`gradient_accumulation_steps` must be "
@@ -227,7 +237,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
             raise TypeError(msg)
         if accelerator is not None:
-            check_accumulation(accelerator, gradient_accumulation_steps)
+            check_accelerator(accelerator, gradient_accumulation_steps)
         self.ema = ema
         inner = checked_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)

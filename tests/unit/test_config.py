@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -149,3 +150,14 @@ def test_a_pattern_that_is_no_regular_expression_is_refused():
     """An invalid regular expression is an error at construction."""
     with pytest.raises(ValueError, match=r"`local_norm_groups` must .*'\('"):
         StepConfig(local_norm_groups=["weight", "("])
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "global_norm_spike_threshold"])
+@pytest.mark.parametrize(
+    ("given", "kept"), [(3, 3.0), (10**400, math.inf), (Fraction(1, 4), 0.25)], ids=str
+)
+def test_limits_are_kept_as_floats(name, given, kept):
+    """Any real number becomes the float that torch can compare with a tensor."""
+    value = getattr(StepConfig(**{name: given}), name)
+
+    assert (type(value), value) == (float, kept)

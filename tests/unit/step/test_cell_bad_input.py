@@ -109,6 +109,11 @@ BAD_SETTINGS = {
         TypeError,
         "`lr_scheduler` must advance by itself, got ReduceLROnPlateau",
     ),
+    "accelerator": (
+        {"accelerator": "x"},
+        TypeError,
+        "`accelerator` must be an accelerate.Accelerator or None, got 'x' of type str",
+    ),
     "unknown keyword": ({"max_gradnorm": 1.0}, TypeError, "max_gradnorm"),
 }
 
