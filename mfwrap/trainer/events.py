@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
 
 from mfwrap.accelerate.attached_step import AttachedStep
+from mfwrap.arguments import described
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
 
@@ -78,6 +79,11 @@ class StepCallbackHandler(CallbackHandler):
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
 
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; raise ``TypeError`` if it is not a transformers callback."""
+        check_callback(callback)
+        super().add_callback(callback)  # type: ignore[no-untyped-call]  # (transformers)
+
     def call_event(
         self, event: str, args: Any, state: Any, control: TrainerControl, **keywords: Any
     ) -> TrainerControl:
@@ -97,6 +103,20 @@ class StepCallbackHandler(CallbackHandler):
         )
         attached.answers_late = event == "on_optimizer_step"
         return changed
+
+
+def check_callback(callback: object) -> None:
+    """Raise ``TypeError`` unless `callback` is a transformers callback, or a class of callbacks.
+
+    A Trainer does not check this: a callback of `Model` would raise at the first event.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(kind, TrainerCallback):
+        msg = (
+            f"`callbacks` must hold transformers.TrainerCallback, got {described(callback)}; "
+            "convert a callback of `Model` with mfwrap.model.as_trainer_callback"
+        )
+        raise TypeError(msg)
 
 
 def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], None]) -> None:

@@ -1,7 +1,8 @@
 """The Hugging Face Trainer with MindFormers' training step."""
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,13 @@ from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
 from mfwrap.trainer.data_position import TrainerPosition
-from mfwrap.trainer.events import TerminationCallback, add_step_to_events, flushed_at_end, monitors
+from mfwrap.trainer.events import (
+    TerminationCallback,
+    add_step_to_events,
+    check_callback,
+    flushed_at_end,
+    monitors,
+)
 from mfwrap.trainer.log import Losses
 
 if TYPE_CHECKING:
@@ -104,6 +111,8 @@ class MFTrainerMixin(_Base):
         if step is not None and not isinstance(step, StepConfig):
             msg = f"`step` must be a StepConfig or None, got {described(step)}"
             raise TypeError(msg)
+        for callback in _given_callbacks(super().__init__, args, kwargs):
+            check_callback(callback)
         # Set these attributes before `super().__init__`: it calls
         # `create_accelerator_and_postprocess`, which needs them.
         self._step_config = StepConfig() if step is None else step
@@ -373,6 +382,15 @@ class MFTrainer(MFTrainerMixin, Trainer):
             scale_sense=scale_sense,
             communication_hook=communication_hook,
         )
+
+
+def _given_callbacks(
+    init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[Any]:
+    """Return the argument `callbacks` of a call of a Trainer's ``__init__``."""
+    names = list(inspect.signature(init).parameters)
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return given.get("callbacks") or ()
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
@@ -13,6 +13,7 @@ from mfwrap import (
     FixedLossScaleUpdateCell,
     StepConfig,
 )
+from mfwrap.callbacks import History
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.mixin import loop_settings
 from support.trainer_runs import new_trainer, tiny_llama, train
@@ -163,3 +164,24 @@ def test_the_average_is_there_when_training_has_begun(tmp_path):
     averages = dict(made.ema.named_averages())
     assert averages.keys() == run.weights.keys()
     assert any((averages[name] != weight).any() for name, weight in run.weights.items())
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda args: MFTrainer(tiny_llama(), args, callbacks=[History()]),
+        # The Trainer takes its callbacks as its tenth positional argument.
+        lambda args: MFTrainer(tiny_llama(), args, *(None,) * 7, [History()]),
+        lambda args: MFTrainer(tiny_llama(), args).add_callback(History()),
+        lambda args: MFTrainer(tiny_llama(), args, callbacks=[TrainerCallback]).add_callback(
+            History
+        ),
+    ],
+    ids=["keyword", "positional", "added", "class"],
+)
+def test_a_callback_of_model_is_refused(give):
+    """A callback of `Model` is refused at once, with the function that converts it."""
+    args = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none")
+
+    with pytest.raises(TypeError, match=r"`callbacks` must hold .* got .*as_trainer_callback"):
+        give(args)
