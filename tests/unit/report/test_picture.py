@@ -1,7 +1,5 @@
 """The picture of a run shows a panel for each kind of number that was recorded."""
 
-import math
-
 import pytest
 from PIL import Image
 
@@ -75,15 +73,18 @@ def test_the_log_of_a_stock_trainer(tmp_path):
 
 def test_a_limit_of_infinity_is_not_drawn(tmp_path):
     """With `max_grad_norm=inf`, which never clips, the picture is drawn without a limit."""
-    lines = [
-        {"step": s, "loss": 1.0, "global_norm": 2.0, "max_grad_norm": limit}
-        for s, limit in ((1, math.inf), (2, "inf"))
-    ]
-    write_lines(tmp_path / "metrics.jsonl", lines[1:])
+    pictures = {}
+    for name, limit in {
+        "none": {},
+        "inf": {"max_grad_norm": "inf"},
+        "1": {"max_grad_norm": 1.0},
+    }.items():
+        line = {"step": 2, "loss": 1.0, "global_norm": 2.0, **limit}
+        write_lines(tmp_path / name / "metrics.jsonl", [line])
+        draw_run(tmp_path / name, tmp_path / f"{name}.png", title="run")
+        pictures[name] = colors_of(tmp_path / f"{name}.png")
 
-    draw_run(tmp_path, tmp_path / "run.png")
-
-    assert (tmp_path / "run.png").exists()
+    assert pictures["inf"] == pictures["none"] != pictures["1"]
 
 
 def test_no_loss(tmp_path):

@@ -93,9 +93,6 @@ def test_whatever_a_run_consists_of_it_can_be_stopped_anywhere(data, tmp_path_fa
             logging_steps=st.integers(1, 5),
             evaluates=st.booleans(),
         )
-        # Evaluate only with `ema`: then EMACallback uses the Trainer's average and makes no average
-        # itself.
-        .filter(lambda drawn: drawn.ema or not drawn.evaluates)
     )
     step = 2 * data.draw(st.integers(1, NUM_STEPS // 2 - 1))
     folder = tmp_path_factory.mktemp("drawn")

@@ -103,8 +103,9 @@ def test_preferences_begin_from_the_reference(json_lines):
     """Preference tuning starts with a reference model that has the same weights."""
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
     trainer = trainer_of("preference_tuning", json_lines(rows), max_length=16, beta=0.1)
-    pairs = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
+    pairs = list(zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True))
 
+    assert pairs
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert all(theirs is not ours for ours, theirs in pairs)
     assert not trainer.ref_model.training
