@@ -22,13 +22,9 @@ def check_finite(numbers: StepNumbers) -> None:
     Raises:
         ValueError: If loss or norm is nan or infinite, or the gradients overflowed.
     """
-    for name, value in (("loss", numbers.loss), ("global_norm", numbers.global_norm)):
+    for name, value in (("loss", numbers.loss), ("global norm", numbers.global_norm)):
         if value is not None and not math.isfinite(value):
-            kind = "nan" if math.isnan(value) else "inf"
-            msg = (
-                f"the training stops: there is {kind} in {name} of step {numbers.step} with value "
-                f"{value}"
-            )
+            msg = f"the training stops: the {name} of step {numbers.step} is {value}"
             raise ValueError(msg)
     if numbers.overflow:
         msg = f"the training stops: the gradients of step {numbers.step} are not finite"

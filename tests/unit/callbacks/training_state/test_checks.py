@@ -32,9 +32,9 @@ def numbers(**values) -> StepNumbers:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"loss": NAN}, "the training stops: there is nan in loss of step 3 with value nan"),
-        ({"loss": INF}, "there is inf in loss of step 3"),
-        ({"global_norm": INF, "overflow": True}, "there is inf in global_norm of step 3"),
+        ({"loss": NAN}, "the training stops: the loss of step 3 is nan"),
+        ({"loss": INF}, "the loss of step 3 is inf"),
+        ({"global_norm": INF, "overflow": True}, "the global norm of step 3 is inf"),
         ({"global_norm": None, "overflow": True}, "the gradients of step 3 are not finite"),
     ],
 )
@@ -49,7 +49,7 @@ def test_what_is_not_finite(values, message):
 def test_a_training_ends_at_a_nan(tmp_path):
     """A nan stops the training before the next update, and the anomaly is recorded."""
     monitor = TrainingStateMonitor(check_for_nan_in_loss_and_grad=True, folder=tmp_path)
-    with pytest.raises(ValueError, match="there is nan in loss of step 5"):
+    with pytest.raises(ValueError, match="the loss of step 5 is nan"):
         train_blocks(monitor, [Fault(5, "activation")], num_steps=9)
 
     assert [record["step"] for record in records_of(tmp_path)] == [5]

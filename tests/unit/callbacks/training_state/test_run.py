@@ -81,7 +81,7 @@ def test_an_overflow_is_recorded_once_a_bad_loss_by_its_rank(is_main, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "logs", "error"),
     [
-        ({"check_for_nan_in_loss_and_grad": True}, {"loss": math.nan}, "nan in loss of step 3"),
+        ({"check_for_nan_in_loss_and_grad": True}, {"loss": math.nan}, "loss of step 3 is nan"),
         ({"check_for_nan_in_loss_and_grad": True}, {"loss": 1.0}, None),
         (
             {"check_for_global_norm": True},
