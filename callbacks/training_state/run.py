@@ -223,7 +223,8 @@ class TrainingStateRun:
         norm = values.global_norm
         overflow = norm is not None and not math.isfinite(norm)
         values = dataclasses.replace(values, overflow=overflow)
-        self._judge(numbers_of(global_step, values), _NO_EVIDENCE)
+        # The loop logs after the update, and does not say whether the update was skipped.
+        self._judge(numbers_of(global_step, values), _NO_EVIDENCE, weights_have_moved=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, ready for JSON. Call `flush` first."""
@@ -293,7 +294,7 @@ class TrainingStateRun:
         self._write(step, host_values[num_values:], values)
         numbers = numbers_of(step.number, values, last_scale=self._last_scale)
         self._last_scale = values.loss_scale
-        self._judge(numbers, step.evidence)
+        self._judge(numbers, step.evidence, weights_have_moved=self._weights_have_moved)
 
     def _write(self, step: _Step, host_values: Sequence[float], values: StepValues | None) -> None:
         metrics, shown = list(step.metrics), list(host_values)
@@ -304,11 +305,12 @@ class TrainingStateRun:
             numbers = {} if values is None else values.to_record()
             self.writers.write(step.position, metrics, shown, numbers)
 
-    def _judge(self, numbers: StepNumbers, evidence: StepEvidence) -> None:
+    def _judge(
+        self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
+    ) -> None:
         anomaly = None
         if self.finder is not None:
-            moved = self._weights_have_moved
-            anomaly = self.finder.judge(numbers, evidence, weights_have_moved=moved)
+            anomaly = self.finder.judge(numbers, evidence, weights_have_moved=weights_have_moved)
             # All ranks find the same overflow or spike, so the main process alone writes it. A
             # non-finite loss without an overflow is known to one rank only, which writes it.
             is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")

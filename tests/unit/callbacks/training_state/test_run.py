@@ -78,6 +78,19 @@ def test_an_overflow_is_recorded_once_a_bad_loss_by_its_rank(is_main, tmp_path):
     assert steps_of(tmp_path / "anomalies.jsonl") == ([1, 2] if is_main else [2])
 
 
+def test_a_replay_for_a_logged_step_is_not_exact(tmp_path):
+    """A loop that passes no outputs logs after the update, so a replay has later weights."""
+    network = nn.Linear(1, 1)
+    run = new_run(model=network, folder=tmp_path, replay=True)
+    network(torch.full((1, 1), math.nan))
+    run.end_step(1, None, None, scale_before=None, model=network, optimizer=None)
+
+    run.log(1, {"loss": math.nan, "grad_norm": math.nan})
+    (record,) = read_json_lines(tmp_path / "anomalies.jsonl")
+
+    assert (record["where"], record["is_replay_exact"]) == ("input", False)
+
+
 @pytest.mark.parametrize(
     ("settings", "logs", "error"),
     [
