@@ -40,6 +40,7 @@ class StepValues:
         }
         return {name: value for name, value in values.items() if value is not None}
 
+            "consecutive_skips": self.consecutive_skips,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedValues:

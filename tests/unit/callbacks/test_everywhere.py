@@ -47,7 +47,10 @@ EVERYTHING = {
 FORWARD = {"max_attention_logit", "weight_stable_rank", "weight_eigenvalue"}
 STATES = {"adam_m_norm", "adam_v_norm", "weight_norm"}
 OUTPUT = {"local_norm", "device_local_norm", "local_loss", "device_accum_local_loss"}
-NUMBERS = {"loss", "learning_rate", "loss_scale", "global_norm", "overflow", "skipped"}
+NUMBERS = {
+    *("loss", "learning_rate", "loss_scale", "global_norm"),
+    *("overflow", "skipped", "consecutive_skips"),
+}
 ALWAYS = {"step", "epoch", "throughput_linearity"}
 SHOWN = {
     "MFTrainer": ALWAYS | NUMBERS | OUTPUT | STATES | FORWARD | {"max_grad_norm"},

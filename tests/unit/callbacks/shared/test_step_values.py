@@ -114,7 +114,12 @@ def test_record_of_known_values():
     """A record has the known values under their names in the step's output and report."""
     values = StepValues(loss=1.0, overflow=False, skipped=True, consecutive_skips=3)
 
-    assert values.to_record() == {"loss": 1.0, "overflow": False, "skipped": True}
+    assert values.to_record() == {
+        "loss": 1.0,
+        "overflow": False,
+        "skipped": True,
+        "consecutive_skips": 3,
+    }
 
 
 def test_numbers_for_the_judgment():

@@ -53,6 +53,7 @@ class Reference(TrainerCallback):
         for name in ("loss", "learning_rate", "loss_scale", "global_norm", "overflow"):
             found[name] = getattr(step_output, name).item()
         found["skipped"] = step_report.skipped.item()
+        found["consecutive_skips"] = step_report.consecutive_skips.item()
         states = optimizer.optimizer.state
         squares = 0.0
         for name, weight in model.named_parameters():
@@ -100,6 +101,7 @@ def test_target(invert, tmp_path):
     sums = {
         *("step", "device_local_norm", "local_loss", "device_accum_local_loss", "weight_norm"),
         *("loss", "learning_rate", "loss_scale", "global_norm", "overflow", "skipped"),
+        "consecutive_skips",
     }
     expected = {
         tag: value
