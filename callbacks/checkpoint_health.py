@@ -6,11 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from mfwrap.records.json_lines import JsonLines, read_json_lines
-from mfwrap.tensors.shards import local_tensors
 
 _FILE = "checkpoint_health.jsonl"
 
@@ -78,7 +74,7 @@ def health_of(
     embedding_limit: float | None,
     most_skips: int,
     is_spike: bool,
-    weights_are_bad: bool,
+    non_finite: Mapping[str, Sequence[str]],
 ) -> tuple[str, ...]:
     """Return the reasons why a checkpoint is unhealthy; empty if it is healthy.
 
@@ -94,11 +90,9 @@ def health_of(
             off.
         most_skips: Largest number of skipped updates in a row that is still healthy.
         is_spike: Whether the global norm is a spike.
-        weights_are_bad: Whether a weight is non-finite.
+        non_finite: Names of the non-finite tensors by their kind, such as ``"weight"``.
     """
-    reasons = []
-    if weights_are_bad:
-        reasons.append("a weight is not finite")
+    reasons = [_reason(kind, names) for kind, names in non_finite.items() if names]
     if loss is not None and not math.isfinite(loss):
         reasons.append(f"the loss is {loss}")
     if consecutive_skips is not None and consecutive_skips > most_skips:
@@ -113,12 +107,7 @@ def health_of(
     return tuple(reasons)
 
 
-@torch.no_grad()
-def has_bad_weights(model: nn.Module) -> bool:
-    """Return whether a parameter on this rank is non-finite; synchronizes with the device."""
-    finite = [
-        torch.linalg.vector_norm(tensor, float("inf")).isfinite()
-        for tensor in local_tensors(model.parameters())
-        if tensor.is_floating_point() and tensor.numel()
-    ]
-    return any(not each.item() for each in finite)
+def _reason(kind: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"the {kind} {names[0]} is not finite"
+    return f"{len(names)} {kind}s are not finite, the first is {names[0]}"

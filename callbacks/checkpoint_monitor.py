@@ -17,12 +17,12 @@ from mfwrap import DeferredReads, LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.arguments import check_bool, check_int, check_positive_number
 from mfwrap.callbacks.checkpoint_health import (
     CheckpointHealth,
-    has_bad_weights,
     health_of,
     record_health,
     recorded_health,
 )
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
+from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
@@ -42,7 +42,8 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
     ``checkpoint_health.jsonl`` in the run folder gets one line for each checkpoint (fields:
     `CheckpointHealth`). A checkpoint is healthy if all of these conditions hold on all ranks:
 
-    - The weights are finite.
+    - Weights, buffers and the optimizer's state are finite. A buffer that holds an infinity from
+      the start, such as a mask, may keep it.
     - The loss of the last update is finite.
     - At most `most_skips` updates in a row were skipped before the checkpoint.
     - The global norm of the gradients is not a spike.
@@ -123,6 +124,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._embedding = re.compile(embedding_pattern)
         self._most_skips = most_skips
         self._clock = clock
+        self._buffers: BufferWatch | None = None
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
         self._begin(0)
@@ -155,9 +157,14 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         return {"args": dict(self._settings), "attributes": {"saved_run": saved}}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        model: nn.Module | None = None,
+        **__: Any,
     ) -> None:
-        """Start the clock.
+        """Start the clock, and note which buffers hold infinities from the start.
 
         Raises:
             ValueError: If the Trainer has a ``save_total_limit``.
@@ -169,6 +176,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
                 "set keep_checkpoint_max=0"
             )
             raise ValueError(msg)
+        self._buffers = BufferWatch(model) if self._records_health and model is not None else None
         self._begin(state.global_step)
 
     def on_step_end(
@@ -182,7 +190,6 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         **__: Any,
     ) -> None:
         """Request a checkpoint if one is due; start copying the values that decide its health."""
-        del args
         self._reads.flush()
         self._step = state.global_step
         by_steps = bool(self._steps) and state.global_step % self._steps == 0
@@ -192,7 +199,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             # Restart the interval already here. `on_save` restarts it too, but only after
             # `_keep_values` below has checked whether the interval is over.
             self._saved_at = self._clock()
-        self._keep_values(step_output, step_report)
+        self._keep_values(step_output, step_report, args.device)
 
     def on_save(
         self,
@@ -200,6 +207,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Any = None,
         **_: Any,
     ) -> None:
         """Record the health of the checkpoint just written; delete old checkpoints."""
@@ -209,7 +217,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         run_folder = Path(args.output_dir or ".")
         folder = run_folder / f"{_PREFIX}{state.global_step}"
         if self._records_health:
-            health = self._health(folder.name, state.global_step, model)
+            health = self._health(folder.name, state.global_step, model, optimizer)
             if state.is_world_process_zero and folder.is_dir():
                 record_health(run_folder, health)
                 if not health.healthy:
@@ -219,21 +227,28 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             rotate_checkpoints(run_folder, self._keep, state.best_model_checkpoint)
         self._saved_at = self._clock()
 
-    def _keep_values(self, output: Any, report: StepReport | None) -> None:
-        """Start copying a step's values and the main process's time flag to the host."""
+    def _keep_values(self, output: Any, report: StepReport | None, device: torch.device) -> None:
+        """Start copying a step's values and the main process's time flag to the host.
+
+        Args:
+            output: Output of the step; ``None`` if the loop passes none.
+            report: Report of the step; ``None`` if the loop passes none.
+            device: Training device, used if there is no output.
+        """
         values: dict[str, Tensor] = {}
         if output is not None:
             values = {"loss": output.loss, "overflow": output.overflow}
             if output.global_norm is not None:
                 values["global_norm"] = output.global_norm
         if report is not None:
+            values["skipped"] = report.skipped
             values["consecutive_skips"] = report.consecutive_skips
             values["skipped_updates"] = report.skipped_updates
             embedding = self._embedding_norm(report)
             if embedding is not None:
                 values["embedding_norm"] = embedding
         if self._seconds:
-            values["is_time"] = self._time_flag(values.get("loss"))
+            values["is_time"] = self._time_flag(device if output is None else output.loss.device)
         if not values:
             return
         device = next(iter(values.values())).device
@@ -256,9 +271,8 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         ]
         return torch.stack([output.local_norm[n] for n in numbers]).max() if numbers else None
 
-    def _time_flag(self, like: Tensor | None) -> Tensor:
+    def _time_flag(self, device: torch.device) -> Tensor:
         is_time = self._clock() - self._saved_at >= self._seconds
-        device = torch.device("cpu") if like is None else like.device
         flag = torch.full((), float(is_time), device=device)
         broadcast_from_main(flag)
         return flag
@@ -268,10 +282,13 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._is_time = bool(self._last.pop("is_time", False)) or self._is_time
         norm = self._last.get("global_norm")
         self._is_spike = norm is not None and self._history.is_spike(norm)
-        if norm is not None:
+        # The norm of a skipped update says nothing about what is usual.
+        if norm is not None and not self._last.get("skipped"):
             self._history.add(norm)
 
-    def _health(self, name: str, step: int, model: nn.Module | None) -> CheckpointHealth:
+    def _health(
+        self, name: str, step: int, model: nn.Module | None, optimizer: Any
+    ) -> CheckpointHealth:
         known = self._last
         skips = known.get("consecutive_skips")
         own = health_of(
@@ -283,7 +300,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             embedding_limit=self._embedding_limit,
             most_skips=self._most_skips,
             is_spike=self._is_spike,
-            weights_are_bad=model is not None and has_bad_weights(model),
+            non_finite=self._non_finite(model, optimizer),
         )
         reasons = tuple(dict.fromkeys(itertools.chain.from_iterable(gather_objects(own))))
         return CheckpointHealth(
@@ -297,6 +314,18 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             consecutive_skips=None if skips is None else int(skips),
             skips_since_last=self._skips_since_last(),
         )
+
+    def _non_finite(self, model: nn.Module | None, optimizer: Any) -> dict[str, tuple[str, ...]]:
+        """Return the names of non-finite tensors of this rank by kind; synchronizes."""
+        if model is None:
+            return {}
+        if self._buffers is None:
+            self._buffers = BufferWatch(model)
+        return {
+            "weight": bad_weights(model),
+            "buffer": self._buffers.bad(),
+            "optimizer state": () if optimizer is None else bad_optimizer_states(model, optimizer),
+        }
 
     def _skips_since_last(self) -> int | None:
         if "skipped_updates" not in self._last:

@@ -85,6 +85,10 @@ class Anomaly:
     weights: tuple[WeightNorm, ...] = ()
     """Weights whose norm is non-finite or has risen, the worst first."""
 
+    buffers: tuple[str, ...] = ()
+    """Names of the buffers that have become non-finite since the previous anomaly. A skipped update
+    leaves them non-finite."""
+
     losses: tuple[float, ...] = ()
     """Loss of each rank."""
 
@@ -138,6 +142,8 @@ class Anomaly:
             # With finite gradients the update is usually applied, which changes the weights. A
             # replay would need the weights from before the update.
             findings.append("all gradients are finite, a replay is not possible after the update")
+        if self.buffers:
+            findings.append(f"{_counted('buffer', self.buffers)} became non-finite")
         return findings
 
     def _cause(self) -> str:
@@ -170,8 +176,8 @@ def _compared(norm: float, usual_norm: float | None) -> str:
     return f"{norm:.4g} (usually {usual_norm:.4g})"
 
 
-def _counted(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun}{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"
+def _counted(noun: str, items: Sequence[int] | Sequence[str]) -> str:
+    return f"{noun}{'s' if items[1:] else ''} {', '.join(map(str, items))}"
 
 
 @final

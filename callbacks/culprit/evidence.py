@@ -32,6 +32,9 @@ class RankEvidence:
     weights: tuple[WeightNorm, ...]
     """Weights whose norm is non-finite or has risen, the worst first."""
 
+    buffers: tuple[str, ...] = ()
+    """Names of the buffers that have become non-finite since the previous bad step."""
+
     @property
     def bad_groups(self) -> list[int]:
         """Indices of the groups whose norm is non-finite."""
@@ -65,8 +68,9 @@ def is_explained_by_scale(
 ) -> bool:
     """Tell whether gradients are non-finite only because the loss scale is too high.
 
-    This is true if the losses of all ranks are finite, no weight has risen or become non-finite,
-    and the largest plausible gradient times the loss scale reaches `limit`.
+    This is true if the losses of all ranks are finite, no weight has risen or become non-finite, no
+    buffer has become non-finite, and the largest plausible gradient times the loss scale reaches
+    `limit`.
 
     Args:
         evidence: Evidence of all ranks.
@@ -77,7 +81,7 @@ def is_explained_by_scale(
     """
     if loss_scale is None or loss_scale <= 1:
         return False
-    if any(not math.isfinite(each.loss) or each.weights for each in evidence):
+    if any(not math.isfinite(each.loss) or each.weights or each.buffers for each in evidence):
         return False
     expected = [
         _largest_plausible(each, number, usual_global_norm)

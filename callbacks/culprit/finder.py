@@ -10,6 +10,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly, WeightNorm
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms, WeightWatch
 from mfwrap.callbacks.culprit.replay import Origin, StepRecorder, replay_step
+from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
@@ -17,7 +18,7 @@ from mfwrap.tensors.norm_groups import layer_of, layer_of_module
 from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 
 _MOST_GROUPS = 8
-"""Largest number of groups, and of weights, in a record."""
+"""Largest number of groups, of weights, and of each rank's buffers in a record."""
 
 
 class StepEvidence(NamedTuple):
@@ -39,12 +40,14 @@ class CulpritFinder:
     """Decide for each step whether it is good or bad, and find where a bad step went wrong.
 
     A good step costs a few operations on tensors with one element per group of gradients. After a
-    bad step, the finder reads local norms and weights, and replays the step if it has a recorder.
+    bad step, the finder reads local norms, weights and buffers, and replays the step if it has a
+    recorder.
     Overflow and global norm are the same on all ranks. So all ranks detect an overflow or a spike
     together, and then exchange their evidence.
 
     Args:
-        network: Network whose weights are watched; ``None`` if the loop does not pass it.
+        network: Network whose weights and buffers are watched; ``None`` if the loop does not pass
+            it.
         spike_factor: Smallest ratio of a spike to the usual global norm, see `GlobalNormHistory`.
         limit: Largest finite number that a gradient can hold.
         recorder: Records the inputs of steps for a replay; ``None`` turns the replay off.
@@ -59,6 +62,7 @@ class CulpritFinder:
         recorder: StepRecorder | None = None,
     ) -> None:
         self.weights = None if network is None else WeightWatch(network)
+        self.buffers = None if network is None else BufferWatch(network)
         self.recorder = recorder
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
@@ -222,6 +226,7 @@ class CulpritFinder:
             norms=() if norms is None else tuple(norms.tolist()),
             usual_norms=() if usual is None else tuple(usual.tolist()),
             weights=() if self.weights is None else tuple(self.weights.changed()[:_MOST_GROUPS]),
+            buffers=() if self.buffers is None else self.buffers.newly_bad()[:_MOST_GROUPS],
         )
 
     def _replayed(self, recorder: StepRecorder, numbers: StepNumbers) -> Origin | None:
@@ -289,6 +294,7 @@ def _common(
     return {
         "step": numbers.step,
         "weights": weights,
+        "buffers": tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
         "losses": tuple(each.loss for each in ranks),
         "global_norm": numbers.global_norm,
         "usual_global_norm": usual,

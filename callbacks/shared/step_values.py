@@ -29,7 +29,10 @@ class StepValues:
     """Loss scale that this step used."""
 
     def to_record(self) -> dict[str, float | bool]:
-        """Return the known values, by their names in `StepOutput` and `StepReport`."""
+        """Return the known values, by their names in `StepOutput` and `StepReport`.
+
+        Neither has a field for `scale_before`, so it is left out.
+        """
         values: dict[str, float | bool | None] = {
             "loss": self.loss,
             "learning_rate": self.learning_rate,
@@ -37,10 +40,10 @@ class StepValues:
             "global_norm": self.global_norm,
             "overflow": self.overflow,
             "skipped": self.skipped,
+            "consecutive_skips": self.consecutive_skips,
         }
         return {name: value for name, value in values.items() if value is not None}
 
-            "consecutive_skips": self.consecutive_skips,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedValues:

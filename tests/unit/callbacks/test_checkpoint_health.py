@@ -3,12 +3,10 @@
 import math
 
 import pytest
-from torch import nn
 
 from mfwrap.callbacks import newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_health import (
     CheckpointHealth,
-    has_bad_weights,
     health_of,
     record_health,
 )
@@ -40,7 +38,7 @@ FINE = {
     "embedding_limit": 1.0,
     "most_skips": 2,
     "is_spike": False,
-    "weights_are_bad": False,
+    "non_finite": {"weight": ()},
 }
 
 
@@ -57,7 +55,7 @@ FINE = {
         ({"embedding_norm": NAN}, 1),
         ({"embedding_norm": NAN, "overflow": True}, 0),
         ({"embedding_norm": 9.0, "embedding_limit": None}, 0),
-        ({"weights_are_bad": True, "loss": NAN}, 2),
+        ({"non_finite": {"weight": ("a",), "buffer": ("b", "c")}, "loss": NAN}, 3),
     ],
 )
 def test_reasons(values, num_reasons):
@@ -65,9 +63,11 @@ def test_reasons(values, num_reasons):
     assert len(health_of(**FINE | values)) == num_reasons
 
 
-def test_bad_weights():
-    """A non-finite weight is found, whether it is trainable or frozen."""
-    model = nn.Linear(2, 2)
-    assert not has_bad_weights(model)
-    model.bias.requires_grad_(requires_grad=False)[0] = -math.inf
-    assert has_bad_weights(model)
+def test_non_finite_tensors_are_named():
+    """A reason names the only or the first non-finite tensor of its kind."""
+    reasons = health_of(**FINE | {"non_finite": {"weight": ("a",), "buffer": ("b", "c")}})
+
+    assert reasons == (
+        "the weight a is not finite",
+        "2 buffers are not finite, the first is b",
+    )

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, newest_healthy_checkpoint
@@ -31,9 +32,10 @@ def records(folder) -> list[dict]:
     return read_json_lines(folder / "checkpoint_health.jsonl")
 
 
-def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), **settings):
+def trained(folder, monitor, *, kind=MFTrainer, callbacks=(), step=None, **settings):
     """Train a tiny Llama with a monitor and one micro-batch per update; return the trainer."""
-    extras = {"step": StepConfig(local_norm=True)} if kind is MFTrainer else None
+    step = StepConfig(local_norm=True) if step is None else step
+    extras = {"step": step} if kind is MFTrainer else None
     arguments = {"gradient_accumulation_steps": 1, "max_steps": 6} | settings
     trainer = new_trainer(kind, folder, callbacks=[*callbacks, monitor], extras=extras, **arguments)
     trainer.train()
@@ -145,8 +147,66 @@ def test_weights_that_are_not_finite(tmp_path):
 
     assert [(r["step"], r["reasons"]) for r in records(tmp_path)] == [
         (2, []),
-        (4, ["a weight is not finite"]),
+        (4, ["the weight lm_head.weight is not finite"]),
     ]
+
+
+def test_buffers_and_the_optimizer_that_are_not_finite(tmp_path):
+    """A NaN input leaves NaN in running statistics although its update was skipped."""
+
+    class Normalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return {"loss": self.head(self.norm(x)).square().mean()}
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, _args, state, _control, *, model, optimizer, **_):
+            if state.global_step == 3:
+                optimizer.state[model.head.bias]["exp_avg"].fill_(math.inf)
+
+    rows = [{"x": torch.full((2,), NAN if row == 2 else 1.0 * row)} for row in range(8)]
+    trainer = MFTrainer(
+        Normalized(),
+        TrainingArguments(
+            tmp_path,
+            max_steps=4,
+            per_device_train_batch_size=2,
+            report_to="none",
+            use_cpu=True,
+            train_sampling_strategy="sequential",
+        ),
+        train_dataset=rows,
+        callbacks=[CheckpointMonitor(1), Spoil()],
+    )
+    trainer.train()
+    reasons = [record["reasons"] for record in records(tmp_path)]
+
+    statistics = "2 buffers are not finite, the first is norm.running_mean"
+    assert reasons[0] == []
+    assert reasons[1] == [statistics, "the loss is nan"]
+    assert reasons[2] == [statistics, "the optimizer state exp_avg of head.bias is not finite"]
+    assert newest_healthy_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_a_skipped_spike_is_not_usual(tmp_path):
+    """The norm of a spike whose update was skipped does not enter the usual norm."""
+    monitor = CheckpointMonitor(2)
+    spikes = StepConfig(
+        use_clip_grad=True, use_skip_data_by_global_norm=True, global_norm_spike_threshold=1e-9
+    )
+    trained(tmp_path, monitor, step=spikes, max_steps=2)
+
+    assert monitor.state()["attributes"]["saved_run"]["global_norm"]["num_steps"] == 0
+
+
+def test_the_time_flag_is_on_the_training_device():
+    """The flag that ranks exchange is on the training device, also without a step's output."""
+    monitor = CheckpointMonitor(save_checkpoint_seconds=10)
+
+    assert monitor._time_flag(torch.device("meta")).device.type == "meta"
 
 
 def test_the_embeddings_gradient(tmp_path):

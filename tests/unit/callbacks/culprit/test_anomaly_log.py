@@ -51,6 +51,18 @@ LINES = {
             "the first non-finite output is that of a.0.mlp; update skipped"
         ),
     ),
+    "buffers": (
+        {
+            "kind": "gradient_not_finite",
+            "layer": None,
+            "buffers": ("norm.running_mean", "norm.running_var"),
+            "skipped": True,
+        },
+        (
+            "step 7: non-finite gradient on rank 1: buffers norm.running_mean, norm.running_var "
+            "became non-finite; update skipped"
+        ),
+    ),
     "later weights": (
         {
             "kind": "gradient_not_finite",

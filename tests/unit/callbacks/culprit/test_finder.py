@@ -1,5 +1,6 @@
 """Planted faults are found where they were planted, and good steps raise no alarm."""
 
+import math
 import types
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import (
 
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrainOneStepCell, Model
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit.finder import CulpritFinder
+from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
 from support.planted_faults import KINDS, check_record, random_faults
@@ -281,3 +282,24 @@ def test_a_group_that_is_a_layer_is_its_own_layer(kind):
     names = group_parameters(sizes, "layer", torch.device("cpu")).names
 
     assert [layer_blamed_for(network, names, i) for i in range(len(names))] == list(names)
+
+
+def test_a_buffer_that_a_skipped_step_has_ruined():
+    """An overflow names the buffers that its forward has made non-finite, once."""
+    network = torch.nn.BatchNorm1d(1)
+    finder = CulpritFinder(network, spike_factor=10.0, limit=65504.0)
+    network(torch.tensor([[1.0], [math.nan]]))
+    bad = {"overflow": True, "global_norm": math.nan, "loss_scale": 2.0**16, "skipped": True}
+
+    first, second = (
+        finder.judge(
+            StepNumbers(step=step, loss=1.0, consecutive_skips=1, **bad),
+            StepEvidence((), None, None),
+            weights_have_moved=False,
+        )
+        for step in (1, 2)
+    )
+
+    assert first.buffers == ("running_mean", "running_var")
+    # No usual norm is known yet, so the loss scale explains the second overflow.
+    assert second is None
