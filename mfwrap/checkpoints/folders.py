@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mfwrap.checkpoints.write_errors import naming_written_file
+
 PARTIAL = ".partial"
 """Suffix of files and folders that are still being written, replaced or deleted."""
 
@@ -33,7 +35,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL)
     try:
-        yield partial
+        with naming_written_file(partial):
+            yield partial
         _sync(partial)
         partial.replace(path)
     except BaseException:
@@ -63,7 +66,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(written, ignore_errors=True)
     written.mkdir(parents=True)
     try:
-        yield written
+        with naming_written_file(written):
+            yield written
     except BaseException:
         shutil.rmtree(written, ignore_errors=True)
         _remove_if_empty(written.parent)
@@ -179,6 +183,6 @@ def _sync(path: Path) -> None:
     except OSError as error:
         # Some network file systems cannot sync a folder; their renames reach the disk on their own.
         if error.errno != errno.EINVAL or not path.is_dir():
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(opened)

@@ -23,6 +23,7 @@ from mfwrap.checkpoints.folders import (
 )
 from mfwrap.checkpoints.manifest import check_checkpoint, write_manifest
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
+from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.trainer.events import monitors, restore_in_place
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Checkpoints:
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
         if trainer.args.local_process_index == 0:
             complete_move(run_folder)
+            # A killed process leaves half-written and half-deleted checkpoints there.
+            shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         checkpoint = get_last_checkpoint(str(run_folder)) if is_last else asked_for
         if checkpoint is None:
@@ -121,18 +124,19 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         self.staging = staging
-        try:
-            with replaced(
-                args,
-                push_to_hub=False,
-                save_total_limit=None,
-                logging_nan_inf_filter=logging_nan_inf_filter,
-            ):
-                yield
-        finally:
-            self.staging = None
         name = f"checkpoint-{trainer.state.global_step}"
-        self._complete(staging / name, run_folder / name)
+        with naming_written_file(staging / name):
+            try:
+                with replaced(
+                    args,
+                    push_to_hub=False,
+                    save_total_limit=None,
+                    logging_nan_inf_filter=logging_nan_inf_filter,
+                ):
+                    yield
+            finally:
+                self.staging = None
+            self._complete(staging / name, run_folder / name)
         self.saved_step = trainer.state.global_step
 
     def _complete(self, written: Path, final: Path) -> None:
