@@ -1,0 +1,1 @@
+"""Random trainings, and an independent float64 reference of the contract for each of them."""
