@@ -267,7 +267,8 @@ class MFTrainerMixin(_Base):
             super()._save_checkpoint(model, trial)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        with self._checkpoints.keeping_weight_names():
+        # `training_args.bin` would hold the token in clear text.
+        with self._checkpoints.keeping_weight_names(), replaced(self.args, hub_token=None):
             super()._save(*args, **kwargs)
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -283,3 +283,15 @@ def test_the_arguments_that_are_saved(unbroken):
 
     assert saved.logging_nan_inf_filter
     assert Path(saved.output_dir) == unbroken[0]
+
+
+def test_no_token_is_saved(tmp_path):
+    """No file of a checkpoint or a saved model holds the hub's token; the trainer keeps it."""
+    trainer = new_trainer(tmp_path, EVERY_OTHER, hub_token="hf_SECRET", max_steps=2)  # noqa: S106  (not a real token)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    saved = [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    assert trainer.args.hub_token == "hf_SECRET"  # noqa: S105  (not a real token)
+    assert {"training_args.bin"} <= {path.name for path in saved}
+    assert not any(b"hf_SECRET" in path.read_bytes() for path in saved)
