@@ -106,7 +106,6 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
     if resume is not None:
         _check_resume(checked, resume, overwrite=overwrite)
     _hide_progress_bars(checked)
-    from mfwrap.recipe.objects import REFUSALS  # noqa: PLC0415  (loads transformers)
     from mfwrap.recipe.run import run_recipe  # noqa: PLC0415  (loads transformers)
 
     try:
@@ -114,7 +113,7 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
         result = run_recipe(checked, resume=resume or from_newest, overwrite=overwrite, say=_say)
     except RecipeError:
         raise
-    except REFUSALS as error:
+    except Exception as error:  # noqa: BLE001  (any library may raise any error)
         _fail(checked, error)
     finally:
         _leave_process_group()
@@ -128,14 +127,21 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
 @_recipe
 @_overrides
 def validate(recipe: str, overrides: Sequence[str]) -> None:
-    """Check every value of RECIPE without training.
+    """Check every value of RECIPE, and try its first step.
+
+    The step has two rows in each batch, and writes to a temporary folder. It is not tried if data
+    or model are on the hub, or if the model has more than 30 million parameters.
 
     \b
     Example:
       mfwrap validate my.yaml --set training.learning_rate=1e-3
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    _checked(recipe, overrides)
-    click.echo(f"{recipe}: valid")
+    checked = _checked(recipe, overrides)
+    from mfwrap.recipe.rehearsal import rehearse  # noqa: PLC0415  (loads transformers)
+
+    reason = rehearse(checked)
+    note = "" if reason is None else f"; its first step was not tried, because {reason}"
+    click.echo(f"{recipe}: valid{note}")
 
 
 @cli.command()

@@ -18,6 +18,9 @@ MakeCallback = Callable[[], TrainerCallback]
 
 _MONITOR = "TrainingStateMonitor"
 
+FOLDER_KEYS = frozenset({"directory", "folder", "output_path", "tensorboard_dir"})
+"""Arguments of callbacks that are folders to write to."""
+
 
 def read_callbacks(
     objects: RecipeObjects, section: Sequence[Mapping[str, Any]]
@@ -95,6 +98,8 @@ def _maker(
     meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(name, frozenset())
     kept = objects.kept(path, settings, known, meaningless)
     made = objects.build(path, callback, kept)
+    for key in FOLDER_KEYS & kept.keys():
+        objects.check_folder((*path, key), kept[key])
     if isinstance(made, TrainerCallback):
         return functools.partial(callback, **kept)
     return lambda: as_trainer_callback(callback(**kept))

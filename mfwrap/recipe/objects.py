@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import json
+import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
@@ -24,6 +25,7 @@ REFUSALS = (
     DatasetsError,
     ImportError,
     LookupError,
+    MemoryError,
     OSError,
     RuntimeError,
     StrictDataclassError,
@@ -194,6 +196,26 @@ class RecipeObjects:
             adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             raise self._invalid(path, value, error, None) from error
+
+    def check_folder(self, path: Path, value: object) -> None:
+        """Raise `RecipeError` if a path cannot be a folder because a file is in its place.
+
+        Args:
+            path: Path of the value in the recipe.
+            value: Path of a folder, which may be missing. ``None`` is accepted.
+        """
+        if value is None:
+            return
+        folder = pathlib.Path(str(value)).absolute()
+        try:
+            existing = next(one for one in (folder, *folder.parents) if one.exists())
+            says = f"{str(existing)!r} is not a folder"
+            is_possible = existing.is_dir()
+        except OSError as error:  # for example a name that is longer than the file system allows
+            says, is_possible = str(error.strerror), False
+        if not is_possible:
+            expected = "expected a folder, or a path where one can be made"
+            raise self.document.error(path, f"{expected}, got {shown(value)}: {says}")
 
     def refusal(self, path: Path, settings: Mapping[str, Any], error: Exception) -> RecipeError:
         """Convert an error of a constructor to a `RecipeError` that names the key and its place.

@@ -21,6 +21,7 @@ from mfwrap.recipe.callbacks import (
 )
 from mfwrap.recipe.document import RecipeDocument, read_text
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
+from mfwrap.recipe.optimization import check_optimizer
 from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
 from mfwrap.recipe.training import ScheduleChoice, read_peft, read_training
@@ -99,9 +100,7 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
         name: Name for error messages; its stem is the default name of the run folder.
         overrides: See `load_recipe`.
     """
-    document = RecipeDocument.parse(text, name).overridden(overrides)
-    objects = RecipeObjects(document)
-    recipe = _read(objects, objects.parse((), Sections, document.data))
+    recipe = read_document(RecipeDocument.parse(text, name).overridden(overrides))
     if recipe.without_meaning:
         keys = ", ".join(recipe.without_meaning)
         says = f"{name}: these settings have no effect in mfwrap: {keys}"
@@ -109,7 +108,17 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
+def read_document(document: RecipeDocument) -> Recipe:
+    """Check every section of a recipe.
+
+    Args:
+        document: The recipe as plain values.
+
+    Raises:
+        RecipeError: If the recipe is invalid.
+    """
+    objects = RecipeObjects(document)
+    sections = objects.parse((), Sections, document.data)
     task = TASKS[objects.choice(("task",), sections.task, TASKS)]
     model = objects.parse(("model",), ModelSettings, sections.model)
     data = _data(objects, task, sections)
@@ -118,12 +127,13 @@ def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
     training = read_training(
         objects,
         task.arguments(),
-        name=Path(objects.document.name).stem,
+        name=Path(document.name).stem,
         training=sections.training,
         wrapper=wrapper,
         optimizer=sections.optimizer,
         lr_schedule=sections.lr_schedule,
     )
+    check_optimizer(objects, training.arguments, training.schedule)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
     curves = f"{training.arguments.output_dir}/tensorboard"
     monitors = read_monitor(
@@ -133,7 +143,7 @@ def _read(objects: RecipeObjects, sections: Sections) -> Recipe:
         tensorboard_dir=curves if needs_tensorboard_dir(sections.monitor_config) else None,
     )
     return Recipe(
-        document=objects.document,
+        document=document,
         task=task,
         model=model,
         data=data,

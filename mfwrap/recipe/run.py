@@ -21,7 +21,7 @@ from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
 from mfwrap.recipe.training import scheduled
 from mfwrap.recipes.data.columns import check_rows
-from mfwrap.recipes.data.source import DataError, Rows
+from mfwrap.recipes.data.source import Rows
 
 
 class RunResult(NamedTuple):
@@ -72,7 +72,7 @@ def run_recipe(
         with whole_file(folder / "recipe.yaml") as partial:
             partial.write_text(text, encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
-    return RunResult(folder, _finish(trainer, recorder, folder))
+    return RunResult(folder, finish(trainer, recorder, folder))
 
 
 def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
@@ -116,8 +116,8 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
 
 def _keywords(recipe: Recipe) -> dict[str, Any]:
     objects = RecipeObjects(recipe.document)
+    rows = checked_rows(recipe)
     with data_errors(objects):
-        rows = _rows(recipe, objects)
         keywords = recipe.task.build(recipe.model, recipe.data, rows)
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
@@ -133,14 +133,22 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     return keywords | {"model": get_peft_model(keywords["model"], recipe.peft)}
 
 
-def _rows(recipe: Recipe, objects: RecipeObjects) -> Rows:
+def checked_rows(recipe: Recipe) -> Rows:
+    """Read the data of a recipe, and check that all rows fit the task.
+
+    Raises:
+        RecipeError: If the data cannot be read, or a row does not fit.
+    """
+    objects = RecipeObjects(recipe.document)
+
     def check(table: Dataset) -> None:
         columns = check_columns(recipe.document, recipe.task, table.column_names)
         check_rows(table, columns, recipe.data.columns)
 
     try:
-        return recipe.data.rows(check)
-    except (DataError, RecipeError):
+        with data_errors(objects):
+            return recipe.data.rows(check)
+    except RecipeError:
         raise
     except REFUSALS as error:
         raise objects.refusal(("data",), recipe.document.data["data"], error) from error
@@ -156,8 +164,17 @@ def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
         trainer.model_accepts_loss_kwargs = False
 
 
-def _finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, float]:
-    """Evaluate and save the raw weights, then the averaged weights if there is an average."""
+def finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, float]:
+    """Evaluate and save the raw weights, then the averaged weights if there is an average.
+
+    Args:
+        trainer: Trainer after its training.
+        recorder: Callback that records the metrics.
+        folder: Run folder, which gets ``model`` and ``model_ema``.
+
+    Returns:
+        Metrics of the evaluation; those of averaged weights begin with ``ema_``.
+    """
     average = _average(trainer)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
     trainer.save_model(str(folder / "model"))

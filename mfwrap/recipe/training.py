@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, final
@@ -11,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from mfwrap.recipe.document import Path
+from mfwrap.recipe.document import Path, shown
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.sections import (
     OPTIMIZER_KEYS_WITHOUT_MEANING,
@@ -82,8 +84,9 @@ def read_training(
     settings = objects.kept(("training",), training, known)
     for key, value in settings.items():
         objects.check_type(("training", key), kind, key, value)
-        _check_range(objects, key, value)
+        _check_range(objects, ("training", key), key, value)
     settings.setdefault("output_dir", f"runs/{name}")
+    objects.check_folder(("training", "output_dir"), settings["output_dir"])
     if not torch.accelerator.is_available():
         # Change two defaults on a CPU: torch would warn about pinned memory, and TRL would train in
         # bf16, which is meant for accelerators.
@@ -128,6 +131,25 @@ _AT_LEAST: Mapping[str, float] = {
 }
 """Minimum of each field. ``TrainingArguments`` does not check it, but training fails below it."""
 
+_AT_MOST: Mapping[str, float] = {
+    "per_device_train_batch_size": 2**31,
+    "per_device_eval_batch_size": 2**31,
+    "gradient_accumulation_steps": 2**31,
+    "max_steps": 10**12,
+    "num_train_epochs": 10**9,
+    "learning_rate": sys.float_info.max,
+    "weight_decay": sys.float_info.max,
+    "adam_epsilon": sys.float_info.max,
+    "warmup_steps": 10**12,
+    "logging_steps": 10**12,
+    "eval_steps": 10**12,
+    "save_steps": 10**12,
+    "eval_accumulation_steps": 2**31,
+    "dataloader_num_workers": 1_000,
+    "max_length": 2**31,
+}
+"""Maximum of each field. Above it, training fails or never begins. It refuses infinity, too."""
+
 _LESS_THAN: Mapping[str, float] = {
     "adam_beta1": 1,
     "adam_beta2": 1,
@@ -136,16 +158,29 @@ _LESS_THAN: Mapping[str, float] = {
 }
 
 
-def _check_range(objects: RecipeObjects, key: str, value: Any) -> None:
+def _check_range(objects: RecipeObjects, path: Path, key: str, value: Any) -> None:
+    """Check a number.
+
+    Args:
+        objects: Builder for the recipe.
+        path: Path of the number.
+        key: Field of ``TrainingArguments`` that gets the number.
+        value: The number. Another value is accepted.
+    """
     if not _is_number(value):
         return
     # The comparisons are negated so that nan is an error, too.
+    says = ""
     if key in _AT_LEAST and not value >= _AT_LEAST[key]:
-        says = f"expected a number >= {_AT_LEAST[key]}, got {value}"
-        raise objects.document.error(("training", key), says)
-    if key in _LESS_THAN and not value < _LESS_THAN[key]:
-        says = f"expected a number < {_LESS_THAN[key]}, got {value}"
-        raise objects.document.error(("training", key), says)
+        says = f">= {_AT_LEAST[key]}"
+    elif key in _LESS_THAN and not value < _LESS_THAN[key]:
+        says = f"< {_LESS_THAN[key]}"
+    elif key in _AT_MOST and not value <= _AT_MOST[key]:
+        says = f"<= {_AT_MOST[key]}"
+    elif math.isnan(value):
+        says = "that is not nan"
+    if says:
+        raise objects.document.error(path, f"expected a number {says}, got {value}")
 
 
 def _is_number(value: Any) -> bool:
@@ -174,11 +209,13 @@ def _optimizer_arguments(objects: RecipeObjects, section: Mapping[str, Any]) -> 
         settings |= {"beta1": betas[0], "beta2": betas[1]}
     arguments: dict[str, Any] = {"optim": OPTIMIZERS[name]}
     for key, value in settings.items():
+        at = "betas" if betas is not None and key.startswith("beta") else key
         if not _is_number(value) or not value >= 0:
-            at = "betas" if betas is not None and key.startswith("beta") else key
             says = f"expected a number >= 0, got {value!r}"
             raise objects.document.error(("optimizer", at), says)
-        arguments[_OPTIMIZER_ARGUMENTS[key]] = value
+        field = _OPTIMIZER_ARGUMENTS[key]
+        _check_range(objects, ("optimizer", at), field, value)
+        arguments[field] = value
     return arguments
 
 
@@ -240,9 +277,12 @@ def read_schedule(
         total_steps = None
     rates = [settings.pop(key) for key in _RATE_KEYS if key in settings]
     rate = rates[0] if rates else None
-    if rate is not None and not _is_number(rate):
-        says = f"expected a number, got {rate!r}"
-        raise objects.document.error((*path, "learning_rate"), says)
+    if rate is not None:
+        rate_key = next(key for key in _RATE_KEYS if key in section)
+        if not _is_number(rate):
+            says = f"expected a number, got {shown(rate)}"
+            raise objects.document.error((*path, rate_key), says)
+        _check_range(objects, (*path, rate_key), "learning_rate", rate)
     probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
     length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
     checked = settings | ({"total_steps": length} if _has_length(kind) else {})

@@ -177,6 +177,21 @@ class ModelSettings(Section):
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
         return config
 
+    def count_parameters(self, auto_class: Any) -> int:
+        """Return the number of weights, without memory for them.
+
+        For a folder, it is estimated from the size of the files, at four bytes for each weight.
+
+        Args:
+            auto_class: See `make_model`.
+        """
+        folder = self._folder()
+        if folder is not None:
+            return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 4
+        with torch.device("meta"):
+            network = self.make_model(auto_class)
+        return sum(parameter.numel() for parameter in network.parameters())
+
     def _folder(self) -> Path | None:
         """Return the folder of the checkpoint; ``None`` if it is on the hub."""
         folder = None if self.path is None else resolve_package("path", self.path)
@@ -202,9 +217,14 @@ class ModelSettings(Section):
             msg = f"`config.model_type` {says}"
             raise ValueError(msg)
         known = config_keys(kind) | _OF_ALL | {"model_type"}
-        for key in config:
+        for key, value in config.items():
             if key not in known:
                 msg = f"`config.{key}` is not a key of {kind!r} models{hint(key, known)}"
+                raise ValueError(msg)
+            limit = next((most for name, most in _LIMITS.items() if name in key), None)
+            numbers = value if isinstance(value, list) else [value]
+            if limit is not None and any(isinstance(n, int) and n > limit for n in numbers):
+                msg = f"`config.{key}` must be <= {limit}, got {value!r:.80}"
                 raise ValueError(msg)
 
 
@@ -213,6 +233,10 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
 
+
+_LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}
+"""Limits above the sizes of any model, by a part of the key. What the key counts is made in a loop,
+which would take hours for a number that is too large by a few digits."""
 
 _OF_ALL = frozenset({"num_labels", "id2label", "label2id", "problem_type"})
 """Keys that every configuration has."""

@@ -1,0 +1,71 @@
+"""Check the optimizer and the learning-rate schedule of a recipe on one tiny parameter."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import get_scheduler
+
+from mfwrap.recipe.objects import REFUSALS, RecipeObjects
+from mfwrap.recipe.training import ScheduleChoice
+
+_ANY_LENGTH = 1_000
+"""Number of steps for a training whose length depends on its data."""
+
+
+def check_optimizer(
+    objects: RecipeObjects, arguments: TrainingArguments, schedule: ScheduleChoice | None
+) -> None:
+    """Build the optimizer and its schedule for one parameter, and take one step.
+
+    An optimizer that chooses parameters by their names in the model is not built.
+
+    Args:
+        objects: Builder for the recipe.
+        arguments: Arguments of the training.
+        schedule: MindFormers' schedule; ``None`` for the schedule named in `arguments`.
+
+    Raises:
+        RecipeError: If the optimizer or the schedule refuses its settings.
+    """
+    if arguments.optim_target_modules is not None:
+        return
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    try:
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        optimizer = kind(
+            [{"params": [parameter], "weight_decay": arguments.weight_decay}], **settings
+        )
+        if kind.__module__.startswith("torch.optim"):  # others may need an accelerator
+            optimizer.step()
+        if schedule is None:
+            _check_schedule(optimizer, arguments)
+    except REFUSALS as error:
+        # Only these keys can be the cause: without the others, the key is guessed better.
+        prefixes = ("adam_", "learning_rate", "lr_scheduler", "optim", "warmup", "weight_decay")
+        training = objects.document.data.get("training", {})
+        given = {key: value for key, value in training.items() if key.startswith(prefixes)}
+        raise objects.refusal(("training",), given, error) from error
+
+
+def _check_schedule(optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
+    length = arguments.max_steps if arguments.max_steps > 0 else _ANY_LENGTH
+    settings: Any = arguments.lr_scheduler_kwargs  # a dict by now, whatever its declared type
+    schedule: Any = get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=arguments.get_warmup_steps(length),
+        num_training_steps=length,
+        scheduler_specific_kwargs=settings,
+    )
+    for factor_at in getattr(schedule, "lr_lambdas", ()):
+        for step in (0, 1, length // 2, length - 1, length):
+            factor = factor_at(step)
+            if not (isinstance(factor, (int, float)) and math.isfinite(factor)):
+                msg = (
+                    "`lr_scheduler_kwargs` must give a finite learning rate at each step, got the "
+                    f"factor {factor!r:.80} at step {step}"
+                )
+                raise ValueError(msg)
