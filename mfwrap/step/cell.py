@@ -295,8 +295,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             RuntimeError: If too many updates in a row were skipped, no parameter has a gradient,
                 or the optimizer's parameters have changed.
             TypeError: If the network returns no loss, or a gradient is sparse.
-            ValueError: If a tensor cannot be split evenly, or the loss does not have exactly one
-                element.
+            ValueError: If a tensor cannot be split evenly, the loss does not have exactly one
+                element, or a learning rate is a non-finite number.
         """
         return self._step(split_calls(inputs, batch, self.config.gradient_accumulation_steps))
 

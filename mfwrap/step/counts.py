@@ -88,7 +88,12 @@ class UpdateCounts:
         )
         self._reads.submit(
             torch.stack([value.float() for value in values]),
-            functools.partial(self._receive, local_norm=local_norm, names=report.local_norm_names),
+            functools.partial(
+                self._receive,
+                local_norm=local_norm,
+                names=report.local_norm_names,
+                rates=report.learning_rates,
+            ),
         )
 
     def flush(self) -> None:
@@ -102,7 +107,12 @@ class UpdateCounts:
         self._reads.flush()
 
     def _receive(
-        self, values: Sequence[float], *, local_norm: Tensor, names: tuple[str, ...]
+        self,
+        values: Sequence[float],
+        *,
+        local_norm: Tensor,
+        names: tuple[str, ...],
+        rates: Tensor,
     ) -> None:
         arrival = _Arrival(*values)
         self.last_was_skipped = bool(arrival.skipped)
@@ -114,7 +124,7 @@ class UpdateCounts:
             msg = (
                 f"{arrival.consecutive_skips:.0f} updates in a row were skipped, the last one at "
                 f"step {arrival.step:.0f} with loss scale {arrival.loss_scale:g}; "
-                f"groups with a non-finite gradient norm: {bad}"
+                f"groups with a non-finite gradient norm: {bad}; learning rates: {rates.tolist()}"
             )
             raise RuntimeError(msg)
 

@@ -8,6 +8,7 @@ on the host, which synchronizes once per step, and divides the gradients in plac
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,15 +31,40 @@ def learning_rates(optimizer: Optimizer, device: torch.device) -> Tensor:
     Returns:
         Copy of shape ``(number of groups,)``, float32, on `device`. NaN for a group without a rate
         (transformers' Adafactor computes its own by default). Does not synchronize with the device.
+
+    Raises:
+        ValueError: If a rate is a number and non-finite. A rate that is a tensor is not read; see
+            `has_bad_rate`.
     """
-    rates: list[Any] = [_given(group.get("lr")) for group in optimizer.param_groups]
+    groups = enumerate(optimizer.param_groups)
+    rates: list[Any] = [_given(number, group.get("lr")) for number, group in groups]
     if all(isinstance(rate, float) for rate in rates) and len(set(rates)) == 1:
         return torch.full((len(rates),), rates[0], dtype=torch.float32, device=device)
     return torch.stack([_rate(rate, device) for rate in rates])
 
 
-def _given(rate: Tensor | float | None) -> Tensor | float:
-    return float("nan") if rate is None else rate
+def has_bad_rate(optimizer: Optimizer, device: torch.device) -> Tensor | None:
+    """Return whether a learning rate that is a tensor is non-finite, without reading it.
+
+    Returns:
+        Shape ``()``, bool, on `device`; ``None`` if no rate is a tensor.
+    """
+    rates = [rate for g in optimizer.param_groups if isinstance(rate := g.get("lr"), Tensor)]
+    if not rates:
+        return None
+    return ~torch.stack([_rate(rate, device) for rate in rates]).isfinite().all()
+
+
+def _given(number: int, rate: Tensor | float | None) -> Tensor | float:
+    if rate is None:
+        return math.nan
+    if not isinstance(rate, Tensor) and not math.isfinite(rate):
+        msg = (
+            f"the learning rate of parameter group {number} must be finite, got {rate}; no weight "
+            "was changed; check the schedule, and callbacks that set the rate"
+        )
+        raise ValueError(msg)
+    return rate
 
 
 def _rate(rate: Tensor | float, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
 from mfwrap.step.forward import Normalizer
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
+from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
 from mfwrap.tensors.norm_groups import NormGroups
@@ -265,6 +265,7 @@ class StepUpdate:
                 since construction, the averages are swapped in, or too many updates in a row were
                 skipped.
             TypeError: If a gradient is sparse.
+            ValueError: If a learning rate is a non-finite number.
         """
         try:
             return self.apply(loss, self.measure(normalizer))
@@ -333,15 +334,16 @@ class StepUpdate:
 
         Raises:
             RuntimeError: If the averages are swapped in, or too many updates in a row were skipped.
+            ValueError: If a learning rate is a non-finite number.
         """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             # Flush as late as possible: this step's backward is queued by now, so the device is
             # busy while the host waits. But flush before the optimizer's step, because the flush
             # advances the schedule, which sets the learning rate of this update.
             self.flush()
+            rates = learning_rates(self._optimizer.optimizer, self._device)
             applied = ~self._skips(measured)
             divisor = self._clipped_divisor(measured, coefficient)
-            rates = learning_rates(self._optimizer.optimizer, self._device)
             self._optimizer.step(divisor, ~applied)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
@@ -372,7 +374,8 @@ class StepUpdate:
             skips = skips | ~(measured.global_norm < self._config.global_norm_spike_threshold)
         if measured.has_targets is not None:
             skips = skips | ~measured.has_targets
-        return skips
+        bad_rate = has_bad_rate(self._optimizer.optimizer, self._device)
+        return skips if bad_rate is None else skips | bad_rate
 
     def configured_coefficient(self, measured: Measurement) -> Tensor | None:
         """Return the clipping factor for the configured norm limit; ``None`` if clipping is off."""

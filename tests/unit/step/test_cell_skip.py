@@ -14,6 +14,7 @@ from support.training_state import assert_same_state, assert_unchanged, training
 
 NAN, INF = float("nan"), float("inf")
 NUM_STEPS = 5
+[BATCH] = labelled_batches(1)
 
 CASES = [
     pytest.param(make_optimizer, precision, id=f"{name}-{kind}")
@@ -204,3 +205,49 @@ def test_a_denominator_that_is_not_finite_changes_nothing(mask, fused):
     assert cell.last_report.skipped
     assert_same_state(before, training_state(network, optimizer))
     assert_same_state(average, averages_of(ema))
+
+
+@pytest.mark.parametrize("rate", [NAN, INF])
+def test_a_rate_that_is_no_number_raises_before_the_update(rate):
+    """A non-finite learning rate is an error, and weights and optimizer are unchanged."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
+    training.step(BATCH)
+    before = training.state()
+    [group] = training.optimizer.param_groups
+    last, group["lr"] = group["lr"], rate
+
+    with pytest.raises(ValueError, match=f"of parameter group 0 must be finite, got {rate}"):
+        training.step(BATCH)
+    group["lr"] = last
+    assert_unchanged(before, training.state())
+
+
+def test_a_rate_on_the_device_that_is_no_number_skips():
+    """An update is skipped if its learning rate is a non-finite tensor, which is not read."""
+    rate = torch.tensor(1e-2)
+    training = SpoiltTraining(
+        lambda parameters: AdamW(parameters, lr=rate, fused=True), lr_scheduler=None
+    )
+    before = [parameter.clone() for parameter in training.network.parameters()]
+    training.optimizer.param_groups[0]["lr"].fill_(NAN)
+
+    report = training.step(BATCH)
+
+    assert report.skipped
+    assert not report.output.overflow
+    assert report.output.learning_rate.isnan()
+    after = training.network.parameters()
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_batch_of_no_rows_is_an_update():
+    """The mean loss of no rows is NaN and its gradients are zero: the update is applied."""
+    training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
+    inputs, labels = BATCH
+
+    report = training.step((inputs[:0], labels[:0]))
+
+    assert report.output.loss.isnan()
+    assert not report.output.overflow
+    assert report.output.global_norm == 0
+    assert report.applied_updates == 1

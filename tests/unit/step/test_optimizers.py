@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from transformers import Adafactor as OwnRates
 
 from mfwrap import MFTrainOneStepCell
-from mfwrap.step.optimizers import SkippableOptimizer, learning_rates
+from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
 from support.host_reads import HostReads
 from support.optimizer_runs import (
     ALL,
@@ -475,3 +475,22 @@ def test_an_optimizer_that_makes_its_own_rates_trains_as_it_does_alone():
 
     for expected, actual in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
         assert torch.equal(expected, actual)
+
+
+def test_a_rate_that_is_not_finite_is_an_error():
+    """A non-finite number is refused with its group; a tensor is flagged without a host read."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = AdamW([{"params": [weight]} for weight in weights], lr=1e-2)
+    assert has_bad_rate(optimizer, CPU) is None
+
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    with HostReads() as counted:
+        fine = has_bad_rate(optimizer, CPU)
+    assert counted.reads == []
+    assert not fine
+    optimizer.param_groups[0]["lr"] = torch.tensor(math.inf)
+    assert has_bad_rate(optimizer, CPU)
+
+    optimizer.param_groups[1]["lr"] = math.nan
+    with pytest.raises(ValueError, match="rate of parameter group 1 must be finite, got nan"):
+        learning_rates(optimizer, CPU)
