@@ -10,6 +10,7 @@ later. A loop may prepare its optimizer before its model, or call ``prepare`` se
 in prepared models. At the first backward at the latest, it adds all other prepared optimizers.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
@@ -32,6 +33,7 @@ from mfwrap.accelerate.setup import (
     check_arguments,
     made_average,
     named_parameters_of,
+    parameters_of_models,
     trained_models,
 )
 from mfwrap.accelerate.state import check_saved_step, load_step, save_step
@@ -220,7 +222,12 @@ class AttachedStep:
                 continue
             named, are_complete = named_parameters_of(optimizer, models)
             if final or are_complete:
-                parameters = TrainedParameters(named, optimizer, self.config.local_norm_groups)
+                parameters = TrainedParameters(
+                    named,
+                    optimizer,
+                    self.config.local_norm_groups,
+                    present=functools.partial(parameters_of_models, tuple(models)),
+                )
                 self._add(optimizer, parameters)
                 # An optimizer may be added before another one that was prepared earlier.
                 self.step.arrange(self._prepared_optimizers())

@@ -209,6 +209,8 @@ class LoopStep:
         The tensors of the average are the live ones, not copies.
         """
         self.flush()
+        for window in self.windows.values():
+            window.update.parameters.warn_of_replaced()
         counts = [window.update.counts for window in self.windows.values()]
         state: dict[str, Any] = {
             "loss_scale": self.loss_scale.state_dict(),

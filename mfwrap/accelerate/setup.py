@@ -79,6 +79,15 @@ def named_parameters_of(
     return named, not outside
 
 
+def parameters_of_models(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters of several models; names begin with the number of the model."""
+    return {
+        f"model_{index}.{name}": parameter
+        for index, model in enumerate(models)
+        for name, parameter in network_parameters(model).items()
+    }
+
+
 def check_arguments(
     accelerator: object, config: object, ema: object, communication_hook: object
 ) -> None:

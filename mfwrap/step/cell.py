@@ -1,5 +1,6 @@
 """MindFormers' training step for PyTorch."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +243,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         inner = checked_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        parameters = TrainedParameters(network_parameters(network), inner, local_norm_groups)
+        present = functools.partial(network_parameters, network)
+        parameters = TrainedParameters(present(), inner, local_norm_groups, present=present)
         if ema is not None:
             _check_average(ema, parameters)
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
@@ -293,7 +295,8 @@ class MFTrainOneStepCell(LossScaleHooks):
 
         Raises:
             RuntimeError: If too many updates in a row were skipped, no parameter has a gradient,
-                or the optimizer's parameters have changed.
+                the optimizer's parameters have changed, or a parameter of the network has been
+                replaced.
             TypeError: If the network returns no loss, or a gradient is sparse.
             ValueError: If a tensor cannot be split evenly, the loss does not have exactly one
                 element, or a learning rate is a non-finite number.
@@ -352,6 +355,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         # Call this method before the others, because it flushes, and a flush may raise. Then
         # nothing has been copied in vain.
         counts = self._update.counts.state_dict()
+        self._update.parameters.warn_of_replaced()
         state = {"loss_scale": self._loss_scale.state_dict(), **counts}
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()

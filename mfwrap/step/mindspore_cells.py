@@ -1,5 +1,6 @@
 """MindSpore's plain training cells, and the methods of its cells for custom training steps."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ class TrainOneStepCell:
         self.return_grad = return_grad
         self.lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        self._parameters = TrainedParameters(network_parameters(network), self.optimizer, None)
+        present = functools.partial(network_parameters, network)
+        self._parameters = TrainedParameters(present(), self.optimizer, None, present=present)
         self._accumulate = GradientAccumulation(network, per_token=False)
         self._sens = torch.full(
             (), 1 if sens is None else sens, dtype=torch.float32, device=self._parameters.device
@@ -250,8 +252,8 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
             )
             raise TypeError(msg)
         optimizer = checked_optimizer(optimizer)
-        parameters = network_parameters(checked_network(network))
-        trained = TrainedParameters(parameters, optimizer, None)
+        present = functools.partial(network_parameters, checked_network(network))
+        trained = TrainedParameters(present(), optimizer, None, present=present)
         loss_scale = LossScale(scale_sense, trained.device)
         self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""

@@ -1,14 +1,14 @@
 """The parameters that an update changes, and their gradients."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.arguments import described
+from mfwrap.arguments import callers_stacklevel, described
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
@@ -74,6 +74,8 @@ class TrainedParameters:
         named_parameters: Parameters of the network by name.
         optimizer: Optimizer without accelerate's wrapper.
         local_norm_groups: As in `StepConfig`.
+        present: Returns the network's present parameters by name, to find replaced parameters;
+            ``None`` turns this check off.
 
     Raises:
         ValueError: If `optimizer` holds none of `named_parameters`, or `local_norm_groups` yields
@@ -85,8 +87,14 @@ class TrainedParameters:
         named_parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         local_norm_groups: LocalNormGroups | None,
+        *,
+        present: Callable[[], Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._present = present
+        self._known = [] if present is None else list(present().values())
+        # Largest number of parameters without a gradient in any update so far.
+        self._most_absent = 0
         self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
         self._parameters, self._outside = _select(named_parameters, self._held)
@@ -134,8 +142,9 @@ class TrainedParameters:
             may_be_absent: Whether to accept that no parameter has a gradient instead of raising.
 
         Raises:
-            RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed,
-                or the network has moved to another device.
+            RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed, a
+                parameter of the network has been replaced, or the network has moved to another
+                device.
             TypeError: If a gradient is sparse, or differs in placements from its parameter.
         """
         if not self.are_current:
@@ -154,22 +163,67 @@ class TrainedParameters:
         for parameter in self._outside:
             parameter.grad = None
         gradients = [parameter.grad for parameter in self._parameters.values()]
-        if not may_be_absent and all(gradient is None for gradient in gradients):
-            msg = (
-                "no parameter of the optimizer has a gradient; the loss must depend on at least "
-                "one of its parameters"
-            )
-            raise RuntimeError(msg)
+        absent = 0
         for name, gradient in zip(self._parameters, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
+            if gradient is None:
+                absent += 1
+            elif gradient.layout != torch.strided:
                 msg = (
                     f"the gradient of `{name}` must be dense, got {gradient.layout}; "
                     "build the embedding with sparse=False"
                 )
                 raise TypeError(msg)
+        self._check_network(absent)
+        if not may_be_absent and absent == len(gradients):
+            msg = (
+                "no parameter of the optimizer has a gradient; the loss must depend on at least "
+                "one of its parameters"
+            )
+            raise RuntimeError(msg)
         if self.reduction is not None:
             self._check_placements()
         return gradients
+
+    def _check_network(self, absent: int) -> None:
+        """Raise if a parameter was replaced in the network.
+
+        A parameter that is no longer in the network gets no gradient any more. So the parameters
+        are compared only when more of them than ever before have none: at most once for each.
+
+        Args:
+            absent: Number of parameters that have no gradient in this update.
+        """
+        # `_replaced` reshards the network, which is not possible within a step.
+        if absent <= self._most_absent or self.reduction is not None:
+            return
+        fault = self._replaced()
+        if fault is not None:
+            raise RuntimeError(fault)
+        self._most_absent = absent
+
+    def _replaced(self) -> str | None:
+        """Describe parameters that were replaced in the network; ``None`` if there are none."""
+        if self._present is None:
+            return None
+        present = self._present()
+        inside = set(map(id, present.values()))
+        known = set(map(id, self._known))
+        named = self._parameters.items()
+        lost = [name for name, p in named if id(p) in known and id(p) not in inside]
+        new = [name for name, p in present.items() if p.requires_grad and id(p) not in known]
+        if not lost or not new:
+            return None
+        return (
+            f"the optimizer updates parameters that are no longer in the network: {lost}; the "
+            f"network has the new parameters {new}, which are not updated; build optimizer and "
+            "step after replacing parameters"
+        )
+
+    def warn_of_replaced(self) -> None:
+        """Warn if a parameter was replaced in the network; call it when a checkpoint is saved."""
+        fault = self._replaced()
+        if fault is not None:
+            warnings.warn(fault, stacklevel=callers_stacklevel())
 
     def _check_placements(self) -> None:
         for name, parameter in self._parameters.items():

@@ -1,6 +1,7 @@
 """The parameters of an update: in optimizer and network, trainable, with a gradient."""
 
 import contextlib
+import functools
 import math
 
 import pytest
@@ -301,3 +302,63 @@ def test_what_is_no_optimizer_is_refused(optimizer):
     """A value that is not an optimizer, such as the class itself, raises a TypeError."""
     with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got"):
         checked_optimizer(optimizer)
+
+
+def with_check(network):
+    """Return the `TrainedParameters` of a network, which find replaced parameters."""
+    optimizer = SGD(network.parameters(), lr=0.1)
+    present = functools.partial(network_parameters, network)
+    return TrainedParameters(present(), optimizer, None, present=present)
+
+
+def test_a_replaced_parameter_is_found_in_the_next_update():
+    """A parameter that was replaced is an error: the optimizer updates the old one."""
+    network = Tied()
+    ours = with_check(network)
+    network(IDS).sum().backward()
+    ours.gradients()
+    ours.release_gradients()
+
+    network.body.bias = nn.Parameter(torch.zeros(4))
+    network(IDS).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"no longer in the network: \['body\.bias'\]"):
+        ours.gradients()
+
+
+def test_a_replaced_parameter_is_named_at_a_save():
+    """A parameter that already had no gradient before it was replaced is named at a save."""
+    network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+    network.unused = nn.Linear(1, 1)
+    cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
+    batch = torch.ones(2, 2), torch.ones(2, 1)
+    cell(*batch)
+
+    network.unused.weight = nn.Parameter(torch.zeros(1, 1))
+    cell(*batch)
+
+    with pytest.warns(UserWarning, match=r"no longer in the network: \['unused\.weight'\]") as seen:
+        cell.state_dict()
+    assert seen[0].filename == __file__
+
+
+def freeze(network):
+    """Replace a parameter by one that is not trained."""
+    network.body.bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+
+def remove(network):
+    """Remove a module."""
+    network.body = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [freeze, remove])
+def test_a_network_may_lose_parameters(change):
+    """A parameter that was removed, or replaced by a frozen one, is no error."""
+    network = Tied()
+    ours = with_check(network)
+    change(network)
+    network(IDS).sum().backward()
+
+    assert None in ours.gradients()
+    ours.warn_of_replaced()
