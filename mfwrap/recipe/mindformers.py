@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from types import NoneType
 from typing import Any, NamedTuple, final
 
 import yaml
 
-from mfwrap.recipe.document import RecipeDocument
+from mfwrap.recipe.document import Path, RecipeDocument, shown
 from mfwrap.recipe.mindformers_model import model_config_of, model_type_of
 from mfwrap.recipes.models.settings import config_keys
 from mfwrap.recipes.tasks.table import TASKS
@@ -69,6 +70,7 @@ class _Converter:
         self._document = document
         self._left = dict(document.data)
         self.notes: list[str] = []
+        self._check_types((), document.data)
 
     def recipe(self) -> dict[str, Any]:
         """Return the sections of the recipe that are not empty."""
@@ -85,7 +87,7 @@ class _Converter:
             "data": data,
             "training": self._training(),
             "runner_wrapper": self._wrapper(),
-            **{name: self._left.pop(name, None) for name in _COPIED},
+            **{name: self._copied(name) for name in _COPIED},
         }
         self.notes += convert_embedding_threshold(sections)
         self.notes += move_tensorboard(sections, self._section("tensorboard"))
@@ -93,6 +95,23 @@ class _Converter:
             add_nan_check(sections)
         self._leave_out("", self._left)
         return {name: value for name, value in sections.items() if value}
+
+    def _check_types(self, path: Path, value: object) -> None:
+        """Raise `RecipeError` for a key ``type`` whose value is not a string."""
+        if path[-1:] == ("type",) and not isinstance(value, (str, NoneType)):
+            raise self._document.error(path, f"expected a string, got {shown(value)}")
+        items = value.items() if isinstance(value, dict) else ()
+        for key, inner in enumerate(value) if isinstance(value, list) else items:
+            self._check_types((*path, key), inner)
+
+    def _copied(self, name: str) -> Any:
+        """Return a section that is copied: a list of mappings for ``callbacks``, else a mapping."""
+        if name != "callbacks":
+            return self._section(name) or None
+        value = self._left.pop(name, None)
+        if not isinstance(value, (list, NoneType)):
+            raise self._document.error((name,), f"expected a list, got {shown(value)}")
+        return value
 
     def _leave_out(self, section: str, keys: Mapping[str, Any]) -> None:
         self.notes += [f"{section}{key}: left out" for key in keys]
@@ -106,7 +125,7 @@ class _Converter:
     def _task(self) -> str:
         trainer = self._section("trainer")
         said = trainer.get("type") or trainer.get("task_name") or "CausalLanguageModelingTrainer"
-        if said not in _TASK_OF:
+        if not isinstance(said, str) or said not in _TASK_OF:
             says = f"expected one of the trainers {sorted(_TASK_OF)}, got {said!r}"
             raise self._document.error(("trainer",), says)
         return _TASK_OF[said]

@@ -233,6 +233,13 @@ def test_what_is_left_out_is_noted():
         ("trainer: {type: ImageToTextRetrievalTrainer}\n", "trainer: expected one of the trainers"),
         ("runner_config: 3\n", r"m.yaml:1: runner_config: expected a mapping, got 3"),
         ("- a\n", "expected a mapping of sections"),
+        ("runner_wrapper: {type: [x]}\n", r"m.yaml:1: runner_wrapper.type: expected a string, got"),
+        ("callbacks: [{type: {a: b}}]\n", r"m.yaml:1: callbacks.0.type: expected a string, got"),
+        ("callbacks: 3\n", r"m.yaml:1: callbacks: expected a list, got 3"),
+        ("optimizer: [1]\n", r"m.yaml:1: optimizer: expected a mapping, got \[1\]"),
+        ("trainer: {task_name: [x]}\n", r"m.yaml:1: trainer: expected one of the trainers"),
+        ("a: &a {<<: *a}\n", r"m.yaml:1: a: expected at most 50 nested levels"),
+        ("callbacks: [{hub_token: x}]\n", r"m.yaml:1: callbacks.0.hub_token: expected no secret"),
     ],
 )
 def test_what_cannot_be_imported(text, says):
