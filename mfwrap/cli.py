@@ -280,10 +280,14 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
 def _check_resume(recipe: "Recipe", resume: str, *, overwrite: bool) -> None:
     from transformers.trainer_utils import get_last_checkpoint  # noqa: PLC0415  (slow)
 
+    from mfwrap.checkpoints.folders import complete_move  # noqa: PLC0415  (slow)
+
     if overwrite:
         msg = "--overwrite deletes the checkpoints that --resume needs; give only one of the two"
         raise RecipeError(msg)
     folder = recipe.arguments.output_dir or ""
+    # A process that is killed while it replaces a checkpoint leaves none of its name.
+    complete_move(Path(folder) if resume == _RESUME_NEWEST else Path(resume).parent)
     if resume == _RESUME_NEWEST:
         if not Path(folder).is_dir() or get_last_checkpoint(folder) is None:
             msg = f"--resume: no checkpoint in {folder} (`training.output_dir`)"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,18 @@ def test_resume(recipe, capsys):
     assert code == 0
     assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4, 5, 6]
     assert call(capsys, "train", recipe, "--resume", "runs/small/checkpoint-3")[0] == 0
+
+
+def test_resume_after_a_kill_between_two_renames(recipe, capsys):
+    """A run resumes if it was killed while it replaced its only checkpoint."""
+    call(capsys, "train", recipe, "--set", "training.max_steps=3")
+    folder = Path("runs/small")
+    replaced = folder / "checkpoint.partial" / "replaced" / "checkpoint-3"
+    shutil.copytree(folder / "checkpoint-3", replaced)
+    (folder / "checkpoint-3").rename(folder / "checkpoint.partial" / "checkpoint-3")
+
+    assert call(capsys, "train", recipe, "--resume")[0] == 0
+    assert not replaced.exists()
 
 
 def test_a_second_run_into_one_folder(recipe, capsys):
