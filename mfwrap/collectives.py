@@ -17,6 +17,9 @@ Without a process group (``torch.distributed`` is not initialized, or this build
 there is only rank 0, and the functions here send nothing.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -33,6 +36,14 @@ def num_ranks() -> int:
 def this_rank() -> int:
     """Return the rank of this process, counted from 0; 0 without a process group."""
     return distributed.get_rank() if _has_group() else 0
+
+
+def is_first_on_node() -> bool:
+    """Return whether no lower rank runs on the same node, as the launcher says (``LOCAL_RANK``).
+
+    If the launcher does not set ``LOCAL_RANK``, all ranks count as one node.
+    """
+    return int(os.environ.get("LOCAL_RANK", this_rank())) == 0
 
 
 def add_over_ranks(tensor: Tensor, group: "distributed.ProcessGroup | None" = None) -> None:
@@ -117,6 +128,36 @@ def gather_objects(value: _T) -> list[_T]:
     values = [value] * num_ranks()
     distributed.all_gather_object(values, value)
     return values
+
+
+@contextlib.contextmanager
+def raising_together() -> Iterator[None]:
+    """If the ``with`` block raises on any rank, raise the same error on all ranks after the block.
+
+    All ranks must enter the block. It may do different work on each rank, but must not start a
+    collective that a rank could miss because of an error. The end of the block is a barrier.
+
+    Raises:
+        Exception: Error of the lowest rank that failed. Another rank raises a copy; if the class of
+            the error is not built in, the copy is a RuntimeError with the name of the class.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (raised again below, on all ranks)
+        own = error
+    errors = gather_objects(None if own is None else _portable(own))
+    failed = [rank for rank, found in enumerate(errors) if found is not None]
+    first = errors[failed[0]] if failed else None
+    if first is not None:
+        raise own if own is not None and failed[0] == this_rank() else first
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be pickled and sent to other ranks."""
+    if type(error).__module__ == "builtins":
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _has_group() -> bool:

@@ -36,8 +36,11 @@ from mfwrap.accelerate.setup import (
     parameters_of_models,
     trained_models,
 )
-from mfwrap.accelerate.state import check_saved_step, load_step, save_step
+from mfwrap.accelerate.state import check_saved_step, is_writer, load_step, save_step
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from mfwrap.checkpoints.verification import check_checkpoint
+from mfwrap.collectives import any_rank, raising_together
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
@@ -82,7 +85,7 @@ class AttachedStep:
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device))
         """Step that the accelerator's calls run. A loop does not have to call it."""
         self._scaler = StepScaler(self, accelerator)
-        self._loaded_folder: Path | None = None
+        self._saved_folder: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
         self.numbers_micro_batches = False
@@ -269,6 +272,8 @@ class AttachedStep:
     def saving(self, save: Callable[[], Any]) -> Any:
         """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
 
+        Then write the manifest of the checkpoint. Until then the checkpoint counts as incomplete.
+
         If accelerate has no gradient scaler of its own, our scaler is removed during the call.
         Otherwise accelerate would write a scaler file that it could not load without mfwrap.
 
@@ -279,20 +284,38 @@ class AttachedStep:
             self.ema.refuse_inside_swap("save_state")
         self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
         try:
-            return save()
+            saved = save()
         finally:
             self._accelerator.scaler = self._scaler
+        folder, self._saved_folder = self._saved_folder, None
+        if folder is not None:
+            # Used as a barrier: the manifest lists the files of all processes.
+            any_rank(flag=False, device=self._accelerator.device)
+            with raising_together():
+                if is_writer(self._accelerator):
+                    write_manifest(folder)
+        return saved
 
-    def loading(self, load: Callable[[], Any]) -> Any:
-        """Call accelerate's ``load_state``, then load the step's own files.
+    def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
+        """Verify a checkpoint, call accelerate's ``load_state``, then load the step's own files.
 
         The scaler is removed during accelerate's call, so that accelerate does not load its scaler
         file: that file lacks some of the counters. The step's own files restore the loss scale
         together with all counters.
 
         Args:
+            folder: Folder of the checkpoint; ``None`` if there is no checkpoint, so that `load`
+                raises accelerate's error.
             load: Function that calls accelerate's ``load_state``.
+
+        Raises:
+            ValueError: If the checkpoint is damaged. All processes raise the same error, and
+                nothing has been loaded.
         """
+        if folder is not None:
+            with raising_together():
+                if self._accelerator.is_local_main_process:
+                    check_checkpoint(Path(folder).expanduser())
         self._accelerator.scaler = None
         self.is_loading = True
         try:
@@ -300,15 +323,18 @@ class AttachedStep:
         finally:
             self._accelerator.scaler = self._scaler
             self.is_loading = False
-        folder, self._loaded_folder = self._loaded_folder, None
         if folder is not None:
-            self.load_files(folder)
+            self.load_files(Path(folder).expanduser())
         return loaded
 
     def _on_save(self, models: object, weights: object, output_dir: str) -> None:
         del models, weights
+        self._saved_folder = Path(output_dir)
         each_node = self._accelerator.project_configuration.save_on_each_node
-        self.save_files(Path(output_dir), each_node=each_node)
+        if is_writer(self._accelerator):
+            # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
+            (self._saved_folder / MANIFEST).unlink(missing_ok=True)
+        self.save_files(self._saved_folder, each_node=each_node)
 
     def save_files(self, folder: Path, *, each_node: bool = False) -> None:
         """Flush the step, then write loss scale, counts and average into a checkpoint.
@@ -321,21 +347,13 @@ class AttachedStep:
             each_node: Whether the main process of every node writes the files. If False, only the
                 main process of the whole run writes them.
         """
-        accelerator = self._accelerator
-        save_step(
-            folder,
-            self.step,
-            is_writer=(
-                accelerator.is_local_main_process if each_node else accelerator.is_main_process
-            ),
-        )
+        save_step(folder, self.step, is_writer=is_writer(self._accelerator, each_node=each_node))
 
     def _on_load(self, models: object, input_dir: str) -> None:
         del models
-        self._loaded_folder = Path(input_dir)
         # Check before accelerate loads anything, so that an error leaves the run unchanged.
         self.build(final=True)
-        check_saved_step(self._loaded_folder, self.step, self.ema)
+        check_saved_step(Path(input_dir), self.step, self.ema)
 
     def load_files(self, folder: Path) -> None:
         """Restore the state that `save_files` wrote; change nothing if a part does not fit.

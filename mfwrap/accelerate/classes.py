@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
+from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
@@ -41,6 +42,7 @@ class AttachedAccelerator:
     """
 
     attachment: "AttachedStep"
+    project_configuration: Any
     scaler: Any
     sync_gradients: bool
     _optimizers: list[Any]
@@ -142,11 +144,17 @@ class AttachedAccelerator:
         save = super().save_state  # type: ignore[misc]  # (the accelerator's own method)
         return self.attachment.saving(lambda: save(*args, **keywords))
 
-    def load_state(self, *args: Any, **keywords: Any) -> Any:
-        """Load as accelerate does, and restore the step's state."""
+    def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
+        """Verify the checkpoint, load as accelerate does, and restore the step's state.
+
+        Raises:
+            ValueError: If the checkpoint is damaged. Nothing has been loaded then.
+        """
         load = super().load_state  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.build(final=True)
-        return self.attachment.loading(lambda: load(*args, **keywords))
+        if input_dir is None:
+            input_dir = newest_named_automatically(self.project_configuration)
+        return self.attachment.loading(input_dir, lambda: load(input_dir, *args, **keywords))
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop everything that was prepared, and free memory as accelerate does."""

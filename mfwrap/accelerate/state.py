@@ -1,16 +1,49 @@
 """Save and load the step's own files in a checkpoint: loss scale, counts and average."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.checkpoints.step_files import has_step_files, read_step_files, write_step_files
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+
+
+def newest_named_automatically(configuration: ProjectConfiguration) -> Path | None:
+    """Return the checkpoint that accelerate loads if ``load_state`` gets no folder.
+
+    Returns:
+        ``<project_dir>/checkpoints/checkpoint_<number>`` with the highest number. ``None`` if
+        accelerate does not name checkpoints itself, or there is no checkpoint.
+    """
+    if not configuration.automatic_checkpoint_naming or configuration.project_dir is None:
+        return None
+    numbered = {
+        int(match[1]): path
+        for path in (Path(configuration.project_dir) / "checkpoints").glob("*")
+        if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))
+    }
+    return numbered[max(numbered)] if numbered else None
+
+
+def is_writer(accelerator: Accelerator, *, each_node: bool | None = None) -> bool:
+    """Return whether this process writes the files that are not of one process alone.
+
+    Args:
+        accelerator: Accelerator of the process.
+        each_node: Whether the main process of each node writes, or only that of the whole run.
+            ``None`` for what the accelerator's project configuration says.
+    """
+    if each_node is None:
+        each_node = accelerator.project_configuration.save_on_each_node
+    return bool(accelerator.is_local_main_process if each_node else accelerator.is_main_process)
 
 
 def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:

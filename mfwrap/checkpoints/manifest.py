@@ -1,187 +1,235 @@
-"""Check that a checkpoint is intact, and that its weights belong to a network."""
+"""Write the manifest of a checkpoint, and verify the content of the checkpoint with it.
 
+``mfwrap_manifest.json`` has an entry for each file of a checkpoint. Its layout, format version 2::
+
+    {
+      "format_version": 2,
+      "files": {
+        "model.safetensors": {"tensors": {"linear.weight": "F32 [2, 3] 1f0a...", ...}},
+        "optimizer.pt": {"size": 12345, "sha256": "9c56..."},
+        ...
+      },
+      "checksum": "e3b0..."
+    }
+
+- A safetensors file has a SHA-256 checksum for each of its tensors, after the tensor's dtype and
+  shape. Header and tensors cover every byte of the file, so it has no other checksum. If its header
+  has other metadata than torch's format, the entry holds them, too (``metadata``).
+- Weights in several files with an index (``model.safetensors.index.json``) have one entry, under
+  the name that one file would have. So a checkpoint stays intact if its weights are split into
+  several files, or joined into one.
+- Any other file has its size in bytes and a SHA-256 checksum.
+- ``checksum`` is the SHA-256 checksum of the manifest without this key.
+
+Format version 1 held the sizes of files only.
+"""
+
+import contextlib
+import hashlib
 import json
-import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from torch import nn
+from mfwrap.checkpoints.checksums import Extent, checksums, whole_extent
+from mfwrap.checkpoints.file_formats import (
+    INDEX,
+    SAFETENSORS,
+    DamagedFileError,
+    StoredTensor,
+    StoredWeights,
+    check_format,
+    json_content,
+    stored_weights,
+)
+from mfwrap.checkpoints.folders import PARTIAL, whole_file
 
-from mfwrap.checkpoints.folders import whole_file
+MANIFEST = "mfwrap_manifest.json"
+HAS_MANIFEST = "has_manifest"
+"""Key in a JSON file of a checkpoint: without a manifest, the checkpoint is incomplete."""
 
-_MANIFEST = "mfwrap_manifest.json"
-_TRAINER_STATE = "trainer_state.json"
-_STEP = "mfwrap_step.json"
-_WEIGHTS = "model.safetensors"
-_FORMAT_VERSION = 1
-_NAME = re.compile(r"checkpoint-(\d+)")
+_VERSION_OF_SIZES, _VERSION = 1, 2
+_USUAL_METADATA: tuple[dict[str, str], ...] = ({}, {"format": "pt"})
+"""Metadata that do not affect how a safetensors file is read."""
+
+
+class Verified(NamedTuple):
+    """Extent of the verification of a checkpoint that is not damaged."""
+
+    num_files: int
+    """Number of entries of the manifest; without a manifest, number of files."""
+
+    num_bytes: int
+    """Number of bytes that were compared with checksums."""
+
+    caveat: str | None
+    """Why damage may be unnoticed; ``None`` if all content was compared with checksums."""
+
+
+class _Expected(NamedTuple):
+    """A range of bytes and its checksum in the manifest."""
+
+    extent: Extent
+    tensor: str | None
+    """Name of the tensor; ``None`` for a whole file."""
+
+    checksum: str
 
 
 def write_manifest(folder: Path) -> None:
-    """Write a list of a checkpoint's files and sizes, by which damage can be recognized."""
-    sizes = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != _MANIFEST
-    }
-    content = {"format_version": _FORMAT_VERSION, "files": sizes}
-    with whole_file(folder / _MANIFEST) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """Write the manifest of a complete checkpoint, with checksums of its content.
 
-
-def check_checkpoint(folder: Path, network: nn.Module | None = None) -> None:
-    """Check that a checkpoint is intact, and that its weights belong to a network.
+    Call this before the checkpoint gets its final name. The checksums are taken from the files and
+    not from the tensors in memory, because other libraries write most of the files: only the files
+    show what these libraries have written. The files are still in the page cache, so reading them
+    costs little.
 
     Args:
-        folder: Folder of the checkpoint.
-        network: Network to compare with; ``None`` to check the files only.
+        folder: Folder of the checkpoint. An older manifest is replaced.
 
     Raises:
-        ValueError: If a check fails. The message names the newest intact checkpoint of an earlier
-            step.
+        DamagedFileError: If a safetensors file is damaged.
+        OSError: If a file cannot be read, or the manifest cannot be written.
     """
-    fault = _fault(folder) or (None if network is None else foreign_weights(folder, network))
-    if fault is None:
-        return
-    other = newest_whole_checkpoint(folder.parent, before=folder, network=network)
-    offer = (
-        "there is no intact checkpoint before it"
-        if other is None
-        else f"newest intact checkpoint before it: {other}"
+    contents = _contents(folder)
+    extents = [extent for content in contents.values() for extent in _extents(content)]
+    with contextlib.closing(checksums(extents)) as found:
+        entries = {name: _entry(content, found) for name, content in contents.items()}
+    with whole_file(folder / MANIFEST) as partial:
+        partial.write_text(_text(entries), encoding="utf-8")
+
+
+def verify_by_manifest(folder: Path) -> Verified:
+    """Compare a checkpoint with its manifest. Files that the manifest does not list are ignored.
+
+    All sizes and headers are compared first, then the checksums, which takes a read of all files.
+
+    Raises:
+        DamagedFileError: If a file differs from the manifest, or the manifest is damaged.
+        OSError: If a file cannot be read.
+    """
+    version, entries = _read(folder / MANIFEST)
+    if version == _VERSION_OF_SIZES:
+        for name, size in entries.items():
+            _check_size(folder / name, size)
+            check_format(folder / name)
+        caveat = f"its manifest has sizes but no checksums (format_version {version})"
+        return Verified(len(entries), 0, caveat)
+    expected = [each for name, entry in entries.items() for each in _expected(folder / name, entry)]
+    with contextlib.closing(checksums(each.extent for each in expected)) as found:
+        for (extent, tensor, checksum), value in zip(expected, found, strict=True):
+            if value != checksum:
+                of_tensor = "" if tensor is None else f" of tensor {tensor}"
+                raise DamagedFileError(extent.path, f"is damaged (checksum{of_tensor} differs)")
+    return Verified(len(entries), sum(each.extent.num_bytes for each in expected), None)
+
+
+def files_of(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's files, without its manifest and temporary files."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != PARTIAL]
+    return sorted({path.relative_to(folder).as_posix() for path in paths} - {MANIFEST})
+
+
+def _contents(folder: Path) -> dict[str, Extent | StoredWeights]:
+    """Return what each entry of the manifest describes, by the name of the entry."""
+    names = files_of(folder)
+    contents: dict[str, Extent | StoredWeights] = {}
+    for name in names:
+        is_weights = name.endswith(SAFETENSORS)
+        contents[name] = (stored_weights if is_weights else whole_extent)(folder / name)
+    for index in [name for name in names if name.endswith(SAFETENSORS + INDEX)]:
+        weights = index.removesuffix(INDEX)
+        # If an index does not fit its files, describe all of them like other files.
+        with contextlib.suppress(DamagedFileError):
+            together = stored_weights(folder / weights)
+            if all(metadata in _USUAL_METADATA for metadata in together.metadata):
+                contents |= {weights: together}
+                for path in set(together.files) - {folder / weights}:
+                    del contents[path.relative_to(folder).as_posix()]
+    return dict(sorted(contents.items()))
+
+
+def _extents(content: Extent | StoredWeights) -> list[Extent]:
+    if isinstance(content, Extent):
+        return [content]
+    return [tensor.extent for tensor in content.tensors.values()]
+
+
+def _entry(content: Extent | StoredWeights, found: Iterator[str]) -> dict[str, Any]:
+    """Return an entry of the manifest; take its checksums from the iterator."""
+    if isinstance(content, Extent):
+        return {"size": content.num_bytes, "sha256": next(found)}
+    tensors = {name: f"{_form(each)} {next(found)}" for name, each in content.tensors.items()}
+    metadata = content.metadata[0] if content.metadata else {}
+    return {"tensors": tensors} | ({} if metadata in _USUAL_METADATA else {"metadata": metadata})
+
+
+def _form(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _text(entries: Mapping[str, Any]) -> str:
+    """Return the text of a manifest with its own checksum."""
+    content = {"format_version": _VERSION, "files": entries}
+    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps(content | {"checksum": own}, indent=2) + "\n"
+
+
+def _read(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the format version and the entries of a manifest; in version 1, entries are sizes."""
+    content = json_content(path)
+    version, entries = (
+        (content.get("format_version"), content.get("files"))
+        if isinstance(content, dict)
+        else (None, None)
     )
-    msg = f"cannot resume from {folder}: {fault}; {offer}"
-    raise ValueError(msg)
+    if version not in (_VERSION_OF_SIZES, _VERSION) or not isinstance(entries, dict):
+        expected = f"{_VERSION_OF_SIZES} or {_VERSION}"
+        reason = f"must list files, with format_version {expected}, got version {version!r}"
+        raise DamagedFileError(path, reason)
+    if version == _VERSION_OF_SIZES:
+        is_intact = len(content) == len(("format_version", "files")) and all(
+            type(size) is int for size in entries.values()
+        )
+    else:
+        # Compare the text, so that every byte of the manifest counts.
+        is_intact = path.read_text(encoding="utf-8") == _text(entries)
+    if not is_intact:
+        raise DamagedFileError(path, "is damaged (its own checksum differs)")
+    return version, entries
 
 
-def newest_whole_checkpoint(
-    run_folder: Path, before: Path | None = None, network: nn.Module | None = None
-) -> Path | None:
-    """Return the intact checkpoint of the highest step; ``None`` if there is none.
+def _expected(path: Path, entry: Mapping[str, Any]) -> list[_Expected]:
+    """Compare the size of a file, or the headers of weights, with an entry.
 
-    Args:
-        run_folder: Folder with the folders ``checkpoint-<step>``.
-        before: Checkpoint folder. Only checkpoints of lower steps are considered; ``None`` for all.
-        network: Network. Only checkpoints with this network's weights are considered; ``None`` for
-            all.
+    Returns:
+        What is still to compare: the checksums in the entry.
     """
-    limit = _step_of(before) if before is not None else None
-    steps = {step: path for path in _folders(run_folder) if (step := _step_of(path)) is not None}
-    for step in sorted(steps, reverse=True):
-        if limit is not None and step >= limit:
-            continue
-        fits = network is None or foreign_weights(steps[step], network) is None
-        if _fault(steps[step]) is None and fits:
-            return steps[step]
-    return None
+    if "tensors" not in entry:
+        _check_size(path, entry["size"])
+        return [_Expected(whole_extent(path), None, entry["sha256"])]
+    weights = stored_weights(path)
+    allowed = [entry["metadata"]] if "metadata" in entry else _USUAL_METADATA
+    if not all(metadata in allowed for metadata in weights.metadata):
+        raise DamagedFileError(weights.files[0], "is damaged (the metadata in its header differ)")
+    saved: dict[str, str] = entry["tensors"]
+    for name in saved.keys() - weights.tensors:
+        raise DamagedFileError(weights.files[0], f"is damaged (tensor {name} is missing)")
+    expected = []
+    for name, tensor in weights.tensors.items():
+        if name not in saved:
+            raise DamagedFileError(tensor.extent.path, f"is damaged (tensor {name} was not saved)")
+        form, _, checksum = saved[name].rpartition(" ")
+        if form != _form(tensor):
+            reason = f"is damaged (tensor {name} is {_form(tensor)} instead of {form})"
+            raise DamagedFileError(tensor.extent.path, reason)
+        expected.append(_Expected(tensor.extent, name, checksum))
+    return expected
 
 
-def _folders(run_folder: Path) -> Iterator[Path]:
-    if run_folder.is_dir():
-        yield from (path for path in run_folder.iterdir() if path.is_dir())
-
-
-def _step_of(folder: Path) -> int | None:
-    match = _NAME.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def _fault(folder: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint; ``None`` if it is intact."""
-    if not folder.is_dir():
-        return "there is no such folder"
-    if not (folder / _TRAINER_STATE).is_file():
-        return f"{_TRAINER_STATE} is missing"
-    if (folder / _MANIFEST).exists():
-        return _difference_from_manifest(folder)
-    if (folder / _STEP).exists():
-        return f"{_MANIFEST} is missing"
-    # A stock Trainer writes no manifest, so look for damage in each file.
-    faults = (_damage(path) for path in sorted(folder.rglob("*")) if path.is_file())
-    return next((fault for fault in faults if fault), None)
-
-
-def _difference_from_manifest(folder: Path) -> str | None:
-    if fault := _damage(folder / _MANIFEST):
-        return fault
-    manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or manifest.get("format_version") != _FORMAT_VERSION:
-        return f"{_MANIFEST} must be a list of files with format_version {_FORMAT_VERSION}"
-    for name, size in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    return None
-
-
-def _damage(path: Path) -> str | None:
-    if path.suffix == ".json":
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            return f"{path.name} is not valid JSON"
-    elif path.suffix == ".safetensors":
-        if _safetensors_header(path) is None:
-            return f"{path.name} is truncated"
-    elif path.suffix in {".pt", ".pth"} and not zipfile.is_zipfile(path):
-        # A zip file has its table of contents at the end, so a truncated file is not a zip file.
-        return f"{path.name} is truncated"
-    return None
-
-
-def _safetensors_header(path: Path) -> dict[str, dict[str, object]] | None:
-    """Return the entries of a safetensors file's header; ``None`` if the file is incomplete."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            return None
-        try:
-            header: dict[str, dict[str, object]] = json.loads(file.read(length))
-        except ValueError:
-            return None
-    header.pop("__metadata__", None)
-    ends = [
-        offsets[1]
-        for entry in header.values()
-        if isinstance(offsets := entry["data_offsets"], list)
-    ]
-    whole = 8 + length + max(ends, default=0) == path.stat().st_size
-    return header if whole else None
-
-
-def foreign_weights(folder: Path, network: nn.Module) -> str | None:
-    """Return why a checkpoint's weights do not belong to a network; ``None`` if they do.
-
-    A stock Trainer would load the weights that fit and ignore the others. Reads only the header of
-    ``model.safetensors``; sharded weights and adapters are not checked.
-    """
-    if not (folder / _WEIGHTS).is_file():
-        return None
-    header = _safetensors_header(folder / _WEIGHTS) or {}
-    expected = network.state_dict(keep_vars=True)
-    for name, entry in header.items():
-        if name not in expected:
-            return f"{_WEIGHTS} has {name}, which is not in the network"
-        shape = tuple(expected[name].shape)
-        if entry["shape"] != list(shape):
-            return (
-                f"{_WEIGHTS} has {name} with shape {entry['shape']}, but the network has it with "
-                f"shape {list(shape)}"
-            )
-    # Only one name of a tied weight is stored. The other names have the same address, so a name is
-    # missing only if its address is missing, too.
-    present = {expected[name].data_ptr() for name in header}
-    ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
-    for name, tensor in _stored(expected, ignored).items():
-        if name not in header and tensor.data_ptr() not in present:
-            return f"{_WEIGHTS} has no {name}"
-    return None
-
-
-def _stored(state: Mapping[str, nn.Parameter], ignored: set[str]) -> dict[str, nn.Parameter]:
-    return {
-        name: tensor for name, tensor in state.items() if name not in ignored and tensor.numel()
-    }
+def _check_size(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise DamagedFileError(path, "is missing")
+    found = path.stat().st_size
+    if found != size:
+        raise DamagedFileError(path, f"has {found} bytes instead of {size}")

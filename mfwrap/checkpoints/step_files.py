@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.manifest import HAS_MANIFEST
 from mfwrap.tensors.shards import is_distributed
 
 _TENSORS = "mfwrap_step.safetensors"
@@ -32,6 +33,8 @@ def write_step_files(
     folder: Path, state: Mapping[str, Any], record: Mapping[str, Any], *, is_writer: bool = True
 ) -> None:
     """Write a step's state into the folder of a checkpoint. Call it on every rank.
+
+    The checkpoint is complete only after `mfwrap.checkpoints.manifest.write_manifest`.
 
     Args:
         folder: Existing folder; if any tensor is distributed, all ranks must share it.
@@ -53,7 +56,12 @@ def write_step_files(
     whole = {name: t.contiguous() for name, t in tensors.items() if name not in distributed}
     with whole_file(folder / _TENSORS) as partial:
         save_file(whole, partial)
-    content = {"format_version": _FORMAT_VERSION, "parts": sorted(state), **record}
+    content = {
+        "format_version": _FORMAT_VERSION,
+        "parts": sorted(state),
+        HAS_MANIFEST: True,
+        **record,
+    }
     with whole_file(folder / _RECORD) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

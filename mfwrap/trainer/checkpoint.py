@@ -21,9 +21,16 @@ from mfwrap.checkpoints.folders import (
     remove_checkpoints,
     staging_folder,
 )
-from mfwrap.checkpoints.manifest import check_checkpoint, write_manifest
+from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
+from mfwrap.checkpoints.verification import (
+    TRAINER_STATE,
+    check_checkpoint,
+    newest_whole_checkpoint,
+    verify,
+)
 from mfwrap.checkpoints.write_errors import naming_written_file
+from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.trainer.events import monitors, restore_in_place
 
 if TYPE_CHECKING:
@@ -51,26 +58,47 @@ class Checkpoints:
         """Step of the last checkpoint of this training; ``None`` before the first one."""
 
     def checked(self, asked_for: Any, trial: Any) -> Any:
-        """Find the checkpoint to resume from, and check that it is complete and fits the trainer.
+        """Find the checkpoint to resume from, and check that it is intact and fits the trainer.
+
+        One rank of each node reads the checkpoint. All ranks raise the same error, or none.
 
         Args:
             asked_for: Folder of a checkpoint, or ``True`` for the newest checkpoint of the run.
             trial: Trial of a hyperparameter search; ``None`` for an ordinary training.
 
         Raises:
-            ValueError: If there is no checkpoint, if it is incomplete or belongs to another
-                network, or if it holds an average but the trainer keeps no average.
+            ValueError: If there is no checkpoint, if it is damaged or incomplete or belongs to
+                another network, if it holds an average but the trainer keeps no average, or if the
+                newest checkpoints of the nodes differ.
         """
+        found = None
+        with raising_together():
+            if self._trainer.args.local_process_index == 0:
+                found = self._intact(asked_for, trial)
+        names = sorted({name for name in gather_objects(found) if name is not None})
+        if len(names) > 1:
+            msg = (
+                f"the nodes must resume from the same checkpoint, but they have {', '.join(names)} "
+                "as their newest; set `resume_from_checkpoint` to a checkpoint that all of them "
+                "have"
+            )
+            raise ValueError(msg)
+        if asked_for is True:
+            return str(Path(str(self._trainer.args.output_dir)) / names[0])
+        return asked_for
+
+    def _intact(self, asked_for: Any, trial: Any) -> str:
+        """Return the name of the checkpoint to resume from, after all checks."""
         trainer = self._trainer
         is_last = asked_for is True
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
-        if trainer.args.local_process_index == 0:
-            complete_move(run_folder)
-            # A killed process leaves half-written and half-deleted checkpoints there.
-            shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()
-        checkpoint = get_last_checkpoint(str(run_folder)) if is_last else asked_for
-        if checkpoint is None:
+        complete_move(run_folder)
+        # A killed process leaves half-written and half-deleted checkpoints there.
+        shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
+        found = asked_for
+        if is_last:
+            found = get_last_checkpoint(str(run_folder)) if run_folder.is_dir() else None
+        if found is None:
             msg = (
                 f"`output_dir` must hold a checkpoint to resume from, got {run_folder} without "
                 "one; leave `resume_from_checkpoint` out to train from the start"
@@ -78,9 +106,10 @@ class Checkpoints:
             raise ValueError(msg)
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build
         # a different network for the trial.
-        check_checkpoint(Path(checkpoint), trainer.model if trial is None else None)
-        check_average(Path(checkpoint), is_given=self._keeps_average)
-        return checkpoint
+        network = trainer.model if trial is None else None
+        check_checkpoint(Path(found), network, required=[TRAINER_STATE])
+        check_average(Path(found), is_given=self._keeps_average)
+        return Path(found).name
 
     def restore_callbacks(self) -> None:
         """Restore the callbacks from the trainer state that was loaded from a checkpoint."""
@@ -152,7 +181,7 @@ class Checkpoints:
                 trainer.state.best_model_checkpoint = str(best)
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
-            trainer.state.save_to_json(str(written / "trainer_state.json"))
+            trainer.state.save_to_json(str(written / TRAINER_STATE))
             write_manifest(written)
             # This call syncs all files to disk before it renames the checkpoint.
             move_into_place(written, final)
@@ -216,6 +245,24 @@ class Checkpoints:
             for name in replaced:
                 del vars(model)[name]
 
+    def _check_best(self) -> None:
+        """Verify the best checkpoint, whose weights the Trainer is about to load."""
+        trainer = self._trainer
+        best = trainer.state.best_model_checkpoint
+        with raising_together():
+            is_reader = trainer.args.local_process_index == 0
+            # Nodes with disks of their own may lack the manifest; the Trainer then warns.
+            if is_reader and best is not None and (Path(best) / MANIFEST).is_file():
+                try:
+                    verify(Path(best))
+                except ValueError as error:
+                    newest = newest_whole_checkpoint(Path(best).parent)
+                    msg = (
+                        f"cannot load the best model from {best}: {error}; newest intact "
+                        f"checkpoint: {newest}"
+                    )
+                    raise ValueError(msg) from error
+
     @contextlib.contextmanager
     def finishing(self, run_folder: Path, *, keeps_last: bool) -> Iterator[None]:
         """Let the Trainer end a training; keep only the best checkpoint if the limit is one.
@@ -229,6 +276,8 @@ class Checkpoints:
             keeps_last: Whether to remove nothing, so that an interrupted training can be resumed.
         """
         args = self._trainer.args
+        if args.load_best_model_at_end:
+            self._check_best()
         with replaced(args, save_total_limit=None):
             yield
         best = self._trainer.state.best_model_checkpoint

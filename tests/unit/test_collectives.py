@@ -6,7 +6,7 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfwrap import collectives
-from support.ranks.collectives import call_collectives, own_tensor
+from support.ranks.collectives import call_collectives, fail_together, own_tensor
 
 
 @pytest.fixture
@@ -84,3 +84,27 @@ def test_two_ranks(two_ranks):
         assert own["objects"] == [{"rank": 0}, {"rank": 1}]
     assert torch.equal(first["on_main"], both)
     assert second["on_main"] is None
+
+
+def test_one_rank_raises_its_own_error():
+    """Without other ranks, an error leaves the block as it is, with its traceback."""
+    with pytest.raises(ValueError, match="own") as caught, collectives.raising_together():
+        raise ValueError("own")  # noqa: EM101  (a test's error)
+
+    assert caught.traceback[-1].path.name == "test_collectives.py"
+    assert fail_together(0, {}) is None
+
+
+@pytest.mark.slow
+def test_all_ranks_raise_the_error_of_one(two_ranks):
+    """An error on one rank is raised on all ranks; if several fail, the lowest rank's error is."""
+    missing = ("FileNotFoundError", "[Errno 2] of rank 1: 'file'")
+    first, last = ("ValueError", "of rank 0"), ("ValueError", "of rank 1")
+
+    assert two_ranks.run(fail_together, {}) == [None, None]
+    assert two_ranks.run(fail_together, {0: "ValueError"}) == [first, first]
+    assert two_ranks.run(fail_together, {1: "ValueError"}) == [last, last]
+    assert two_ranks.run(fail_together, {0: "ValueError", 1: "OSError"}) == [first, first]
+    assert two_ranks.run(fail_together, {1: "OSError"}) == [missing, missing]
+    own = [("RuntimeError", "OwnError: 1: own"), ("OwnError", "1: own")]
+    assert two_ranks.run(fail_together, {1: "OwnError"}) == own

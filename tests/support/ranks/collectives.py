@@ -8,7 +8,7 @@ from torch import Tensor, distributed
 from mfwrap import collectives
 from mfwrap.step.ranks import RankAgreement
 
-__all__ = ["agreed_mean", "call_collectives", "own_tensor"]
+__all__ = ["agreed_mean", "call_collectives", "fail_together", "own_tensor"]
 
 
 def own_tensor(rank: int) -> Tensor:
@@ -38,3 +38,31 @@ def call_collectives(rank: int) -> dict[str, Any]:
 def agreed_mean(rank: int, squares: list[float]) -> Tensor:
     """Return the mean that the ranks agree on if rank ``r`` contributes ``squares[r]``."""
     return RankAgreement(distributed.group.WORLD).mean(torch.tensor(squares[rank]))
+
+
+class OwnError(Exception):
+    """An error whose class other processes may not be able to unpickle."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+
+
+def fail_together(rank: int, failing: dict[int, str]) -> tuple[str, str] | None:
+    """Fail on some ranks; return the class and the message of the error that this rank raises.
+
+    Args:
+        rank: This rank.
+        failing: Kind of the error by rank: ``"ValueError"``, ``"OSError"`` or ``"OwnError"``.
+    """
+    errors = {
+        "ValueError": ValueError(f"of rank {rank}"),
+        "OSError": FileNotFoundError(2, f"of rank {rank}", "file"),
+        "OwnError": OwnError(rank, "own"),
+    }
+    try:
+        with collectives.raising_together():
+            if rank in failing:
+                raise errors[failing[rank]]
+    except (OSError, OwnError, RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return None

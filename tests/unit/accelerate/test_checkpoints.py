@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mfwrap.checkpoints.manifest import write_manifest
 from support.attached_runs import FACTORS, AttachedRun, RunSettings
 from support.training_state import assert_same_state
 
@@ -192,7 +193,10 @@ def test_a_loss_scale_of_another_kind_starts_anew(tmp_path, theirs, ours):
 
 
 def changed_tensor(name, value):
-    """Return a function that replaces a tensor in a checkpoint, or removes the tensor for None."""
+    """Return a function that replaces a tensor in a checkpoint, or removes the tensor for None.
+
+    The manifest is written anew, so that the step's own checks find the fault.
+    """
 
     def damage(folder):
         path = folder / "mfwrap_step.safetensors"
@@ -202,18 +206,20 @@ def changed_tensor(name, value):
         else:
             tensors[name] = value
         save_file(tensors, path)
+        write_manifest(folder)
 
     return damage
 
 
 def changed_record(key, value):
-    """Return a function that changes an entry in the JSON file of a checkpoint."""
+    """Return a function that changes the JSON file of a checkpoint, and writes a new manifest."""
 
     def damage(folder):
         path = folder / "mfwrap_step.json"
         record = json.loads(path.read_text(encoding="utf-8"))
         record[key] = value
         path.write_text(json.dumps(record), encoding="utf-8")
+        write_manifest(folder)
 
     return damage
 
@@ -222,10 +228,10 @@ AVERAGE = "ema/averages/layers.0.weight"
 DAMAGES = {
     "scale is nan": (
         ValueError,
-        "scale",
+        "value",
         changed_tensor("loss_scale/value", torch.tensor(torch.nan)),
     ),
-    "scale is zero": (ValueError, "scale", changed_tensor("loss_scale/value", torch.zeros(()))),
+    "scale is zero": (ValueError, "value", changed_tensor("loss_scale/value", torch.zeros(()))),
     "no scale": (KeyError, "'value'", changed_tensor("loss_scale/value", None)),
     "no counter": (
         KeyError,
@@ -246,13 +252,13 @@ DAMAGES = {
     "an unknown tensor": (KeyError, "epoch", changed_tensor("epoch", torch.zeros(()))),
     "a later format": (ValueError, "format_version", changed_record("format_version", 2)),
     "no tensors": (
-        FileNotFoundError,
-        "mfwrap_step.safetensors",
+        ValueError,
+        "mfwrap_step.safetensors is missing",
         lambda folder: (folder / "mfwrap_step.safetensors").unlink(),
     ),
     "no record": (
-        FileNotFoundError,
-        "mfwrap_step.json",
+        ValueError,
+        "mfwrap_step.json is missing",
         lambda folder: (folder / "mfwrap_step.json").unlink(),
     ),
 }
@@ -293,7 +299,7 @@ def test_without_accelerates_own_file_nothing_is_changed(tmp_path):
     run = AttachedRun()
     run.train(0, 3)
 
-    refused(run, tmp_path, FileNotFoundError, "model.bin")
+    refused(run, tmp_path, ValueError, "model.safetensors is missing")
 
 
 def test_after_a_refused_checkpoint_training_goes_on(tmp_path):

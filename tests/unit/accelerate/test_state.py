@@ -14,7 +14,7 @@ from mfwrap.accelerate import attach
 from support.attached_runs import FACTORS, LOSS_SCALES, AttachedRun, RunSettings, new_accelerator
 from support.training_state import assert_same_state
 
-OURS = {"mfwrap_step.safetensors", "mfwrap_step.json"}
+OURS = {"mfwrap_manifest.json", "mfwrap_step.safetensors", "mfwrap_step.json"}
 AFTER_APPLIED, AFTER_SKIPPED = 4, 6
 
 
@@ -29,8 +29,8 @@ def own_state(run):
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_two_files_lie_beside_those_of_accelerate(tmp_path, precision):
-    """`save_state` adds two files to accelerate's files and writes ``scaler.pt`` only in fp16."""
+def test_three_files_lie_beside_those_of_accelerate(tmp_path, precision):
+    """`save_state` adds three files to accelerate's files and writes ``scaler.pt`` only in fp16."""
     settings = RunSettings(precision=precision, loss_scale="none")
     for attached in (False, True):
         run = AttachedRun(settings, attached=attached)
@@ -71,6 +71,7 @@ def test_a_person_can_read_the_record(tmp_path):
     assert record == {
         "format_version": 1,
         "parts": ["ema", "loss_scale", "updates"],
+        "has_manifest": True,
         "loss_scale": run.step.loss_scale.item(),
         "applied_updates": [3],
         "skipped_updates": [3],
@@ -214,6 +215,38 @@ def test_automatic_names_and_a_limit_keep_whole_checkpoints(tmp_path):
     assert [folder.name for folder in folders] == ["checkpoint_1", "checkpoint_2"]
     assert all(files_in(folder) >= OURS for folder in folders)
     assert_same_state(saved, run.state())
+
+
+def test_a_damaged_checkpoint_of_automatic_names(tmp_path):
+    """Without a folder, the newest checkpoint is verified; the error offers the one before it."""
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    run = AttachedRun(project_config=project)
+    with pytest.raises(FileNotFoundError):
+        run.accelerator.load_state()
+    for _ in range(11):
+        run.accelerator.save_state()
+    newest = tmp_path / "checkpoints" / "checkpoint_10"
+    content = bytearray((newest / "random_states_0.pkl").read_bytes())
+    content[len(content) // 2] ^= 4
+    (newest / "random_states_0.pkl").write_bytes(content)
+
+    with pytest.raises(ValueError, match=r"checkpoint_10: random_states_0\.pkl is damaged") as said:
+        run.accelerator.load_state()
+    assert str(said.value).endswith(str(newest.with_name("checkpoint_9")))
+
+
+def test_a_save_that_breaks_off(tmp_path, monkeypatch):
+    """A checkpoint that was not written to its end is refused, also if it replaces another one."""
+    run = AttachedRun()
+    run.accelerator.save_state(tmp_path)
+    run.train(0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", None)
+        with pytest.raises(TypeError):
+            run.accelerator.save_state(tmp_path)
+
+    with pytest.raises(ValueError, match=r"mfwrap_manifest\.json is missing"):
+        run.accelerator.load_state(tmp_path)
 
 
 @pytest.mark.parametrize("each_node", [False, True])

@@ -1,221 +1,273 @@
-"""Damaged checkpoints, and checkpoints of another network, are refused."""
+"""A manifest finds each damage of the files that it lists, and names the file and the tensor."""
 
+import hashlib
 import json
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
 
-from mfwrap.checkpoints.manifest import (
-    check_checkpoint,
-    foreign_weights,
-    newest_whole_checkpoint,
-    write_manifest,
+from mfwrap.checkpoints.file_formats import DamagedFileError
+from mfwrap.checkpoints.manifest import files_of, verify_by_manifest, write_manifest
+from support.checkpoint_folders import (
+    MANIFEST,
+    join_weights,
+    list_sizes_only,
+    split_weights,
+    write_checkpoint,
 )
 
-MANIFEST = "mfwrap_manifest.json"
+NAMES = ["model.safetensors", "optimizer.pt", "part/notes.txt", "trainer_state.json"]
 
 
-def checkpoint(folder, *, listed=True, weights=None):
-    """Write a small checkpoint, and return its folder."""
-    folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text('{"global_step": 1}')
-    save_file(weights or {"weight": torch.ones(2, 3)}, folder / "model.safetensors")
-    torch.save({"step": torch.ones(4)}, folder / "optimizer.pt")
-    (folder / "part").mkdir()
-    (folder / "part" / "notes.txt").write_text("text")
-    if listed:
-        write_manifest(folder)
-    return folder
+@pytest.fixture
+def folder(tmp_path):
+    """Return a checkpoint with a manifest."""
+    return write_checkpoint(tmp_path / "checkpoint-1")
 
 
-def test_manifest(tmp_path):
-    """The manifest lists each file with its size, also in subfolders, but not itself."""
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    # Write the manifest a second time: it must not list the first manifest.
+def sha256(content):
+    """Return the SHA-256 checksum of bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def refused(folder):
+    """Return the file and the reason of the error; fail if there is no error."""
+    with pytest.raises(DamagedFileError) as caught:
+        verify_by_manifest(folder)
+    return caught.value.path.relative_to(folder).as_posix(), caught.value.reason
+
+
+def test_the_content(folder):
+    """The manifest lists tensors with dtype, shape and checksum, and other files with their size.
+
+    It does not list itself, nor temporary files.
+    """
+    (folder / f"{MANIFEST}.partial").write_text("left by a killed process")
     write_manifest(folder)
     manifest = json.loads((folder / MANIFEST).read_text())
-
-    names = ["model.safetensors", "optimizer.pt", "part/notes.txt", "trainer_state.json"]
-    assert manifest == {
-        "format_version": 1,
-        "files": {name: (folder / name).stat().st_size for name in names},
+    own = manifest.pop("checksum")
+    files = {
+        name: {
+            "size": (folder / name).stat().st_size,
+            "sha256": sha256((folder / name).read_bytes()),
+        }
+        for name in NAMES[1:]
     }
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in weights(folder).items()}
+
+    assert manifest == {
+        "format_version": 2,
+        "files": files
+        | {
+            "model.safetensors": {
+                "tensors": {
+                    "bias": f"F32 [3] {sha256(tensors['bias'])}",
+                    "weight": f"F32 [2, 3] {sha256(tensors['weight'])}",
+                }
+            }
+        },
+    }
+    assert own == sha256(json.dumps(manifest).encode())
+    assert files_of(folder) == NAMES
 
 
-@pytest.mark.parametrize("listed", [True, False], ids=["ours", "stock"])
-def test_whole(tmp_path, listed):
-    """An intact checkpoint passes with or without a manifest, and may have additional files."""
-    folder = checkpoint(tmp_path / "checkpoint-1", listed=listed)
+def weights(folder):
+    """Return the weights in one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def test_an_intact_checkpoint(folder):
+    """An intact checkpoint passes, and may have additional files."""
     (folder / "later.bin").write_bytes(b"by a callback")
 
-    check_checkpoint(folder)
-    assert newest_whole_checkpoint(tmp_path) == folder
+    verified = verify_by_manifest(folder)
+
+    sizes = [(folder / name).stat().st_size for name in NAMES[1:]]
+    assert verified == (4, sum(sizes) + 4 * (3 + 6), None)
 
 
-@given(data=st.data())
-def test_any_truncation(tmp_path_factory, data):
-    """A checkpoint with a truncated file is refused with an error that names the file."""
-    folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3")
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    path = data.draw(st.sampled_from(paths))
-    content = path.read_bytes()
-    # A manifest that lacks only its final newline is still valid.
-    most = len(content) - (2 if path.name == MANIFEST else 1)
-    path.write_bytes(content[: data.draw(st.integers(0, most))])
-
-    with pytest.raises(ValueError, match=f"checkpoint-3: .*{path.name}.*; there is no intact"):
-        check_checkpoint(folder)
-
-
-@given(data=st.data())
-def test_any_truncation_of_a_stock_checkpoint(tmp_path_factory, data):
-    """Without a manifest, a truncated file is recognized by its content."""
-    folder = checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3", listed=False)
-    name = data.draw(st.sampled_from(["trainer_state.json", "model.safetensors", "optimizer.pt"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NAMES, MANIFEST])
+def test_many_flipped_bits(folder, name):
+    """Every seventh bit, once flipped, is found, and the error names the file."""
     content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-
-    with pytest.raises(ValueError, match=f"checkpoint-3: {name} is "):
-        check_checkpoint(folder)
-
-
-@pytest.mark.parametrize("listed", [True, False], ids=["ours", "stock"])
-@pytest.mark.parametrize("length", [0, 3, 8, 50])
-def test_safetensors_that_are_cut_in_their_header(tmp_path, listed, length):
-    """A safetensors file that ends inside its header is refused."""
-    folder = checkpoint(tmp_path / "checkpoint-1", listed=listed)
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:length])
-
-    with pytest.raises(ValueError, match=r"model\.safetensors "):
-        check_checkpoint(folder)
+    for bit in range(0, 8 * len(content), 7):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (folder / name).write_bytes(damaged)
+        assert refused(folder)[0] == name, bit
 
 
-def test_safetensors_that_are_too_long(tmp_path):
-    """A safetensors file with bytes after its tensors is refused."""
-    folder = checkpoint(tmp_path / "checkpoint-1", listed=False)
-    with (folder / "model.safetensors").open("ab") as file:
-        file.write(b"\0")
+@given(data=st.data())
+def test_any_damage(tmp_path_factory, data):
+    """A flipped bit, a truncation or a longer file is found, and the error names the file."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-1")
+    name = data.draw(st.sampled_from([*NAMES, MANIFEST]))
+    content = bytearray((folder / name).read_bytes())
+    kind = data.draw(st.sampled_from(["bit", "cut", "longer"]))
+    if kind == "bit":
+        bit = data.draw(st.integers(0, 8 * len(content) - 1))
+        content[bit // 8] ^= 1 << bit % 8
+    elif kind == "cut":
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content += b"\0"
+    (folder / name).write_bytes(content)
 
-    with pytest.raises(ValueError, match=r"model\.safetensors "):
-        check_checkpoint(folder)
-
-
-@pytest.mark.parametrize("content", ["[]", '{"files": {}}', "3", '{"format_version": 2}'])
-def test_a_manifest_of_another_form(tmp_path, content):
-    """A manifest with unexpected JSON is refused with an error that names the manifest."""
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    (folder / MANIFEST).write_text(content)
-
-    with pytest.raises(ValueError, match=rf"checkpoint-1: {MANIFEST} "):
-        check_checkpoint(folder)
-
-
-@pytest.mark.parametrize("kind", ["none", "file"])
-def test_no_folder(tmp_path, kind):
-    """A missing folder is refused, and so is a file with the name of the checkpoint."""
-    if kind == "file":
-        (tmp_path / "checkpoint-1").write_text("a file")
-
-    with pytest.raises(ValueError, match="checkpoint-1: there is no such folder"):
-        check_checkpoint(tmp_path / "checkpoint-1")
+    assert refused(folder)[0] == name
 
 
-def test_an_empty_folder(tmp_path):
-    """A folder without the Trainer's state is refused."""
-    (tmp_path / "checkpoint-1").mkdir()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file(folder, name):
+    """A missing file is found."""
+    (folder / name).unlink()
 
-    with pytest.raises(ValueError, match=r"checkpoint-1: trainer_state\.json is missing"):
-        check_checkpoint(tmp_path / "checkpoint-1")
-
-
-def test_the_newest_intact_checkpoint(tmp_path):
-    """The newest intact checkpoint is found; damaged checkpoints and other folders are skipped."""
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12", "checkpoint-x"):
-        checkpoint(tmp_path / name)
-    for name in ("checkpoint-11", "checkpoint-12"):
-        (tmp_path / name / "optimizer.pt").unlink()
-    (tmp_path / "checkpoint-13").write_text("a file")
-    checkpoint(tmp_path / "other-checkpoint-99")
-
-    assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    before = tmp_path / "checkpoint-10"
-    assert newest_whole_checkpoint(tmp_path, before=before) == tmp_path / "checkpoint-9"
-    assert newest_whole_checkpoint(tmp_path, before=tmp_path / "checkpoint-9") is None
-    assert newest_whole_checkpoint(tmp_path / "nowhere") is None
-    with pytest.raises(ValueError, match=rf"checkpoint before it: {tmp_path / 'checkpoint-10'}$"):
-        check_checkpoint(tmp_path / "checkpoint-12")
+    assert refused(folder) == (name, "is missing")
 
 
-def test_a_checkpoint_under_another_name(tmp_path):
-    """If the name of a damaged checkpoint has no step, the error offers the newest intact one."""
-    checkpoint(tmp_path / "checkpoint-4")
-    folder = checkpoint(tmp_path / "kept")
-    check_checkpoint(folder)
-    (folder / "optimizer.pt").unlink()
+def test_the_damaged_tensor_is_named(folder):
+    """The error names the tensor whose values have changed, and says what has changed."""
+    changed = weights(folder)
+    changed["weight"][1, 2] = 2
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(ValueError, match=rf"kept: optimizer\.pt is .*{tmp_path / 'checkpoint-4'}$"):
-        check_checkpoint(folder)
-
-
-class Tied(nn.Module):
-    """A network with a tied weight, a saved buffer, and buffers that are not saved."""
-
-    def __init__(self, width=3) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width, bias=False)
-        self.second = nn.Linear(width, width)
-        self.second.weight = self.first.weight
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("unsaved", torch.zeros(width), persistent=False)
-        self.register_buffer("empty", torch.zeros(0))
-        self.register_buffer("left_out", torch.zeros(1))
-        self._keys_to_ignore_on_save = ["left_out"]
-
-
-def weights_of(network, *left_out):
-    """Return the weights that a Trainer saves, each tied weight once, without `left_out`."""
-    left_out = {"left_out", "empty", "second.weight", *left_out}
-    return {name: value for name, value in network.state_dict().items() if name not in left_out}
-
-
-def test_weights_of_this_network(tmp_path):
-    """A checkpoint fits if only copies of tied weights and unsaved weights are missing."""
-    folder = checkpoint(tmp_path / "checkpoint-1", weights=weights_of(Tied()))
-
-    assert foreign_weights(folder, Tied()) is None
-    check_checkpoint(folder, Tied())
+    reason = "is damaged (checksum of tensor weight differs)"
+    assert refused(folder) == ("model.safetensors", reason)
 
 
 @pytest.mark.parametrize(
-    ("weights", "reason"),
+    ("changed", "reason"),
     [
-        (weights_of(Tied(), "mean"), "has no mean"),
-        (weights_of(Tied(), "first.weight"), "has no first.weight"),
-        (weights_of(Tied()) | {"third": torch.ones(1)}, "has third, which is not in the network"),
+        ({"bias": torch.arange(3.0)}, "tensor weight is missing"),
+        ({"more": torch.ones(1)}, "tensor more was not saved"),
+        ({"weight": torch.ones(3, 2)}, "tensor weight is F32 [3, 2] instead of F32 [2, 3]"),
         (
-            weights_of(Tied()) | {"mean": torch.zeros(1, 3)},
-            "has mean with shape [1, 3], but the network has it with shape [3]",
+            {"weight": torch.ones(2, 3).half()},
+            "tensor weight is F16 [2, 3] instead of F32 [2, 3]",
         ),
     ],
-    ids=["buffer", "tied weight", "unknown", "shape"],
 )
-def test_weights_of_another_network(tmp_path, weights, reason):
-    """The error names the first weight that does not fit the network."""
-    folder = checkpoint(tmp_path / "checkpoint-1", weights=weights)
+def test_other_tensors(folder, changed, reason):
+    """A tensor that is missing, was not saved or has another shape or dtype is named."""
+    kept = {} if reason.endswith("missing") else weights(folder)
+    save_file(kept | changed, folder / "model.safetensors")
 
-    assert foreign_weights(folder, Tied()) == f"model.safetensors {reason}"
-    with pytest.raises(ValueError, match=r"checkpoint-1: model\.safetensors has "):
-        check_checkpoint(folder, Tied())
+    assert refused(folder) == ("model.safetensors", f"is damaged ({reason})")
 
 
-def test_weights_in_other_files(tmp_path):
-    """Sharded weights and adapters are not checked."""
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+def test_weights_that_are_split_and_joined(folder):
+    """A checkpoint stays intact if its weights are split into several files, and joined again."""
+    split_weights(folder)
+    assert verify_by_manifest(folder).caveat is None
 
-    assert foreign_weights(folder, Tied()) is None
+    join_weights(folder)
+    assert verify_by_manifest(folder).caveat is None
+
+
+def test_weights_that_were_saved_in_several_files(folder):
+    """Weights that were saved in several files have one entry, and may be joined."""
+    split_weights(folder)
+    write_manifest(folder)
+
+    assert list(json.loads((folder / MANIFEST).read_text())["files"]) == NAMES
+    assert verify_by_manifest(folder).num_files == len(NAMES)
+    join_weights(folder)
+    assert verify_by_manifest(folder).num_files == len(NAMES)
+
+
+@pytest.mark.parametrize("saved_split", [False, True])
+def test_damage_of_split_weights(folder, saved_split):
+    """Damage of one of several files names this file and the tensor."""
+    first, last = split_weights(folder)
+    if saved_split:
+        write_manifest(folder)
+    tensors = load_file(last)
+    content = last.read_bytes()
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, last)
+
+    name = next(iter(tensors))
+    assert refused(folder) == (last.name, f"is damaged (checksum of tensor {name} differs)")
+    last.write_bytes(content)
+    first.unlink()
+    assert refused(folder) == (first.name, "is missing")
+    (folder / "model.safetensors.index.json").unlink()
+    assert refused(folder) == ("model.safetensors", "is missing")
+
+
+def test_an_index_that_fits_no_files(folder):
+    """Weights whose index is wrong when they are saved are listed file by file."""
+    files = split_weights(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    write_manifest(folder)
+
+    listed = json.loads((folder / MANIFEST).read_text())["files"]
+    assert {index.name, *(path.name for path in files)} < listed.keys()
+    index.write_text('{"weight_map": []}')
+    assert refused(folder) == (index.name, "is damaged (checksum differs)")
+
+
+def test_unusual_metadata(folder):
+    """Metadata that may change how a file is read are compared; torch's format may be left out."""
+    path = folder / "part" / "shard.safetensors"
+    save_file({"a": torch.ones(2)}, path, metadata={"offsets": "0"})
+    write_manifest(folder)
+    verify_by_manifest(folder)
+    save_file({"a": torch.ones(2)}, path, metadata={"offsets": "1"})
+    reason = "is damaged (the metadata in its header differ)"
+
+    assert refused(folder) == ("part/shard.safetensors", reason)
+    save_file({"a": torch.ones(2)}, path, metadata={"offsets": "0"})
+    save_file(weights(folder), folder / "model.safetensors")
+    verify_by_manifest(folder)
+    save_file(weights(folder), folder / "model.safetensors", metadata={"format": "qt"})
+    assert refused(folder) == ("model.safetensors", reason)
+
+
+def test_a_damaged_file_gets_no_manifest(folder):
+    """Weights that were not written completely are refused when the manifest is written."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors is damaged"):
+        write_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", '{"files": {}}', "3", '{"format_version": 3, "files": {}}', '{"format_version": []}'],
+)
+def test_a_manifest_of_another_form(folder, content):
+    """A manifest with unexpected JSON is refused."""
+    (folder / MANIFEST).write_text(content)
+
+    name, reason = refused(folder)
+    assert name == MANIFEST
+    assert reason.startswith("must list files, with format_version 1 or 2, got version ")
+
+
+def test_a_manifest_of_sizes(folder):
+    """A manifest of format version 1 is accepted with a caveat; sizes and formats are checked."""
+    list_sizes_only(folder)
+
+    verified = verify_by_manifest(folder)
+    assert verified[:2] == (4, 0)
+    assert "sizes but no checksums" in verified.caveat
+
+    content = (folder / "part" / "notes.txt").read_bytes()
+    (folder / "part" / "notes.txt").write_bytes(b"longer")
+    assert refused(folder) == ("part/notes.txt", "has 6 bytes instead of 4")
+    (folder / "part" / "notes.txt").write_bytes(content)
+    (folder / "trainer_state.json").write_text('{"global_step": x}')
+    assert refused(folder) == ("trainer_state.json", "is not valid JSON")
+
+
+def test_a_manifest_that_claims_an_older_version(folder):
+    """A manifest with checksums cannot become one of sizes by a damage of its version."""
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"format_version": 2', '"format_version": 1'))
+
+    assert refused(folder) == (MANIFEST, "is damaged (its own checksum differs)")

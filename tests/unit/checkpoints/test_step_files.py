@@ -122,6 +122,7 @@ def test_the_record_says_its_format_and_what_was_given(tmp_path):
     assert json.loads(text) == {
         "format_version": 1,
         "parts": ["ema", "loss_scale", "updates"],
+        "has_manifest": True,
         "loss_scale": 8.0,
     }
     assert text.endswith("}\n")

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.trainer import MFTrainer
-from support.resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
+from support.checkpoint_folders import list_sizes_only, split_weights
+from support.resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
 from support.spoilt.gpt2 import Rows, SpoiltGPT2, padded, tiny_gpt2
 from support.training_state import assert_same_state
 
@@ -59,6 +60,7 @@ def two_checkpoints(source, folder):
     return folder / "checkpoint-4"
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["empty", "half"])
 def test_a_truncated_file(written, tmp_path, name, share):
@@ -73,6 +75,7 @@ def test_a_truncated_file(written, tmp_path, name, share):
     assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("name", [*OURS, *STOCK])
 def test_a_missing_file(written, tmp_path, name):
     """A missing file raises an error with its name and the newest intact checkpoint."""
@@ -101,6 +104,84 @@ def test_a_truncated_file_of_a_stock_checkpoint(tmp_path, name):
     assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
 
 
+BIT_FLIPS = ["mfwrap_step.safetensors", "model.safetensors", "optimizer.pt", "rng_state.pth"]
+
+
+@pytest.mark.fast_sample(2)
+@pytest.mark.parametrize("name", BIT_FLIPS)
+def test_a_flipped_bit(written, tmp_path, name):
+    """A flipped bit, with which a run would continue with other numbers, raises an error."""
+    file = two_checkpoints(written, tmp_path) / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+    said = refusal(tmp_path)
+
+    assert f"cannot resume from {tmp_path / 'checkpoint-4'}: {name} is damaged (checksum" in said
+    assert (" of tensor " in said) == (file.suffix == ".safetensors")
+    assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
+
+
+@pytest.mark.slow
+def test_a_manifest_of_sizes(written, tmp_path):
+    """A checkpoint whose manifest has sizes only resumes exactly, with one warning."""
+    list_sizes_only(two_checkpoints(written, tmp_path))
+
+    warning = f"damage in {tmp_path / 'checkpoint-4'} may be unnoticed, because its manifest has"
+    with pytest.warns(UserWarning, match=warning) as caught:
+        resumed = resume(tmp_path / "checkpoint-4", tmp_path / "resumed")
+
+    assert len([each for each in caught if "manifest" in str(each.message)]) == 1
+    exact = resume(written / "checkpoint-4", tmp_path / "exact")
+    assert_same_state(end_of(exact), end_of(resumed))
+
+
+@pytest.mark.slow
+def test_weights_that_were_split(written, tmp_path):
+    """A checkpoint whose weights were split into several files resumes exactly."""
+    split_weights(two_checkpoints(written, tmp_path))
+
+    resumed = resume(tmp_path / "checkpoint-4", tmp_path / "resumed")
+
+    exact = resume(written / "checkpoint-4", tmp_path / "exact")
+    assert_same_state(end_of(exact), end_of(resumed))
+
+
+def test_a_damaged_best_checkpoint(tmp_path):
+    """If the best checkpoint is damaged, its weights are not loaded at the end of the training."""
+
+    class DamageBest(TrainerCallback):
+        """Flip a bit in the first checkpoint, which stays the best one, before training ends."""
+
+        def on_step_end(self, _args, state, _control, **_: object) -> None:
+            """Damage the checkpoint after the last step."""
+            if state.global_step == 4:
+                file = Path(state.best_model_checkpoint) / "model.safetensors"
+                content = bytearray(file.read_bytes())
+                content[-1] ^= 1
+                file.write_bytes(content)
+
+    trainer = new_trainer(
+        tmp_path,
+        PLAIN,
+        callbacks=[DamageBest()],
+        max_steps=4,
+        save_steps=2,
+        eval_steps=2,
+        eval_strategy="steps",
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        load_best_model_at_end=True,
+    )
+
+    with pytest.raises(
+        ValueError, match=r"cannot load the best model from .*checkpoint-2: model\."
+    ) as said:
+        trainer.train()
+    assert str(said.value).endswith(f"newest intact checkpoint: {tmp_path / 'checkpoint-4'}")
+
+
 def test_no_whole_one_before(written, tmp_path):
     """If no earlier checkpoint is intact, the error says so and offers no later checkpoint."""
     shutil.copytree(written / "checkpoint-6", tmp_path / "checkpoint-6")
@@ -124,9 +205,10 @@ def test_no_such_folder(written, tmp_path):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
-def test_nothing_to_resume(tmp_path):
+@pytest.mark.parametrize("exists", [True, False])
+def test_nothing_to_resume(tmp_path, exists):
     """``resume_from_checkpoint=True`` raises an error if ``output_dir`` has no checkpoint."""
-    trainer = new_trainer(tmp_path)
+    trainer = new_trainer(tmp_path if exists else tmp_path / "missing")
 
     with pytest.raises(ValueError, match="`output_dir` must hold a checkpoint"):
         trainer.train(resume_from_checkpoint=True)

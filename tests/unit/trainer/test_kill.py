@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap.checkpoints.manifest import check_checkpoint
+from mfwrap.checkpoints.verification import check_checkpoint
 from support.killed_training import start_process
 from support.resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
 from support.training_state import assert_same_state

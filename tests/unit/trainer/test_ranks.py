@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from mfwrap.checkpoints.manifest import check_checkpoint
+from mfwrap.checkpoints.verification import check_checkpoint
 from support.paths import TESTS
 from support.resumed_training import files, resume
 from support.trainer_ranks import (

@@ -1,0 +1,190 @@
+"""Verify checkpoints before they are used, and find the newest intact checkpoint of a run."""
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.file_formats import DamagedFileError, check_format, json_content
+from mfwrap.checkpoints.folders import PARTIAL
+from mfwrap.checkpoints.manifest import (
+    HAS_MANIFEST,
+    MANIFEST,
+    Verified,
+    files_of,
+    verify_by_manifest,
+)
+from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.collectives import this_rank
+
+TRAINER_STATE = "trainer_state.json"
+_OURS = "mfwrap_*.json"
+_PREFIX = "checkpoint-"
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+def verify(folder: Path, required: Sequence[str] = ()) -> Verified:
+    """Verify the content of a checkpoint: with its manifest, or else by the formats of its files.
+
+    Reads every file once. No tensor is kept in memory, and nothing is unpickled.
+
+    Args:
+        folder: Folder of the checkpoint.
+        required: Names of files that the checkpoint must have.
+
+    Raises:
+        ValueError: If the checkpoint is damaged or incomplete. The message begins with the name of
+            the file, relative to `folder`.
+    """
+    try:
+        return _verify(folder, required)
+    except DamagedFileError as error:
+        msg = f"{_relative(error.path, folder)} {error.reason}"
+        raise ValueError(msg) from error
+    except OSError as error:
+        msg = f"{_relative(Path(str(error.filename)), folder)} cannot be read ({error.strerror})"
+        raise ValueError(msg) from error
+
+
+def check_checkpoint(
+    folder: Path, network: nn.Module | None = None, required: Sequence[str] = ()
+) -> None:
+    """Check that a checkpoint is intact, and that its weights belong to a network.
+
+    If the content of a checkpoint of mfwrap has no checksums, rank 0 warns about it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        network: Network to compare with; ``None`` to check the files only.
+        required: Names of files that the checkpoint must have.
+
+    Raises:
+        ValueError: If a check fails. The message names the newest intact checkpoint of an earlier
+            step.
+    """
+    try:
+        verified = verify(folder, required)
+        if network is not None and (reason := foreign_weights(folder, network)):
+            raise ValueError(reason)  # noqa: TRY301  (both errors get the same offer)
+    except ValueError as error:
+        other = newest_whole_checkpoint(folder.parent, folder, network, required)
+        offer = (
+            "there is no intact checkpoint before it"
+            if other is None
+            else f"newest intact checkpoint before it: {other}"
+        )
+        msg = f"cannot resume from {folder}: {error}; {offer}"
+        raise ValueError(msg) from error
+    is_ours = any(folder.glob(_OURS))
+    if verified.caveat is not None and is_ours and this_rank() == 0:
+        warnings.warn(
+            f"damage in {folder} may be unnoticed, because {verified.caveat}; the next checkpoint "
+            "will have checksums",
+            stacklevel=callers_stacklevel(),
+        )
+
+
+def newest_whole_checkpoint(
+    run_folder: Path,
+    before: Path | None = None,
+    network: nn.Module | None = None,
+    required: Sequence[str] = (),
+) -> Path | None:
+    """Return the intact checkpoint of the highest step; ``None`` if there is none.
+
+    Verifies the content of one checkpoint after the other, the newest first, and stops at the first
+    intact one.
+
+    Args:
+        run_folder: Folder of the checkpoints. Their names end with the number of a step.
+        before: Checkpoint folder. Only checkpoints of lower steps are considered whose names differ
+            in the number alone. ``None`` for all checkpoints ``checkpoint-<step>``; so does a name
+            without a number.
+        network: Network. Only checkpoints with this network's weights are considered; ``None`` for
+            all.
+        required: Names of files that a checkpoint must have.
+    """
+    prefix, limit = _PREFIX, None
+    if before is not None and (match := _NUMBERED.fullmatch(before.name)):
+        prefix, limit = match[1], int(match[2])
+    steps = {}
+    for path in run_folder.glob("*"):
+        match = _NUMBERED.fullmatch(path.name)
+        if match and match[1] == prefix and is_checkpoint(path):
+            steps[int(match[2])] = path
+    for step in sorted(steps, reverse=True):
+        if (limit is None or step < limit) and _is_usable(steps[step], network, required):
+            return steps[step]
+    return None
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has files of a checkpoint of mfwrap or the Trainer."""
+    return (folder / TRAINER_STATE).is_file() or any(folder.glob(_OURS))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder and its subfolders, in the order of their numbers.
+
+    A checkpoint that is still being written or deleted is left out. If there is no checkpoint in
+    the folder, but it is itself a checkpoint, it is returned.
+    """
+    found = sorted(_walk(folder), key=_by_number)
+    return found or ([folder] if is_checkpoint(folder) else [])
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        path = folder / entry.name
+        if entry.is_dir(follow_symlinks=False) and path.suffix != PARTIAL:
+            if is_checkpoint(path):
+                yield path
+            else:
+                yield from _walk(path)
+
+
+def _by_number(path: Path) -> tuple[str, str, int]:
+    match = _NUMBERED.fullmatch(path.name)
+    return (str(path.parent), match[1], int(match[2])) if match else (str(path), "", 0)
+
+
+def _is_usable(folder: Path, network: nn.Module | None, required: Sequence[str]) -> bool:
+    try:
+        # Compare with the network first: this reads headers only.
+        if network is not None and foreign_weights(folder, network) is not None:
+            return False
+        verify(folder, required)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _verify(folder: Path, required: Sequence[str]) -> Verified:
+    if not folder.is_dir():
+        msg = "there is no such folder"
+        raise ValueError(msg)
+    for name in required:
+        if not (folder / name).is_file():
+            raise DamagedFileError(folder / name, "is missing")
+    if (folder / MANIFEST).exists():
+        return verify_by_manifest(folder)
+    ours = sorted(folder.glob(_OURS))
+    if any(_says_manifest(path) for path in ours) or (ours and (folder / TRAINER_STATE).exists()):
+        raise DamagedFileError(folder / MANIFEST, "is missing")
+    names = files_of(folder)
+    for name in names:
+        check_format(folder / name)
+    return Verified(len(names), 0, "it has no manifest")
+
+
+def _says_manifest(path: Path) -> bool:
+    content = json_content(path)
+    return isinstance(content, dict) and content.get(HAS_MANIFEST) is True
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return (path.relative_to(folder) if path.is_relative_to(folder) else path).as_posix()

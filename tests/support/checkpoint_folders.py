@@ -1,0 +1,148 @@
+"""Small checkpoints, and ways to damage them."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mfwrap.checkpoints.manifest import files_of, write_manifest
+
+__all__ = [
+    "MANIFEST",
+    "Damage",
+    "damages",
+    "join_weights",
+    "list_sizes_only",
+    "split_weights",
+    "write_checkpoint",
+]
+
+MANIFEST = "mfwrap_manifest.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def write_checkpoint(
+    folder: Path, *, listed: bool = True, weights: Mapping[str, Tensor] | None = None
+) -> Path:
+    """Write a small checkpoint, and return its folder.
+
+    Args:
+        folder: Folder of the checkpoint, which must not exist.
+        listed: Whether to write the manifest.
+        weights: Weights; by default two tensors.
+    """
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    weights = weights or {"bias": torch.arange(3.0), "weight": torch.ones(2, 3)}
+    save_file(dict(weights), folder / _WEIGHTS, metadata={"format": "pt"})
+    torch.save({"step": torch.ones(4)}, folder / "optimizer.pt")
+    (folder / "part").mkdir()
+    (folder / "part" / "notes.txt").write_text("text")
+    if listed:
+        write_manifest(folder)
+    return folder
+
+
+def list_sizes_only(folder: Path) -> None:
+    """Replace a manifest by one of format version 1, which has sizes only."""
+    sizes = {name: (folder / name).stat().st_size for name in files_of(folder)}
+    content = {"format_version": 1, "files": sizes}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def split_weights(folder: Path, weights: str = _WEIGHTS) -> list[Path]:
+    """Split weights into one file per tensor, with an index, as other tools do.
+
+    Returns:
+        The new safetensors files.
+    """
+    path = folder / weights
+    tensors = load_file(path)
+    names = {
+        tensor: f"{path.stem}-{number:05}-of-{len(tensors):05}.safetensors"
+        for number, tensor in enumerate(tensors, 1)
+    }
+    for tensor, name in names.items():
+        save_file({tensor: tensors[tensor]}, path.with_name(name), metadata={"format": "pt"})
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": names}
+    path.with_name(f"{path.name}.index.json").write_text(json.dumps(index))
+    path.unlink()
+    return [path.with_name(name) for name in names.values()]
+
+
+def join_weights(folder: Path) -> None:
+    """Join the weights of `split_weights` into one file again, in another order."""
+    index = json.loads((folder / _INDEX).read_text())
+    files = [folder / name for name in sorted(set(index["weight_map"].values()), reverse=True)]
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for path in [*files, folder / _INDEX]:
+        path.unlink()
+    save_file(tensors, folder / _WEIGHTS)
+
+
+class Damage(NamedTuple):
+    """A single-bit flip in a file, or a truncation of it."""
+
+    file: str
+    """Name of the file, relative to the checkpoint."""
+
+    bit: int | None
+    """Number of the bit to flip; ``None`` for a truncation."""
+
+    size: int
+    """Size of the truncated file in bytes; ignored for a flip."""
+
+    def __str__(self) -> str:
+        """Return a name for the ID of a test case."""
+        return f"{self.file}: " + (f"cut {self.size}" if self.bit is None else f"bit {self.bit}")
+
+    def do(self, folder: Path) -> None:
+        """Damage the file in a checkpoint; a linked file is copied first."""
+        path = folder / self.file
+        content = bytearray(path.read_bytes())
+        if self.bit is None:
+            del content[self.size :]
+        else:
+            content[self.bit // 8] ^= 1 << self.bit % 8
+        path.unlink()
+        path.write_bytes(content)
+
+
+def damages(folder: Path, number: int, seed: int) -> Iterator[Damage]:
+    """Yield random damages of a checkpoint, with the same number of cases for each file.
+
+    Every fourth case is a truncation. The first and the last bit and byte of each file come first.
+
+    Args:
+        folder: The checkpoint.
+        number: Number of damages.
+        seed: Seed of the random numbers.
+    """
+    generator = random.Random(seed)  # noqa: S311  (test data, not cryptography)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+    for case in range(number):
+        file = list(sizes)[case % len(sizes)]
+        size, turn = sizes[file], case // len(sizes)
+        if turn % 4 == 3:
+            yield Damage(file, None, [0, size - 1, generator.randrange(size)][turn // 4 % 3])
+        else:
+            bit = {0: 0, 1: 8 * size - 1}.get(turn, generator.randrange(8 * size))
+            yield Damage(file, bit, size)
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """Copy a checkpoint by links to its files, and return the copy."""
+    return Path(shutil.copytree(folder, target, copy_function=_link))
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).hardlink_to(source)
