@@ -1,5 +1,6 @@
 """Checkpoints of sharded training that any number of ranks can resume."""
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.manifest import HAS_MANIFEST, write_manifest
 from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tensors, stored_tensors
-from mfwrap.collectives import any_rank, this_rank
+from mfwrap.checkpoints.verification import check_checkpoint
+from mfwrap.collectives import any_rank, is_first_on_node, raising_together, this_rank
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
 from mfwrap.tensors.shards import is_distributed
@@ -43,7 +47,8 @@ def save_sharded(
     The safetensors files hold the tensors of the network and the optimizer, and the state of the
     cell: loss scale, counters and, if the cell has an `ema`, the averages. ``mfwrap_sharded.json``
     holds the optimizer's other values, such as its learning rates, and the state of the schedule.
-    This JSON file is written last: a folder without it is an incomplete checkpoint.
+    ``mfwrap_manifest.json`` holds checksums of all files. It is written last: a folder without it
+    is an incomplete checkpoint.
 
     Args:
         folder: Folder that all ranks share; created if it is missing, otherwise it must be empty.
@@ -66,6 +71,7 @@ def save_sharded(
         (tensors if isinstance(value, Tensor) else numbers)[name] = value
     record = {
         "format_version": _FORMAT_VERSION,
+        HAS_MANIFEST: True,
         "groups": _groups_of(cell),
         "optimizer": numbers,
         "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
@@ -76,13 +82,14 @@ def save_sharded(
         msg = f"`folder` must be empty, got {path} with files in it; choose another folder"
         raise FileExistsError(msg)
     save_tensors(path, tensors)
-    if this_rank() == 0:
-        # torch has synced the shards to disk by now, so a record on disk implies all shards.
-        with whole_file(path / _RECORD) as partial:
-            partial.write_text(text, encoding="utf-8")
-    # Used as a barrier: every rank returns only after rank 0 has written the record, so any rank
-    # can load the checkpoint right away.
-    any_rank(flag=False, device=cell.scale_sense.device)
+    # Every rank returns only after rank 0 has written the manifest, so any rank can load the
+    # checkpoint right away.
+    with raising_together():
+        if this_rank() == 0:
+            # torch has written and synced the shards of all ranks by now.
+            with whole_file(path / _RECORD) as partial:
+                partial.write_text(text, encoding="utf-8")
+            write_manifest(path)
 
 
 def load_sharded(
@@ -90,8 +97,9 @@ def load_sharded(
 ) -> None:
     """Restore a checkpoint of `save_sharded` bit for bit. Call it on every rank.
 
-    The number of ranks and the sharding may have changed since the checkpoint was saved. Each rank
-    reads only its own shards. Nothing is unpickled. If a name or a shape does not fit, an error is
+    The number of ranks and the sharding may have changed since the checkpoint was saved. One rank
+    of each node compares all files with their checksums; then each rank reads its own shards.
+    Nothing is unpickled. If a file is damaged, or a name or a shape does not fit, an error is
     raised before anything is changed.
 
     Args:
@@ -100,13 +108,21 @@ def load_sharded(
         lr_scheduler: Learning-rate schedule of the training, if it has one.
 
     Raises:
-        FileNotFoundError: If the folder is not a complete checkpoint.
+        FileNotFoundError: If the folder is not a checkpoint of `save_sharded`.
         KeyError: If the names of tensors or the parameter groups differ from the cell's.
-        ValueError: If a shape differs, the format version is unknown, `lr_scheduler` is given for a
+        ValueError: If the checkpoint is damaged or incomplete; all ranks raise the same error. Also
+            if a shape differs, the format version is unknown, `lr_scheduler` is given for a
             checkpoint without a schedule, or is missing for a checkpoint with one.
     """
     path = Path(folder)
-    record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
+    with raising_together():
+        if not (path / _RECORD).is_file():
+            raise FileNotFoundError(
+                errno.ENOENT, "not a checkpoint of save_sharded", path / _RECORD
+            )
+        if is_first_on_node():
+            check_checkpoint(path)
+    record = json_content(path / _RECORD)
     if record.get("format_version") != _FORMAT_VERSION:
         got = record.get("format_version")
         msg = f"{path / _RECORD}: expected format_version {_FORMAT_VERSION}, got {got!r}"

@@ -1,12 +1,20 @@
 """Any number of ranks can resume from a sharded checkpoint."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.fsdp.checkpoints import load, load_into_another, save, save_by_torch_alone
+from mfwrap.checkpoints.manifest import write_manifest
+from support.fsdp.checkpoints import (
+    load,
+    load_damaged,
+    load_into_another,
+    save,
+    save_by_torch_alone,
+)
 from support.ranks.pool import RankPool
 
 OPTIMIZERS = ["fused AdamW", "fused SGD"]
@@ -98,18 +106,54 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(two_ranks, tmp_path):
 
 
 def test_a_checkpoint_without_its_record_is_incomplete(two_ranks, tmp_path):
-    """A missing record, or one of another version, is refused."""
+    """A missing record or manifest, or a record of another version, is refused."""
     folder = tmp_path / "checkpoint"
     two_ranks.run(save, str(folder), "layers", "fused SGD")
+    (folder / "mfwrap_manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint: mfwrap_manifest\.json is missing; there is"):
+        load(0, str(folder), "plain", "fused SGD")
+
     record = folder / "mfwrap_sharded.json"
     content = json.loads(record.read_text(encoding="utf-8"))
     record.write_text(json.dumps(content | {"format_version": 0}), encoding="utf-8")
+    write_manifest(folder)
     with pytest.raises(ValueError, match=r"mfwrap_sharded\.json: expected format_version 1, got 0"):
         load(0, str(folder), "plain", "fused SGD")
 
     record.unlink()
     with pytest.raises(FileNotFoundError, match=r"mfwrap_sharded\.json"):
         load(0, str(folder), "plain", "fused SGD")
+
+
+def test_a_checkpoint_of_an_earlier_version(checkpoint, optimizer, tmp_path):
+    """A checkpoint without a manifest, as earlier versions wrote it, loads with a warning."""
+    folder = Path(shutil.copytree(checkpoint["folder"], tmp_path / "copy"))
+    (folder / "mfwrap_manifest.json").unlink()
+    record = json.loads((folder / "mfwrap_sharded.json").read_text(encoding="utf-8"))
+    del record["has_manifest"]
+    (folder / "mfwrap_sharded.json").write_text(json.dumps(record), encoding="utf-8")
+
+    with pytest.warns(UserWarning, match="because it has no manifest"):
+        loaded = load(0, str(folder), "plain", optimizer)["loaded"]
+
+    assert_same(loaded, checkpoint["saved"])
+
+
+def test_a_flipped_bit_in_a_shard(two_ranks, tmp_path):
+    """All ranks raise one error: file, tensor, and the checkpoint before it. Nothing changes."""
+    for step in (1, 2):
+        two_ranks.run(save, str(tmp_path / f"step-{step}"), "layers", "fused SGD")
+    shard = max((tmp_path / "step-2").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+    first, second = two_ranks.run(load_damaged, str(tmp_path / "step-2"))
+
+    assert first == second
+    assert first["unchanged"]
+    assert f"{shard.name} is damaged (checksum of tensor " in first["message"]
+    assert first["message"].endswith(f"newest intact checkpoint before it: {tmp_path / 'step-1'}")
 
 
 def test_nothing_in_a_checkpoint_is_pickled(checkpoint):

@@ -17,7 +17,7 @@ from mfwrap.sharded_checkpoint import load_sharded, save_sharded
 from support.fsdp.networks import Case, micro_batches_of, new_model, optimizer_of, sharded
 from support.fsdp.training import whole
 
-__all__ = ["load", "load_into_another", "save", "save_by_torch_alone"]
+__all__ = ["load", "load_damaged", "load_into_another", "save", "save_by_torch_alone"]
 
 NUM_BEFORE, NUM_AFTER = 4, 2
 
@@ -102,6 +102,20 @@ def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[
     loaded = _state(training)
     _train(training, rank, range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
     return {"loaded": loaded, "end": _state(training)}
+
+
+def load_damaged(rank: int, folder: str) -> dict[str, Any]:
+    """Load a damaged checkpoint; return the error, and whether the training state is unchanged."""
+    training = _training("layers", "fused SGD")
+    before = _state(training)
+    try:
+        load_sharded(folder, training.cell, training.scheduler)
+    except ValueError as error:
+        after = _state(training)
+        unchanged = all(torch.equal(after[name], value) for name, value in before.items())
+        return {"message": str(error), "unchanged": unchanged}
+    msg = "the damaged checkpoint was loaded"
+    raise AssertionError(msg)
 
 
 def load_into_another(rank: int, folder: str) -> dict[str, Any]:
