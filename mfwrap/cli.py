@@ -1,7 +1,7 @@
-"""The command line: check, run, write and convert recipes, and plot runs.
+"""The command line: check, run, write and convert recipes, plot runs, and verify checkpoints.
 
-Exit codes: 0 if all went well, 1 if a run failed, 2 if a recipe or the command is wrong, 130 if
-the user interrupted it.
+Exit codes: 0 if all went well, 1 if a run failed or a checkpoint is damaged, 2 if a recipe or the
+command is wrong, 130 if the user interrupted it.
 """
 
 import gc
@@ -238,6 +238,43 @@ def report(runs: Sequence[Path], output: Path | None) -> None:
     if page is None:
         page = runs[0] / "run.html" if len(runs) == 1 else Path("run.html")
     _draw(page, lambda: write_run_page(runs, page))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def verify(run: Path) -> None:
+    """Verify the checkpoints in the run folder RUN, or the one checkpoint RUN.
+
+    Every file is read and compared with the checksums that were taken when it was saved. The output
+    has a line for each checkpoint. For a damaged checkpoint, it names the file and the tensor, and
+    the exit code is 1.
+
+    \b
+    Examples:
+      mfwrap verify runs/causal_lm
+      mfwrap verify runs/causal_lm/checkpoint-50
+    """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
+    from mfwrap.checkpoints import verification  # noqa: PLC0415  (loads torch)
+
+    folders = verification.checkpoints_in(run) if run.is_dir() else []
+    if not folders:
+        msg = f"{run}: no checkpoint found; expected the folder of a run or of a checkpoint"
+        raise RecipeError(msg)
+    num_damaged = 0
+    for folder in folders:
+        try:
+            verified = verification.verify(folder)
+        except ValueError as error:
+            num_damaged += 1
+            click.echo(f"{folder}: damaged: {error}")
+            continue
+        if verified.caveat is None:
+            found = f"intact ({verified.num_files} files, {verified.num_bytes:,} bytes)"
+        else:
+            found = f"no damage found, but {verified.caveat}"
+        click.echo(f"{folder}: {found}")
+    if num_damaged:
+        sys.exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

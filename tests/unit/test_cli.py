@@ -14,6 +14,7 @@ from PIL import Image
 
 from mfwrap.cli import cli, main
 from mfwrap.recipe.library import shipped_recipes
+from support.checkpoint_folders import write_checkpoint
 from support.recipe_texts import recipe_text
 from support.run_folders import write_run, write_trainer_run
 
@@ -124,6 +125,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
             "--overwrite deletes the checkpoints that --resume needs",
         ),
         (["plot", "nowhere"], "nowhere is not a run folder"),
+        (["verify", "nowhere"], "nowhere: no checkpoint found; expected the folder of a run or of"),
         (["init", "causal_lmm"], "did you mean 'causal_lm'?"),
         (
             ["import-mindformers", "nowhere"],
@@ -325,3 +327,32 @@ def _weights(folder):
     from safetensors.torch import load_file  # noqa: PLC0415  (only this test needs it)
 
     return load_file(folder / "model" / "model.safetensors")
+
+
+def test_verify(tmp_path, capsys):
+    """`verify` prints a line for each checkpoint, and exits with 1 if one of them is damaged."""
+    for step in (2, 10):
+        write_checkpoint(tmp_path / f"checkpoint-{step}")
+    write_checkpoint(tmp_path / "checkpoint-11", listed=False)
+    intact = f"{tmp_path / 'checkpoint-2'}: intact (4 files, "
+    code, out, err = call(capsys, "verify", tmp_path)
+
+    lines = out.splitlines()
+    assert (code, len(lines), err) == (0, 3, "")
+    assert lines[0].startswith(intact)
+    assert lines[1].startswith(f"{tmp_path / 'checkpoint-10'}: intact (")
+    assert lines[2] == f"{tmp_path / 'checkpoint-11'}: no damage found, but it has no manifest"
+
+    weights = tmp_path / "checkpoint-10" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, out, err = call(capsys, "verify", tmp_path)
+
+    assert (code, err) == (1, "")
+    assert out.splitlines()[0].startswith(intact)
+    assert out.splitlines()[1] == (
+        f"{weights.parent}: damaged: model.safetensors is damaged (checksum of tensor weight "
+        "differs)"
+    )
+    assert call(capsys, "verify", weights.parent)[0] == 1
+    assert call(capsys, "verify", tmp_path / "checkpoint-2")[0] == 0
