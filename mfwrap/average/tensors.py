@@ -174,7 +174,7 @@ def buffer_places(parameters: object) -> dict[str, BufferPlace]:
     if not isinstance(parameters, nn.Module):
         return {}
     network = unwrapped_network(parameters)
-    persistent = network.state_dict(keep_vars=True)
+    persistent = network.state_dict()
     places = {}
     for name, _ in network.named_buffers():
         if name in persistent:

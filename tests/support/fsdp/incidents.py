@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfwrap import (
@@ -18,7 +18,9 @@ from mfwrap import (
     MFTrainOneStepCell,
     clip_by_global_norm,
 )
+from mfwrap.step.local_norms import tap
 from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all
+from mfwrap.tensors.wrappers import distributed_parts
 from support.fsdp.networks import (
     Case,
     micro_batches_of,
@@ -36,6 +38,8 @@ __all__ = [
     "count_messages",
     "evaluate_with_averages",
     "fail_in_a_micro_batch",
+    "forget_norms",
+    "keep_the_state",
     "meet_a_bad_loss",
     "meet_a_bad_loss_everywhere",
     "new_cell",
@@ -311,6 +315,26 @@ def train_with_a_divisor(rank: int) -> dict[str, Any]:
         outputs = [cell.step(micro_batches_of(case, step, rank)) for step in range(2)]
         ends.append([*_local_tensors(cell), *(output.global_norm for output in outputs)])
     return {"ends": ends}
+
+
+def forget_norms(rank: int) -> dict[str, int]:
+    """Return the number of norms that a step leaves of a part under DistributedDataParallel."""
+    case = Case("partly replicated")
+    network = sharded(new_model(per_token=False), case)
+    cell = new_cell(network, "fused SGD", local_norm=True)
+    cell(*micro_batches_of(case, 0, rank)[0])
+    [part] = distributed_parts(network)
+    return {"left": len(tap(part).squares)}
+
+
+def keep_the_state(rank: int) -> dict[str, bool]:
+    """Return which entries of a fused optimizer's state are distributed after a step."""
+    case = Case()
+    network = sharded(new_model(per_token=False), case)
+    cell = new_cell(network, "fused AdamW")
+    cell(*micro_batches_of(case, 0, rank)[0])
+    state = next(iter(cell.optimizer.state.values()))
+    return {name: isinstance(value, DTensor) for name, value in state.items()}
 
 
 def call_a_module_twice(rank: int) -> dict[str, Tensor]:

@@ -18,12 +18,16 @@ def be_refused(rank: int) -> dict[str, str]:
     [batch] = micro_batches_of(Case(), 0, rank)
     world = distributed.get_world_size()
 
-    def reduced_twice() -> None:
+    def reduced_twice(*, discarded: bool) -> None:
         network = sharded(new_model(per_token=False), Case())
         cell = new_cell(network, "fused SGD", local_norm=True)
         for _ in range(2):
             network(*batch).backward()
-        cell._update.measure()
+        if discarded:
+            # A step releases the present gradients before its own backward.
+            cell(*batch)
+        else:
+            cell._update.measure()
 
     def around_the_seam() -> None:
         network = sharded(new_model(per_token=False), Case())
@@ -50,7 +54,8 @@ def be_refused(rank: int) -> dict[str, str]:
         new_cell(network, "fused SGD", calculate_per_token_loss=True)
 
     return {
-        "reduced twice": _message(reduced_twice),
+        "reduced twice": _message(lambda: reduced_twice(discarded=False)),
+        "reduced twice, then discarded": _message(lambda: reduced_twice(discarded=True)),
         "around the seam": _message(around_the_seam),
         "local norm by hand": _message(lambda: placed_by_hand(local_norm=True)),
         "per token by hand": _message(lambda: placed_by_hand(calculate_per_token_loss=True)),

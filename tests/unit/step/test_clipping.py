@@ -45,6 +45,13 @@ def test_clip_by_global_norm_is_the_closed_form(values, clip_norm):
         torch.testing.assert_close(result.double(), expected, rtol=2e-6, atol=1e-30)
 
 
+def test_clip_by_global_norm_clips_to_one_by_default():
+    """The default norm is 1, as in MindSpore."""
+    [clipped] = clip_by_global_norm([torch.tensor([3.0, 4.0])])
+
+    torch.testing.assert_close(clipped, torch.tensor([0.6, 0.8]))
+
+
 def test_clip_by_global_norm_agrees_with_torch():
     """Results agree with torch's ``clip_grad_norm_``."""
     parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in range(3)]

@@ -369,6 +369,24 @@ def test_any_network_that_takes_the_number_of_items_is_counted():
     assert parts.denominator == batch["labels"].ne(IGNORED).sum()
 
 
+class WithAuxiliaryLoss(OwnModel):
+    """A network that adds a term of its weights, which autograd reaches on two ways."""
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        """Return the loss plus zero times a sum of the weights."""
+        weights = self.head.weight.sum()
+        loss = super().forward(input_ids, labels, num_items_in_batch)
+        return (weights + weights) * 0.0 + loss
+
+
+def test_a_further_term_does_not_hide_the_number_of_items():
+    """The number of items is found behind a term whose graph has repeated and missing nodes."""
+    network, batch = WithAuxiliaryLoss(), tokens()
+    parts = called(per_token(network), **batch)
+
+    torch.testing.assert_close(parts.numerator / parts.denominator, network(**batch))
+
+
 def test_an_encoder_decoders_labels_are_not_shifted():
     """Every label of an encoder-decoder counts as a target, including the first."""
     config = SimpleNamespace(is_encoder_decoder=True)

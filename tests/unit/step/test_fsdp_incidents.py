@@ -12,6 +12,8 @@ from support.fsdp.incidents import (
     count_messages,
     evaluate_with_averages,
     fail_in_a_micro_batch,
+    forget_norms,
+    keep_the_state,
     meet_a_bad_loss,
     meet_a_bad_loss_everywhere,
     norms_of_placed_tensors,
@@ -121,6 +123,23 @@ def test_local_norms_of_a_module_that_is_called_twice_are_exact(ranks):
         torch.testing.assert_close(norms["ours"], norms["expected"], rtol=1e-5, atol=0)
 
 
+def test_a_step_forgets_the_norms_that_it_has_used(ranks):
+    """A step of a network that is partly sharded keeps no norm of the part that is replicated.
+
+    A kept norm would count for a later gradient that is not reduced.
+    """
+    assert [rank["left"] for rank in ranks.run(forget_norms)] == [0] * ranks.number
+
+
+def test_a_step_count_is_not_distributed(ranks):
+    """After a fused update of shards, momenta are distributed, and step counts are not.
+
+    torch saves and loads the state in this form.
+    """
+    for kinds in ranks.run(keep_the_state):
+        assert kinds == {"step": False, "exp_avg": True, "exp_avg_sq": True}
+
+
 def test_a_divisor_of_ones_own_changes_nothing_per_token(ranks):
     """A custom gradient divisor does not change training with per-token losses."""
     for rank in ranks.run(train_with_a_divisor):
@@ -132,6 +151,7 @@ def test_what_cannot_be_exact_is_refused(ranks):
     """A setting whose result would be inexact raises an error that says why."""
     expected = {
         "reduced twice": "RuntimeError: `local_norm` needs gradients that are reduced once",
+        "reduced twice, then discarded": "",
         "around the seam": "RuntimeError: `local_norm` must be False with torch ",
         "local norm by hand": "ValueError: `local_norm` must be False for distributed parameters",
         "per token by hand": "ValueError: `calculate_per_token_loss` needs `fully_shard` to reduce",

@@ -274,10 +274,12 @@ def test_a_momentum_may_begin_late(settings, skip_first):
     assert run.skippable.skips_on_device
 
 
-def test_a_momentum_may_begin_late_in_one_fused_group_of_two():
-    """A late momentum agrees with unfused SGD if only its own group is fused."""
-    build = grouped(SGD, {}, {"fused": True}, lr=0.1, momentum=0.9)
-    run, expected = Run(build), Run(kind(SGD, lr=0.1, momentum=0.9))
+@pytest.mark.parametrize("fused_groups", [(False, True), (False, False)], ids=str)
+def test_a_momentum_may_begin_late_where_not_all_groups_are_fused(fused_groups):
+    """A late momentum agrees with unfused SGD if its group, or no group, is fused."""
+    groups = ({"fused": each} for each in fused_groups)
+    run = Run(grouped(SGD, *groups, lr=0.1, momentum=0.9, dampening=0.5))
+    expected = Run(kind(SGD, lr=0.1, momentum=0.9, dampening=0.5))
     for step in range(3):
         gradients = gradients_of(step)
         if step == 0:
@@ -285,6 +287,7 @@ def test_a_momentum_may_begin_late_in_one_fused_group_of_two():
         run.divided(gradients, 4.0)
         expected.plain(gradients)
 
+    assert tuple(group["fused"] for group in run.optimizer.param_groups) == fused_groups
     for ours, theirs in zip(run.weights(), expected.weights(), strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 

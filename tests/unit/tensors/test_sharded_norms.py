@@ -74,6 +74,7 @@ def test_norms_of_tensors_of_many_kinds():
 
     assert tensor_norms(tensors).tolist() == pytest.approx(expected, rel=1e-6)
     assert tensor_norms(tensors).dtype == torch.float32
+    assert tensor_norms(tensors[:1]).tolist() == pytest.approx(expected[:1], rel=1e-6)
 
 
 def test_the_square_of_all_elements():

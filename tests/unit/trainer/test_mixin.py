@@ -43,6 +43,24 @@ def test_settings_that_agree_are_kept(config):
     assert kept == dataclasses.replace(config, gradient_accumulation_steps=1)
 
 
+class TwoDevices(TrainingArguments):
+    """Arguments on a machine with two GPUs, on which one process uses DataParallel."""
+
+    @property
+    def n_gpu(self) -> int:
+        return 2
+
+
+def test_an_average_with_data_parallel_is_refused():
+    """An average in one process with several GPUs raises an error; without it, nothing raises."""
+    two = TwoDevices(output_dir="unused", use_cpu=True, report_to="none")
+    model = tiny_llama()
+
+    with pytest.raises(ValueError, match=r"`ema` must be None with DataParallel, .* with 2 GPUs"):
+        MFTrainer(model=model, args=two, ema=ExponentialMovingAverage(model))
+    assert MFTrainer(model=model, args=two).ema is None
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
