@@ -32,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from mfwrap.callbacks import LocalNormMonitor, MetricsRecorder, MFLossMonitor
+from mfwrap.checkpoints.folders import whole_folder
 from mfwrap.report import draw_run
 
 IGNORED_LABEL = -100
@@ -280,9 +281,10 @@ def save(
 ) -> None:
     """Write the models of raw and of averaged weights, and the picture of the run."""
     disable_progress_bar()
-    model.save_pretrained(arguments.output_dir / "model")
-    with ema.swap():
-        model.save_pretrained(arguments.output_dir / "model_ema")
+    with whole_folder(arguments.output_dir / "model") as written:
+        model.save_pretrained(written)
+    with ema.swap(), whole_folder(arguments.output_dir / "model_ema") as written:
+        model.save_pretrained(written)
     draw_run(
         arguments.output_dir,
         arguments.output_dir / "run.png",

@@ -15,7 +15,13 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
-from mfwrap.checkpoints.folders import PARTIAL, remove_checkpoints, staging_folder, whole_file
+from mfwrap.checkpoints.folders import (
+    PARTIAL,
+    remove_checkpoints,
+    staging_folder,
+    whole_file,
+    whole_folder,
+)
 from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
@@ -177,16 +183,26 @@ def finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, f
     """
     average = _average(trainer)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
-    trainer.save_model(str(folder / "model"))
+    _save_model(trainer, folder / "model")
     if average is not None:
         with average.swap():
             if trainer.eval_dataset is not None:
                 averaged = results_of(trainer.evaluate())
                 metrics |= {f"ema_{name}": value for name, value in averaged.items()}
-            trainer.save_model(str(folder / "model_ema"))
+            _save_model(trainer, folder / "model_ema")
     if metrics:
         recorder.write({"step": trainer.state.global_step, **metrics})
     return metrics
+
+
+def _save_model(trainer: Any, folder: Path) -> None:
+    """Save the model on every rank; the folder is complete or absent, also after a crash."""
+    if trainer.args.should_save:
+        with whole_folder(folder) as written:
+            trainer.save_model(str(written))
+    else:
+        # The other ranks write nothing, but they may have to send shards of the weights.
+        trainer.save_model(str(folder))
 
 
 def _average(trainer: Any) -> ExponentialMovingAverage | None:
@@ -278,7 +294,11 @@ def _checkpoints(folder: Path) -> list[Path]:
     They include checkpoints that a process had moved to the staging folder in order to replace
     them, and left there because the process was killed.
     """
-    replaced = [one for one in staging_folder(folder).glob("replaced/*") if one.is_dir()]
+    replaced = [
+        one
+        for one in staging_folder(folder).glob("replaced/*")
+        if one.is_dir() and _CHECKPOINT.fullmatch(one.name)
+    ]
     return [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
 
 
