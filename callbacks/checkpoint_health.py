@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mfwrap.records.json_lines import JsonLines, read_json_lines
+from mfwrap.records.run_files import open_records
 
 _FILE = "checkpoint_health.jsonl"
 
@@ -52,9 +53,18 @@ def newest_healthy_checkpoint(run_folder: str | Path) -> Path | None:
     return max(existing, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def record_health(run_folder: Path, health: CheckpointHealth) -> None:
-    """Append the health of a checkpoint to ``checkpoint_health.jsonl``."""
-    JsonLines(run_folder / _FILE).append(asdict(health))
+def open_health_records(run_folder: Path, global_step: int) -> JsonLines:
+    """Open ``checkpoint_health.jsonl`` at the start of a training; see `open_records`.
+
+    Raises:
+        OSError: If files cannot be written to the run folder.
+    """
+    return open_records(run_folder / _FILE, global_step)
+
+
+def record_health(lines: JsonLines, health: CheckpointHealth) -> None:
+    """Append the health of a checkpoint to the open file."""
+    lines.append(asdict(health))
 
 
 def recorded_health(run_folder: Path) -> Mapping[str, bool]:

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepOutput, StepReport
@@ -18,6 +18,7 @@ from mfwrap.arguments import check_bool, check_int, check_positive_number
 from mfwrap.callbacks.checkpoint_health import (
     CheckpointHealth,
     health_of,
+    open_health_records,
     record_health,
     recorded_health,
 )
@@ -26,13 +27,15 @@ from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
+from mfwrap.records.json_lines import JsonLines
+from mfwrap.trainer import MonitorCallback
 
 _PREFIX = "checkpoint-"
 _SPIKE_FACTOR = 10.0
 
 
 @final
-class CheckpointMonitor(TrainerCallback, ExportableState):
+class CheckpointMonitor(MonitorCallback, ExportableState):
     """Make a Trainer save by steps or time, keep the newest checkpoints, and record their health.
 
     The Trainer writes ``checkpoint-<step>``. Set the Trainer's ``save_strategy`` to ``"no"``;
@@ -127,6 +130,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._buffers: BufferWatch | None = None
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
+        self._lines: JsonLines | None = None
         self._begin(0)
 
     def _begin(self, global_step: int) -> None:
@@ -140,6 +144,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         self._is_spike = False
         self._reads = DeferredReads()
         self._is_time = False
+        self._recorded_step: int | None = None
         self._saved_at = self._clock()
 
     def state(self) -> dict[str, Any]:
@@ -167,6 +172,7 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         """Start the clock, and note which buffers hold infinities from the start.
 
         Raises:
+            OSError: If files cannot be written to the run folder.
             ValueError: If the Trainer has a ``save_total_limit``.
         """
         if self._keep and args.save_total_limit is not None:
@@ -178,6 +184,9 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             raise ValueError(msg)
         self._buffers = BufferWatch(model) if self._records_health and model is not None else None
         self._begin(state.global_step)
+        self._lines = None
+        if self._records_health and state.is_world_process_zero:
+            self._lines = open_health_records(Path(args.output_dir or "."), state.global_step)
 
     def on_step_end(
         self,
@@ -201,6 +210,29 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
             self._saved_at = self._clock()
         self._keep_values(step_output, step_report, args.device)
 
+    def on_pre_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **_: Any,
+    ) -> None:
+        """Record the health of the checkpoint that is about to be written."""
+        del args, control
+        self._reads.flush()
+        if not self._records_health:
+            return
+        self._recorded_step = state.global_step
+        name = f"{_PREFIX}{state.global_step}"
+        health = self._health(name, state.global_step, model, optimizer)
+        if self._lines is not None:
+            record_health(self._lines, health)
+            if not health.healthy:
+                reasons = ", ".join(health.reasons)
+                run_logger(__name__).warning("%s is unhealthy: %s", name, reasons)
+
     def on_save(
         self,
         args: TrainingArguments,
@@ -210,19 +242,12 @@ class CheckpointMonitor(TrainerCallback, ExportableState):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Record the health of the checkpoint just written; delete old checkpoints."""
-        del control
-        self._reads.flush()
+        """Record the checkpoint's health if `on_pre_save` was not called; delete old ones."""
+        if self._recorded_step != state.global_step:
+            self.on_pre_save(args, state, control, model, optimizer)
+        self._recorded_step = None
         self._is_time = False
         run_folder = Path(args.output_dir or ".")
-        folder = run_folder / f"{_PREFIX}{state.global_step}"
-        if self._records_health:
-            health = self._health(folder.name, state.global_step, model, optimizer)
-            if state.is_world_process_zero and folder.is_dir():
-                record_health(run_folder, health)
-                if not health.healthy:
-                    reasons = ", ".join(health.reasons)
-                    run_logger(__name__).warning("%s is unhealthy: %s", folder.name, reasons)
         if self._keep and state.is_world_process_zero:
             rotate_checkpoints(run_folder, self._keep, state.best_model_checkpoint)
         self._saved_at = self._clock()

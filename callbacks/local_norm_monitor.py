@@ -9,9 +9,10 @@ from transformers import TrainerState, TrainingArguments
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
 from mfwrap.arguments import check_int, directory_name
 from mfwrap.callbacks.shared.run_log import WarnOnce
-from mfwrap.callbacks.shared.tensorboard import summary_writer_class
-from mfwrap.collectives import gather_on_main
+from mfwrap.callbacks.shared.tensorboard import EventsFile, summary_writer_class
+from mfwrap.collectives import gather_on_main, num_ranks, this_rank
 from mfwrap.records.json_lines import JsonLines, rank_file
+from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
 _NO_LOCAL_NORMS = (
@@ -49,8 +50,8 @@ class LocalNormMonitor(MonitorCallback):
     Raises:
         ImportError: If `tensorboard_dir` is given and TensorBoard is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If `step_interval` is < 1. At the end of a step, if the loop has no
-            ``args.output_dir`` and `folder` is missing.
+        ValueError: If `step_interval` is < 1. At ``on_train_begin``, or else at the end of the
+            first step, if the loop has no ``args.output_dir`` and `folder` is missing.
     """
 
     def __init__(
@@ -64,11 +65,26 @@ class LocalNormMonitor(MonitorCallback):
         self._step_interval = step_interval
         self._folder = directory_name("folder", folder)
         self._events_folder = directory_name("tensorboard_dir", tensorboard_dir)
-        self._make_events = None if tensorboard_dir is None else summary_writer_class()
+        if tensorboard_dir is not None:
+            summary_writer_class()
         self._lines: list[JsonLines] = []
-        self._events: list[Any] = []
+        self._is_open = False
+        self._events: list[EventsFile] = []
         self._reads = DeferredReads()
         self._warn_once = WarnOnce(__name__)
+
+    def on_train_begin(
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        """Open the files on the main process.
+
+        Raises:
+            OSError: If files cannot be written to the run folder.
+            ValueError: If the loop has no ``args.output_dir`` and `folder` is missing.
+        """
+        self._reads.discard()
+        self._close()
+        self._open(args, state.global_step)
 
     def on_step_end(
         self,
@@ -80,6 +96,8 @@ class LocalNormMonitor(MonitorCallback):
     ) -> None:
         """Write the norms of an earlier step; start to gather the norms of this step."""
         self._reads.flush()
+        if not self._is_open:
+            self._open(args, state.global_step - 1)
         if state.global_step % self._step_interval:
             return
         output = None if step_report is None else step_report.output
@@ -89,8 +107,6 @@ class LocalNormMonitor(MonitorCallback):
         gathered = gather_on_main(output.local_norm)
         if gathered is None:
             return
-        if not self._lines:
-            self._open(args, len(gathered))
         step, names = state.global_step, step_report.local_norm_names
 
         def receive(values: Sequence[float]) -> None:
@@ -118,27 +134,32 @@ class LocalNormMonitor(MonitorCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write pending norms and close the TensorBoard files."""
         self._reads.flush()
-        self._lines = []
-        for events in self._events:
-            events.close()
-        self._events = []
+        self._close()
 
-    def _open(self, args: TrainingArguments | None, num_ranks: int) -> None:
+    def _open(self, args: TrainingArguments | None, global_step: int) -> None:
         folder = self._folder
         if folder is None and args is not None:
             folder = args.output_dir
         if folder is None:
             msg = "LocalNormMonitor needs `folder` in a loop without `args.output_dir`"
             raise ValueError(msg)
-        ranks = range(num_ranks)
-        self._lines = [JsonLines(rank_file(Path(folder), "local_norms", rank)) for rank in ranks]
-        if self._make_events is not None and self._events_folder is not None:
-            paths = [Path(self._events_folder, f"rank_{rank}") for rank in ranks]
-            self._events = [self._make_events(str(path)) for path in paths]
+        self._is_open = True
+        if this_rank():
+            return
+        files = [rank_file(Path(folder), "local_norms", rank) for rank in range(num_ranks())]
+        self._lines = [open_records(file, global_step) for file in files]
+        if self._events_folder is not None:
+            paths = [Path(self._events_folder, f"rank_{rank}") for rank in range(num_ranks())]
+            self._events = [EventsFile(path) for path in paths]
+
+    def _close(self) -> None:
+        for events in self._events:
+            events.close()
+        self._lines, self._events, self._is_open = [], [], False
 
     def _write(self, step: int, rank: int, names: Sequence[str], norms: Sequence[float]) -> None:
         tagged = {f"local_norm/{name}": n for name, n in zip(names, norms, strict=True)}
         self._lines[rank].append({"step": step, **tagged})
         if self._events:
             for tag, norm in tagged.items():
-                self._events[rank].add_scalar(tag, norm, global_step=step)
+                self._events[rank].add(tag, norm, step)

@@ -12,7 +12,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
-from mfwrap.records.json_lines import JsonLines, read_json_lines
+from mfwrap.records.json_lines import JsonLines, last_value
+from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
 
@@ -21,9 +22,11 @@ class MetricsRecorder(MonitorCallback):
     """Write a record per step, with `StepOutput`'s field names, and a record per evaluation.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
-    then synchronizes anyway. Only the main process writes. A resumed run drops the records after
-    its checkpoint and continues the file. If gradients are clipped, the first record has
-    ``max_grad_norm``.
+    then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
+    record has ``max_grad_norm``.
+
+    A training from the start renames an earlier run's file to ``metrics.jsonl.1``. A resumed
+    training removes the records that were written after its checkpoint, and continues the file.
 
     Args:
         folder: Run folder, which gets ``metrics.jsonl``.
@@ -38,27 +41,26 @@ class MetricsRecorder(MonitorCallback):
         self._says_evaluations = says_evaluations
         self._path = folder / "metrics.jsonl"
         self._prefix = "ema_" if evaluates_average else ""
-        self._lines = JsonLines(self._path)
+        self._lines: JsonLines | None = None
         self._reports: list[tuple[int, StepReport]] = []
         self._is_training = False
-        self._writes = False
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Begin the file; a resumed run keeps the records up to its checkpoint."""
+        """Open the file.
+
+        Raises:
+            OSError: If files cannot be written to the run folder.
+        """
         self._reports.clear()
-        self._is_training, self._writes = True, state.is_world_process_zero
-        if not self._writes:
+        self._is_training, self._lines = True, None
+        if not state.is_world_process_zero:
             return
-        records = read_json_lines(self._path) if self._path.exists() else []
-        self._path.unlink(missing_ok=True)
-        self._lines = JsonLines(self._path)
-        if args is not None and args.max_grad_norm:
-            self._lines.append({"max_grad_norm": args.max_grad_norm})
-        for record in records:
-            if 0 < record.get("step", 0) <= state.global_step:
-                self._lines.append(record)
+        self._lines = open_records(self._path, state.global_step)
+        limit = None if args is None else args.max_grad_norm
+        if limit and last_value(self._path, "max_grad_norm") != limit:
+            self._lines.append({"max_grad_norm": limit})
 
     def on_step_end(
         self,
@@ -69,7 +71,7 @@ class MetricsRecorder(MonitorCallback):
         **__: Any,
     ) -> None:
         """Keep the report of the step, whose numbers stay on the device."""
-        if self._writes and step_report is not None:
+        if self._lines is not None and step_report is not None:
             self._reports.append((state.global_step, step_report))
 
     def on_log(self, *_: Any, **__: Any) -> None:
@@ -94,7 +96,7 @@ class MetricsRecorder(MonitorCallback):
         **__: Any,
     ) -> None:
         """Write an evaluation during training."""
-        if self._writes and self._is_training and metrics is not None:
+        if self._lines is not None and self._is_training and metrics is not None:
             self.write_steps()
             results = {self._prefix + name: value for name, value in results_of(metrics).items()}
             self._lines.append({"step": state.global_step, **results})
@@ -106,12 +108,12 @@ class MetricsRecorder(MonitorCallback):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an additional record, on the main process only."""
-        if self._writes:
+        if self._lines is not None:
             self._lines.append(record)
 
     def write_steps(self) -> None:
         """Write the steps since the last call, with one copy from the device per field."""
-        if not self._reports:
+        if self._lines is None or not self._reports:
             return
         steps = [step for step, _ in self._reports]
         reports = [report for _, report in self._reports]
@@ -144,19 +146,26 @@ class ThroughputRecorder(TrainerCallback):
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._lines = JsonLines(folder / "throughput.jsonl")
+        self._path = folder / "throughput.jsonl"
+        self._lines: JsonLines | None = None
         self._clock = clock
         self._start = (0, 0.0)
 
     def on_train_begin(
         self,
-        args: TrainingArguments | None,  # noqa: ARG002  (the Trainer passes it by position)
+        args: TrainingArguments | None,
         state: TrainerState,
         *_: Any,
         **__: Any,
     ) -> None:
-        """Start the clock."""
-        self._start = state.global_step, self._clock()
+        """Open the file on the main process, and start the clock.
+
+        Raises:
+            OSError: If files cannot be written to the run folder.
+        """
+        is_main = state.is_world_process_zero
+        self._lines = open_records(self._path, state.global_step) if is_main else None
+        self.on_save(args, state)
 
     def on_log(
         self,
@@ -171,17 +180,27 @@ class ThroughputRecorder(TrainerCallback):
             return
         start, seconds = self._start
         self._start = state.global_step, self._clock()
-        if args is None or not state.is_world_process_zero or state.global_step == start:
+        if args is None or self._lines is None or state.global_step == start:
             return
         size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         samples = (state.global_step - start) * size
         record = {"throughput": samples / (self._start[1] - seconds)}
         self._lines.append({"step": state.global_step, **record})
 
-    # Restart the clock after an evaluation or a checkpoint, to leave its time out. The steps
-    # between the last log and this event are then not measured.
-    on_evaluate = on_train_begin
-    on_save = on_train_begin
+    def on_save(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002  (the Trainer passes it by position)
+        state: TrainerState,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Restart the clock, to leave the time of saving out.
+
+        The steps between the last log and this event are then not measured.
+        """
+        self._start = state.global_step, self._clock()
+
+    on_evaluate = on_save
 
 
 def _column(values: list[Tensor | None]) -> list[Any] | None:

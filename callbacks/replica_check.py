@@ -92,13 +92,16 @@ class ReplicaCheck(MonitorCallback):
         self._after_update: Tensor | None = None
         self._differing: dict[str, frozenset[str]] = {}
 
-    def on_train_begin(self, args: TrainingArguments | None, *_: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
         """Find the run folder; drop pending values of an earlier run."""
         output_dir = None if args is None else args.output_dir
         folder = self._folder or output_dir
         self._log = None
         if this_rank() == 0:
-            self._log = AnomalyLog(None if folder is None else Path(folder))
+            path = None if folder is None else Path(folder)
+            self._log = AnomalyLog(path, first_step=state.global_step)
         self._forget()
 
     def on_pre_optimizer_step(

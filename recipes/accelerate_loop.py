@@ -23,6 +23,7 @@ from transformers import HfArgumentParser, get_linear_schedule_with_warmup
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import MFLossMonitor
+from mfwrap.checkpoints.folders import whole_folder
 from mfwrap.recipes.causal_lm import Monitors, build_model, evaluate, text_loaders
 
 
@@ -144,6 +145,7 @@ def train_epoch(run: Training, epoch: int, monitors: Monitors) -> None:
                 step_report=run.attached.last_report,
             )
             if run.num_updates % run.arguments.checkpointing_steps == 0:
+                monitors.notify("on_pre_save")
                 accelerator.save_state(str(run.arguments.output_dir / f"step_{run.num_updates}"))
                 monitors.notify("on_save")
 
@@ -194,7 +196,8 @@ def main() -> None:
         )
     monitors.notify("on_train_end")
     if run.accelerator.is_main_process:
-        run.accelerator.unwrap_model(run.model).save_pretrained(arguments.output_dir / "model")
+        with whole_folder(arguments.output_dir / "model") as written:
+            run.accelerator.unwrap_model(run.model).save_pretrained(written)
     accelerator = run.accelerator
     # Release the network before the process group ends: otherwise the processes may hang at exit.
     del run, monitors

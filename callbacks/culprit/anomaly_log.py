@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, final
 
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.records.json_lines import JsonLines, rank_file
+from mfwrap.records.json_lines import rank_file
+from mfwrap.records.run_files import open_records
 
 _KINDS = {
     "loss_not_finite": "non-finite loss",
@@ -187,10 +188,16 @@ class AnomalyLog:
     Args:
         folder: Run folder; ``None`` writes to the log only.
         rank: Rank of this process. Ranks above 0 write ``anomalies_rank<rank>.jsonl``.
+        first_step: Steps finished before this training; 0 for a training from the start.
+
+    Raises:
+        OSError: If files cannot be written to the run folder.
     """
 
-    def __init__(self, folder: Path | None, rank: int = 0) -> None:
-        self._lines = None if folder is None else JsonLines(rank_file(folder, "anomalies", rank))
+    def __init__(self, folder: Path | None, rank: int = 0, *, first_step: int = 0) -> None:
+        self._lines = None
+        if folder is not None:
+            self._lines = open_records(rank_file(folder, "anomalies", rank), first_step)
 
     def write(self, anomaly: Anomaly) -> None:
         """Append an anomaly to the file, and log it in one line."""

@@ -72,6 +72,7 @@ class TrainingStateRun:
 
     Raises:
         ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
+        OSError: If files cannot be written to the run folder.
         ValueError: If the length of the run, or a folder that is needed, is unknown.
     """
 
@@ -90,13 +91,16 @@ class TrainingStateRun:
         threshold = settings.global_norm_spike_threshold
         self.clock = StepClock(settings.clock)
         self.finder = _finder(settings, args, model) if settings.find_culprit else None
-        self.writers = metric_writers(settings, args, folder, is_main=is_main)
         self.last_step = global_step
         self.has_outputs = False
         """Whether any step of this run has had an output."""
         self._settings = settings
         self._is_main = is_main
         self._length = run_length(settings, state, args, train_dataloader)
+        first_step = self._length.position(global_step).step
+        self.writers = metric_writers(
+            settings, args, folder, is_main=is_main, first_step=first_step
+        )
         self._samples_per_process = global_batch_size(settings, state, args) / num_ranks()
         self._metrics = StateMetrics(settings)
         self._watches = forward_watches(
@@ -105,7 +109,7 @@ class TrainingStateRun:
             is_compiled=_is_compiled(model, args),
         )
         self._is_watched = False
-        self._anomalies = AnomalyLog(folder, this_rank())
+        self._anomalies = AnomalyLog(folder, this_rank(), first_step=global_step)
         self._spike_guard = (
             SpikeGuard(threshold, folder, writes=is_main)
             if settings.check_for_global_norm

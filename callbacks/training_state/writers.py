@@ -13,7 +13,8 @@ from mfwrap.callbacks.shared.tensorboard import EventsFile
 from mfwrap.callbacks.training_state.metrics import Metric
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import this_rank
-from mfwrap.records.json_lines import JsonLines, rank_file
+from mfwrap.records.json_lines import JsonLines, last_value, rank_file
+from mfwrap.records.run_files import open_records
 
 
 @final
@@ -23,9 +24,10 @@ class MetricWriters:
     Args:
         logs: Write metrics with the format ``"log"`` to the log; ``False`` ignores this format.
         tensorboard: Folder of the events file; ``None`` writes no curves.
-        json_lines: JSON Lines file; ``None`` writes no records.
+        json_lines: JSON Lines file of this training; ``None`` writes no records.
         log_to: Called with the metrics for trackers and the step; ``None`` keeps them in `tracked`.
-        max_grad_norm: Limit of the global norm, added to the first record; ``None`` adds nothing.
+        max_grad_norm: Limit of the global norm. It is added to the next record if the file does not
+            have it yet; ``None`` adds nothing.
 
     Raises:
         ImportError: If `tensorboard` is given and TensorBoard is not installed.
@@ -36,17 +38,19 @@ class MetricWriters:
         *,
         logs: bool,
         tensorboard: Path | None = None,
-        json_lines: Path | None = None,
+        json_lines: JsonLines | None = None,
         log_to: Callable[[dict[str, float], int], None] | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
         self._logs = logs
         self._log_to = log_to
-        self._once = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
+        # A resumed training continues a file that has the limit already.
+        known = None if json_lines is None else last_value(json_lines.path, "max_grad_norm")
+        self._once = {} if max_grad_norm in {None, known} else {"max_grad_norm": max_grad_norm}
         self.tracked: dict[str, float] = {}
         """Newest values of the metrics for trackers, by tag."""
         self._events = None if tensorboard is None else EventsFile(tensorboard)
-        self._lines = None if json_lines is None else JsonLines(json_lines)
+        self._lines = json_lines
 
     def write(
         self,
@@ -118,6 +122,7 @@ def metric_writers(
     folder: Path | None,
     *,
     is_main: bool,
+    first_step: int,
 ) -> MetricWriters:
     """Return the writers that the settings request on this rank.
 
@@ -127,6 +132,7 @@ def metric_writers(
         folder: Run folder; ``None`` if unknown.
         is_main: Whether this is the main process. Only the main process writes to the log and to
             trackers.
+        first_step: Steps of the records before this training; 0 for a training from the start.
 
     Raises:
         ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
@@ -135,7 +141,7 @@ def metric_writers(
     if settings.tensorboard_dir is not None:
         curves = Path(settings.tensorboard_dir, f"rank_{rank}" if rank else "")
     if folder is not None and "jsonl" in settings.formats:
-        lines = rank_file(folder, "training_state", rank)
+        lines = open_records(rank_file(folder, "training_state", rank), first_step)
     return MetricWriters(
         logs=is_main,
         tensorboard=curves,

@@ -44,6 +44,7 @@ from mfwrap.collectives import any_rank, raising_together
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.records.run_files import resume_records, save_records
 from mfwrap.step.cell import scale_of
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
@@ -324,7 +325,9 @@ class AttachedStep:
             self._accelerator.scaler = self._scaler
             self.is_loading = False
         if folder is not None:
-            self.load_files(Path(folder).expanduser())
+            path = Path(folder).expanduser()
+            self.load_files(path)
+            resume_records(path)
         return loaded
 
     def _on_save(self, models: object, weights: object, output_dir: str) -> None:
@@ -335,6 +338,7 @@ class AttachedStep:
             # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
             (self._saved_folder / MANIFEST).unlink(missing_ok=True)
         self.save_files(self._saved_folder, each_node=each_node)
+        save_records(self._saved_folder)
 
     def save_files(self, folder: Path, *, each_node: bool = False) -> None:
         """Flush the step, then write loss scale, counts and average into a checkpoint.

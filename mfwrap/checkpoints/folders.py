@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,12 +38,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         with naming_written_file(partial):
             yield partial
-        _sync(partial)
+        sync(partial)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -102,7 +103,7 @@ def move_into_place(written: Path, final: Path) -> None:
         replaced.parent.mkdir(parents=True, exist_ok=True)
         final.rename(replaced)
     written.rename(final)
-    _sync(parent)
+    sync(parent)
     shutil.rmtree(staging_folder(parent), ignore_errors=True)
 
 
@@ -142,7 +143,7 @@ def adopt_files(written: Path, final: Path) -> None:
         # view of the disk can still list the moved files, so `exists` cannot replace this handler.
         return
     _sync_all(final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
 
 
@@ -166,14 +167,30 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+def check_writable(folder: Path) -> None:
+    """Create a folder if it is missing, and check that files can be written to it.
+
+    Raises:
+        OSError: If they cannot. The message names the folder and the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        msg = f"cannot write to the folder {folder}: {error.strerror}; choose a writable folder"
+        raise OSError(error.errno, msg) from error
+
+
 def _sync_all(folder: Path) -> None:
     """Sync a folder, and all files and folders in it, to disk."""
     for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Sync a file to disk, or the names of the files in a folder."""
     # Do not sync on Windows, which can sync neither a folder nor a file that is open for reading.
     if sys.platform == "win32":
         return

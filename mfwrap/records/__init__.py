@@ -6,9 +6,10 @@ from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
     from mfwrap.records.json_lines import JsonLines, read_json_lines
+    from mfwrap.records.run_files import resume_records, save_records
     from mfwrap.records.run_record import RunRecord
 
-__all__ = ["JsonLines", "RunRecord", "read_json_lines"]
+__all__ = ["JsonLines", "RunRecord", "read_json_lines", "resume_records", "save_records"]
 
 __getattr__ = package_getattr(
     __name__,
@@ -16,5 +17,7 @@ __getattr__ = package_getattr(
         "JsonLines": "mfwrap.records.json_lines",
         "RunRecord": "mfwrap.records.run_record",
         "read_json_lines": "mfwrap.records.json_lines",
+        "resume_records": "mfwrap.records.run_files",
+        "save_records": "mfwrap.records.run_files",
     },
 )

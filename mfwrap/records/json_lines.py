@@ -70,6 +70,26 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def last_value(path: Path, key: str) -> Any:
+    """Return the value of a key in the last record that has it; ``None`` if no record has it.
+
+    Parses only lines with the key's name, so a file of many megabytes takes milliseconds. A missing
+    file counts as an empty file.
+
+    Args:
+        path: File that `JsonLines` wrote.
+        key: Name of the value.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    end = len(content)
+    while (found := content.rfind(json.dumps(key).encode(), 0, end)) >= 0:
+        end = content.rfind(b"\n", 0, found) + 1
+        record = _parsed(content[end:].partition(b"\n")[0]) or {}
+        if key in record:
+            return record[key]
+    return None
+
+
 def rank_file(folder: Path, name: str, rank: int) -> Path:
     """Return a rank's file: ``<name>.jsonl`` for rank 0, else ``<name>_rank<rank>.jsonl``."""
     return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")
@@ -78,6 +98,12 @@ def rank_file(folder: Path, name: str, rank: int) -> Path:
 def is_object(line: bytes) -> bool:
     """Return whether a line is a JSON object in valid UTF-8."""
     return _parsed(line) is not None
+
+
+def step_of(line: bytes) -> int:
+    """Return the step of a record; 0 if the line is not a record or the record has no step."""
+    step = (_parsed(line) or {}).get("step")
+    return step if isinstance(step, int) else 0
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:

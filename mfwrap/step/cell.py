@@ -4,6 +4,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.records.run_files import resume_records, save_records
 from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
@@ -106,8 +108,8 @@ def remove_grad_scaler(accelerator: "Accelerator") -> None:
         optimizer.scaler = None
 
 
-def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
-    """Make an accelerator flush a cell before each save.
+def join_saves(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
+    """Make an accelerator flush a cell before each save, and commit the run's records with it.
 
     The cell's ``state_dict`` flushes, too, but accelerate saves the schedule before it calls the
     cell's ``state_dict``. Without this hook, the saved schedule would lack the step of the last
@@ -122,12 +124,18 @@ def flush_before_save(accelerator: "Accelerator", flush: Callable[[], None]) -> 
     """
     method = weakref.WeakMethod(flush)
 
-    def before_save(*_: object) -> None:
+    def before_save(_models: object, _weights: object, output_dir: str) -> None:
         alive = method()
         if alive is not None:
             alive()
+            save_records(Path(output_dir))
+
+    def before_load(_models: object, input_dir: str) -> None:
+        if method() is not None:
+            resume_records(Path(input_dir))
 
     accelerator.register_save_state_pre_hook(before_save)
+    accelerator.register_load_state_pre_hook(before_load)
 
 
 class MFTrainOneStepCell(LossScaleHooks):
@@ -270,7 +278,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
         if accelerator is not None:
             remove_grad_scaler(accelerator)
-            flush_before_save(accelerator, self.flush)
+            join_saves(accelerator, self.flush)
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
 

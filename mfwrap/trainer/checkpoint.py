@@ -31,6 +31,7 @@ from mfwrap.checkpoints.verification import (
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
 
 if TYPE_CHECKING:
@@ -111,6 +112,18 @@ class Checkpoints:
         check_average(Path(found), is_given=self._keeps_average)
         return Path(found).name
 
+    def restore_records(self, checkpoint: Path | None) -> None:
+        """Cut the record files of the run back to a checkpoint, on every rank.
+
+        Args:
+            checkpoint: Checkpoint that the training resumes from; ``None`` for a training from the
+                start.
+        """
+        if checkpoint is not None:
+            run_folder = Path(str(self._trainer.args.output_dir))
+            step = self._trainer.state.global_step
+            resume_run(checkpoint, run_folder, step)
+
     def restore_callbacks(self) -> None:
         """Restore the callbacks from the trainer state that was loaded from a checkpoint."""
         saved: Any = self._trainer.state.stateful_callbacks or {}
@@ -145,8 +158,9 @@ class Checkpoints:
         """
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
+        known = {"model": trainer.model, "optimizer": trainer.optimizer}
         for callback in monitors(trainer.callback_handler.callbacks):
-            callback.on_pre_save(args, trainer.state, trainer.control, model=trainer.model)
+            callback.on_pre_save(args, trainer.state, trainer.control, **known)
         self._clear_callback_states()
         staging = staging_folder(run_folder)
         if args.should_save or args.local_process_index == 0:
@@ -174,6 +188,7 @@ class Checkpoints:
         model: Any = trainer.model
         for callback in monitors(trainer.callback_handler.callbacks):
             callback.save_into(written, args, model)
+        save_records(written, final.parent)
         best_step = trainer.state.best_global_step
         if best_step:
             best = final.parent / f"checkpoint-{best_step}"

@@ -45,7 +45,7 @@ class MonitorCallback(TrainerCallback):
             args: The trainer's arguments; ``None`` in a loop without a Trainer.
             state: State of the loop.
             control: Flags of the loop.
-            known: Further keywords: ``model``.
+            known: Further keywords: ``model`` and ``optimizer``.
         """
 
     def save_into(self, folder: Path, args: Any, model: nn.Module) -> None:

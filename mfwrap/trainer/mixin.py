@@ -30,6 +30,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
+from mfwrap.records.run_files import records_of_training
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -190,6 +191,7 @@ class MFTrainerMixin(_Base):
         with (
             self._losses.filtering(),
             self._position.of_training(resume_from_checkpoint, self.args),
+            records_of_training(),
             flushed_at_end(self.attached, self.callback_handler.callbacks),
             self._termination,
         ):
@@ -222,6 +224,7 @@ class MFTrainerMixin(_Base):
     def _before_event(self, event: str) -> None:
         """Bring the log and the data position up to date before callbacks are called."""
         if event == "on_train_begin":
+            self._checkpoints.restore_records(self._position.resumed_from)
             if self._position.resumed_from is not None:
                 for callback in monitors(self.callback_handler.callbacks):
                     callback.resume_from(self._position.resumed_from)

@@ -29,7 +29,12 @@ from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
 from support.small_networks import Classifier, labelled_batches
 
-__all__ = ["gather_norms", "losses_shown", "save_an_overflow", "train_monitored"]
+__all__ = [
+    "gather_norms",
+    "losses_shown",
+    "save_an_overflow",
+    "train_monitored",
+]
 
 NAN = float("nan")
 

@@ -31,7 +31,7 @@ class RankPool:
     def __init__(self, num_ranks: int, folder: Path) -> None:
         # Both ranks are forked from a process that has imported these modules, which takes seconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mfwrap.trainer", "support.ranks.pool"])
+        context.set_forkserver_preload(["mfwrap.trainer", "mfwrap.callbacks"])
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):

@@ -8,6 +8,7 @@ from mfwrap.callbacks import newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_health import (
     CheckpointHealth,
     health_of,
+    open_health_records,
     record_health,
 )
 
@@ -16,9 +17,10 @@ NAN = math.nan
 
 def test_the_last_record_counts(tmp_path):
     """The last record of a checkpoint counts, and only an existing checkpoint is returned."""
+    lines = open_health_records(tmp_path, 0)
     for step, healthy in ((2, True), (10, True), (4, True), (4, False), (30, True)):
         record_health(
-            tmp_path, CheckpointHealth(checkpoint=f"checkpoint-{step}", step=step, healthy=healthy)
+            lines, CheckpointHealth(checkpoint=f"checkpoint-{step}", step=step, healthy=healthy)
         )
     for step in (2, 4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, newest_healthy_checkpoint
-from mfwrap.callbacks.checkpoint_health import CheckpointHealth, record_health
+from mfwrap.callbacks.checkpoint_health import CheckpointHealth, open_health_records, record_health
 from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
@@ -246,12 +246,11 @@ def test_what_is_left(num_kept, best, healthy, left, tmp_path):
 
     Other folders stay too, but the remains of an interrupted removal are deleted.
     """
+    lines = open_health_records(tmp_path, 0)
     for step in (1, 2, 3, 4, 10):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
         name = f"checkpoint-{step}"
-        record_health(
-            tmp_path, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy)
-        )
+        record_health(lines, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy))
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "checkpoint.partial" / "removed" / "checkpoint-0").mkdir(parents=True)
     rotate_checkpoints(
@@ -307,7 +306,7 @@ def test_a_step_reads_nothing(tmp_path):
 
     trainer = trained(tmp_path, monitor, callbacks=[Keep()], max_steps=1)
     state, args = TrainerState(max_steps=99), trainer.args
-    monitor.on_train_begin(args, TrainerState())
+    monitor.on_train_begin(args, TrainerState(global_step=1))
     step_output, step_report = outputs[0]
     values = {"step_output": step_output, "step_report": step_report}
 

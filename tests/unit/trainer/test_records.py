@@ -1,6 +1,16 @@
 """The records of a run belong to its checkpoints: on several ranks, after a kill, on resuming."""
 
+import functools
+import random
+
+import pytest
+
+from mfwrap.callbacks import CheckpointMonitor, MetricsRecorder
+from mfwrap.records import read_json_lines
+from mfwrap.trainer import MFTrainer
 from support.ranks.monitors import save_an_overflow
+from support.recorded_training import LOOPS, records_in, run
+from support.trainer_runs import new_trainer, train
 
 
 def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path):
@@ -23,3 +33,49 @@ def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path)
             )
         },
     }
+
+
+def test_a_second_training_in_the_same_folder(tmp_path):
+    """A training from the start keeps the records of the first one under another name."""
+    monitors = [MetricsRecorder(tmp_path, evaluates_average=False), CheckpointMonitor(2)]
+    for number in range(2):
+        trainer = new_trainer(MFTrainer, tmp_path, callbacks=monitors)
+        if number:
+            with pytest.warns(UserWarning, match="has records of an earlier run"):
+                train(trainer)
+        else:
+            train(trainer)
+
+    for name in ("metrics.jsonl", "checkpoint_health.jsonl"):
+        first, second = (read_json_lines(tmp_path / each) for each in (f"{name}.1", name))
+        assert [each.get("step") for each in first] == [each.get("step") for each in second]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Return a function that trains without a kill, and returns operations and records."""
+
+    @functools.cache
+    def train_unbroken(loop):
+        folder = tmp_path_factory.mktemp("unbroken") / "run"
+        return run(loop, folder), records_in(folder)
+
+    return train_unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("loop", LOOPS)
+def test_kills_before_file_operations(loop, seed, unbroken, tmp_path):
+    """A run that is killed before file operations and resumed has the records of an unbroken run.
+
+    The run is killed twice: once on its way from the start, and once more after the resume.
+    """
+    num_operations, expected = unbroken(loop)
+    draw = random.Random(seed)  # noqa: S311  (test data, not cryptography)
+    run(loop, tmp_path / "run", kill_at=draw.randint(1, num_operations))
+    run(loop, tmp_path / "run", kill_at=draw.randint(1, num_operations))
+    run(loop, tmp_path / "run")
+
+    assert records_in(tmp_path / "run") == expected

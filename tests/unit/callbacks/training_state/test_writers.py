@@ -10,7 +10,7 @@ from mfwrap.callbacks.shared.progress import RunLength
 from mfwrap.callbacks.training_state import TrainingStateSettings, writers
 from mfwrap.callbacks.training_state.metrics import Metric
 from mfwrap.callbacks.training_state.writers import MetricWriters, metric_writers
-from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 LENGTH = RunLength(num_epochs=2, steps_per_epoch=3, num_steps=6)
 METRICS = [
@@ -36,7 +36,7 @@ def test_each_format_gets_its_metrics(tmp_path, caplog):
     target = MetricWriters(
         logs=True,
         tensorboard=tmp_path / "curves",
-        json_lines=tmp_path / "state.jsonl",
+        json_lines=JsonLines(tmp_path / "state.jsonl"),
         log_to=lambda values, step: tracked.append((step, values)),
     )
     write(target)
@@ -68,10 +68,10 @@ def test_without_targets_values_for_trackers_are_kept(caplog):
 
 
 def test_the_limit_of_the_norm_is_in_the_first_record_only(tmp_path):
-    """Only the first record of a run has `max_grad_norm`, which does not change."""
-    target = MetricWriters(logs=False, json_lines=tmp_path / "state.jsonl", max_grad_norm=0.5)
-    write(target, step=1)
-    write(target, step=2)
+    """Only a file's first record has `max_grad_norm`, also if a resumed training continues it."""
+    lines = JsonLines(tmp_path / "state.jsonl")
+    for step in (1, 2):
+        write(MetricWriters(logs=False, json_lines=lines, max_grad_norm=0.5), step=step)
 
     records = read_json_lines(tmp_path / "state.jsonl")
     assert [record.get("max_grad_norm") for record in records] == [0.5, None]
@@ -79,7 +79,7 @@ def test_the_limit_of_the_norm_is_in_the_first_record_only(tmp_path):
 
 def test_evaluations_have_records_of_their_own(tmp_path):
     """The results of an evaluation are one record; without results nothing is written."""
-    target = MetricWriters(logs=False, json_lines=tmp_path / "state.jsonl")
+    target = MetricWriters(logs=False, json_lines=JsonLines(tmp_path / "state.jsonl"))
     target.write_evaluation(3, {"eval_loss": 2.0})
     target.write_evaluation(4, {})
     MetricWriters(logs=False).write_evaluation(5, {"eval_loss": 2.0})
@@ -104,7 +104,7 @@ def test_files_of_each_rank(rank, lines, curves, tmp_path, monkeypatch, caplog):
         log_to=lambda values, _: tracked.append(values),
     )
     arguments = TrainingArguments(output_dir="unused", max_grad_norm=0.25, report_to=[])
-    target = metric_writers(settings, arguments, tmp_path, is_main=rank == 0)
+    target = metric_writers(settings, arguments, tmp_path, is_main=rank == 0, first_step=0)
     write(target)
     target.close()
     (record,) = read_json_lines(tmp_path / lines)
@@ -116,6 +116,6 @@ def test_files_of_each_rank(rank, lines, curves, tmp_path, monkeypatch, caplog):
 
 def test_no_records_without_their_format(tmp_path):
     """Without the format 'jsonl', a known folder gets no file."""
-    write(metric_writers(TrainingStateSettings(), None, tmp_path, is_main=True))
+    write(metric_writers(TrainingStateSettings(), None, tmp_path, is_main=True, first_step=0))
 
     assert list(tmp_path.iterdir()) == []

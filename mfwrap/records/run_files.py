@@ -1,0 +1,294 @@
+"""Commit the records of a run together with a checkpoint, and cut them back on resuming.
+
+A checkpoint holds the lengths of the run's record files, one list per rank. The files are synced to
+disk before the checkpoint gets its name, so whoever finds the checkpoint also finds the records.
+Records that were written later are cut off when a training resumes. So after a crash at any moment,
+the files hold each step up to the checkpoint once, and the resumed training writes the rest.
+"""
+
+import contextlib
+import json
+import os
+import re
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.folders import check_writable, sync, whole_file
+from mfwrap.collectives import num_ranks, this_rank
+from mfwrap.records.json_lines import JsonLines, step_of
+
+_LIST = "mfwrap_records_{}.json"
+_LIST_NAME = re.compile(r"mfwrap_records_(\d+)\.json")
+_FORMAT_VERSION = 1
+_LENGTH_OF_END = 4096
+
+
+class _Committed(NamedTuple):
+    """A record file as it was when a checkpoint was written; all 0 if there was no such file."""
+
+    num_bytes: int
+    crc32_of_end: int
+    """CRC-32 of the last 4096 bytes, by which a file of another run is recognized."""
+
+
+@final
+class RunFiles:
+    """Open the record files of this process, commit them with checkpoints, and cut them back."""
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[JsonLines] = weakref.WeakSet()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a training from the start: files that are opened from now on start empty."""
+        self._checkpoint: Path | None = None
+        self._committed: dict[Path, _Committed] = {}
+        self._is_fork = False
+        self._cut_at: dict[Path, int] = {}
+
+    def open(self, path: Path, global_step: int) -> JsonLines:
+        """Open a record file at the start of a training, and remove what does not belong to it.
+
+        - In a training from the start, a file with records is renamed to ``<name>.1`` (``.2``, ...
+          if that exists), with a warning: it belongs to an earlier run.
+        - In a resumed training, records that were written after the checkpoint are cut off. If the
+          checkpoint has no length of the file, records of later steps are removed.
+
+        Args:
+            path: The file. Its folder is created.
+            global_step: Steps finished before this training; 0 for a training from the start.
+
+        Raises:
+            OSError: If files cannot be written to the folder.
+        """
+        path = path.absolute()
+        check_writable(path.parent)
+        committed = self._committed.pop(path, None)
+        if self._cut_at.get(path) != global_step:
+            if committed is not None:
+                self._cut(path, committed, global_step)
+            elif self._is_fork or not global_step:
+                _set_aside(path)
+            else:
+                _remove_later_records(path, global_step)
+        lines = JsonLines(path)
+        self._open.add(lines)
+        return lines
+
+    def save(self, checkpoint: Path, run_folder: Path | None = None) -> None:
+        """Sync the open files to disk, and write their lengths into a checkpoint.
+
+        Writes nothing if no file is open.
+
+        Args:
+            checkpoint: Folder of the checkpoint; created if it is missing.
+            run_folder: Folder that `checkpoint` will be in when it is complete; ``None`` if it is
+                there already.
+        """
+        committed = dict(self._committed)
+        for path in {lines.path for lines in self._open}:
+            committed[path] = _Committed(0, 0)
+            if path.exists():
+                sync(path)
+                committed[path] = _Committed(size := path.stat().st_size, _crc_of_end(path, size))
+        written = checkpoint / _LIST.format(this_rank())
+        if not committed:
+            written.unlink(missing_ok=True)  # of an earlier save in the same folder
+            return
+        for folder in {path.parent for path in committed if path.exists()}:
+            sync(folder)
+        base = (checkpoint.parent if run_folder is None else run_folder).absolute()
+        content = {
+            "format_version": _FORMAT_VERSION,
+            "num_ranks": num_ranks(),
+            "files": {
+                os.path.relpath(path, base): each._asdict() for path, each in committed.items()
+            },
+        }
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        with whole_file(written) as partial:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def resume(
+        self, checkpoint: Path, *, run_folder: Path | None = None, global_step: int = 0
+    ) -> None:
+        """Resume from a checkpoint: cut back the files that it lists, at the latest in `open`.
+
+        Args:
+            checkpoint: Folder of the checkpoint.
+            run_folder: Folder of the resumed run. If `checkpoint` is in it, all listed files in the
+                folder are cut back at once. Otherwise the training is a new branch: files of the
+                first run stay as they are, and files that are opened from now on start empty.
+                ``None``: each file is cut back when it is opened.
+            global_step: Steps finished before the checkpoint. Only needed with `run_folder`.
+
+        Raises:
+            ValueError: If a list of lengths is damaged.
+        """
+        self.begin()
+        base = checkpoint.absolute().parent
+        self._checkpoint = checkpoint
+        self._committed = {
+            Path(os.path.normpath(base / name)): committed
+            for path in _own_lists(checkpoint)
+            for name, committed in _read(path)[1].items()
+        }
+        if run_folder is None:
+            return
+        inside = {path for path in self._committed if path.is_relative_to(base)}
+        self._is_fork = base.resolve() != run_folder.resolve()
+        for path in inside:
+            if self._is_fork:
+                del self._committed[path]
+            else:
+                self._cut(path, self._committed[path], global_step)
+
+    def _cut(self, path: Path, committed: _Committed, global_step: int) -> None:
+        self._cut_at[path] = global_step
+        size = path.stat().st_size if path.exists() else 0
+        num_bytes = committed.num_bytes
+        if size < num_bytes or _crc_of_end(path, num_bytes) != committed.crc32_of_end:
+            warnings.warn(
+                f"{path} has changed since {self._checkpoint} was written: the first {num_bytes} "
+                f"of its {size} bytes are expected to be the same; records may be missing",
+                stacklevel=callers_stacklevel(),
+            )
+            if global_step:
+                _remove_later_records(path, global_step)
+            else:
+                _set_aside(path)
+        elif num_bytes == 0:
+            path.unlink(missing_ok=True)
+        elif size > num_bytes:
+            os.truncate(path, num_bytes)
+
+
+_RUN_FILES = RunFiles()
+
+open_records = _RUN_FILES.open
+
+
+def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:
+    """Commit the record files of this process with a checkpoint, in a loop of your own.
+
+    Syncs the files that monitors have open to disk, and writes their lengths into
+    ``mfwrap_records_<rank>.json`` in the checkpoint, if there are any. Call it on every rank, after
+    `MonitorCallback.on_pre_save` of the monitors. `MFTrainer`, ``accelerator.save_state`` of an
+    attached accelerator, and ``save_state`` of an accelerator that a cell was given call it
+    themselves.
+
+    Args:
+        checkpoint: Folder of the checkpoint; created if it is missing.
+        run_folder: Folder that `checkpoint` will be in when it is complete; ``None`` if it is there
+            already.
+
+    Raises:
+        OSError: If a file cannot be synced or written.
+    """
+    _RUN_FILES.save(checkpoint, run_folder)
+
+
+def resume_records(checkpoint: Path) -> None:
+    """Continue the record files of a checkpoint, in a loop of your own.
+
+    When a monitor opens a file, at the latest at ``on_train_begin``, the records that were written
+    after the checkpoint are cut off. A file that has lost records since then gives a warning. Call
+    it on every rank, before ``on_train_begin`` of the monitors. `MFTrainer` and ``load_state`` of
+    the accelerators that `save_records` names call it themselves.
+
+    Args:
+        checkpoint: Folder that was given to `save_records`.
+
+    Raises:
+        ValueError: If a list of lengths is damaged.
+    """
+    _RUN_FILES.resume(checkpoint)
+
+
+@contextlib.contextmanager
+def records_of_training() -> Iterator[None]:
+    """Begin a training within the block; afterwards forget which checkpoint it resumed from."""
+    _RUN_FILES.begin()
+    try:
+        yield
+    finally:
+        _RUN_FILES.begin()
+
+
+def resume_run(checkpoint: Path, run_folder: Path, global_step: int) -> None:
+    """Resume the records of a Trainer's run; see `RunFiles.resume`."""
+    _RUN_FILES.resume(checkpoint, run_folder=run_folder, global_step=global_step)
+
+
+def _crc_of_end(path: Path, num_bytes: int) -> int:
+    """Return the CRC-32 of the last 4096 of a file's first `num_bytes` bytes."""
+    if num_bytes == 0:
+        return 0
+    start = max(num_bytes - _LENGTH_OF_END, 0)
+    with path.open("rb") as file:
+        file.seek(start)
+        return zlib.crc32(file.read(num_bytes - start))
+
+
+def _own_lists(checkpoint: Path) -> Iterator[Path]:
+    """Yield the lists that this rank applies: its own, and those of ranks that are no longer."""
+    lists = {
+        int(match[1]): path
+        for path in sorted(checkpoint.glob("*"))
+        if (match := _LIST_NAME.fullmatch(path.name))
+    }
+    if not lists:
+        return
+    # A folder that was written to before may still have lists of further ranks. The list of the
+    # lowest rank is always new.
+    written_by, _ = _read(lists[min(lists)])
+    for rank, path in lists.items():
+        if rank < written_by and rank % num_ranks() == this_rank():
+            yield path
+
+
+def _read(path: Path) -> tuple[int, dict[str, _Committed]]:
+    """Return the number of ranks, and the committed files by name."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: _Committed(**each) for name, each in content["files"].items()}
+        num_written_by, version = int(content["num_ranks"]), content["format_version"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        msg = f"{path} is damaged; delete it, and records of later steps are removed by their step"
+        raise ValueError(msg) from error
+    if version != _FORMAT_VERSION:
+        msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
+        raise ValueError(msg)
+    return num_written_by, files
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a file that has records."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+    warnings.warn(
+        f"{path} has records of an earlier run; it was renamed to {aside.name}",
+        stacklevel=callers_stacklevel(),
+    )
+
+
+def _remove_later_records(path: Path, global_step: int) -> None:
+    """Remove the records of steps after `global_step`; keep lines that are no records."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if step_of(line) <= global_step]
+    if not kept:
+        path.unlink()
+    elif len(kept) < len(lines):
+        with whole_file(path) as partial:
+            partial.write_bytes(b"".join(kept))
