@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, 
 
 from mfwrap.checkpoints.folders import (
     adopt_files,
+    check_writable,
     complete_move,
     move_into_place,
     remove_checkpoints,
@@ -57,6 +58,21 @@ class Checkpoints:
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
         self.saved_step: int | None = None
         """Step of the last checkpoint of this training; ``None`` before the first one."""
+
+    def check_run_folder(self) -> None:
+        """Check on all ranks that files can be written to the run folder.
+
+        Does nothing if neither the Trainer saves checkpoints nor a callback is a `MonitorCallback`.
+
+        Raises:
+            OSError: On all ranks, if any rank cannot write.
+        """
+        args = self._trainer.args
+        writes = args.save_strategy != "no" or monitors(self._trainer.callback_handler.callbacks)
+        if not writes:
+            return
+        with raising_together():
+            check_writable(Path(str(args.output_dir)))
 
     def checked(self, asked_for: Any, trial: Any) -> Any:
         """Find the checkpoint to resume from, and check that it is intact and fits the trainer.

@@ -168,13 +168,15 @@ class MFTrainerMixin(_Base):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train as the Trainer does; first check the checkpoint to resume from.
+        """Train as the Trainer does; first check the run folder and the checkpoint to resume from.
 
         Raises:
+            OSError: If files cannot be written to the run folder, on any rank. All ranks raise it.
             ValueError: If the checkpoint is incomplete, belongs to another network, or holds an
                 average while the trainer keeps none. The message names the newest complete
                 checkpoint before it. Nothing has been loaded when the error is raised.
         """
+        self._checkpoints.check_run_folder()
         if resume_from_checkpoint:
             resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)
         return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)

@@ -32,6 +32,7 @@ from support.small_networks import Classifier, labelled_batches
 __all__ = [
     "gather_norms",
     "losses_shown",
+    "refuse_a_folder",
     "save_an_overflow",
     "train_monitored",
 ]
@@ -222,6 +223,24 @@ def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
         "num_losses": monitor["num_losses"] + monitor["num_not_finite"],
         "steps": at_save.steps,
     }
+
+
+def refuse_a_folder(rank: int, folder: str) -> str:
+    """Start a training on two machines, the second of which cannot write; return the error."""
+    new_accelerator()
+    trainer = MFTrainer(
+        _LossInMapping(),
+        TrainingArguments(str(Path(folder, "0")), report_to="none", use_cpu=True),
+        train_dataset=[{"inputs": torch.zeros(3), "labels": torch.tensor(0)}],
+    )
+    if rank == 1:
+        Path(folder, "file").touch()
+        trainer.args.output_dir = str(Path(folder, "file", "1"))
+    try:
+        trainer.train()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def gather_norms(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 import functools
 import random
+import re
 
 import pytest
+from transformers import Trainer
 
-from mfwrap.callbacks import CheckpointMonitor, MetricsRecorder
+from mfwrap.callbacks import CheckpointMonitor, MetricsRecorder, TrainingStateMonitor
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
-from support.ranks.monitors import save_an_overflow
+from support.ranks.monitors import refuse_a_folder, save_an_overflow
 from support.recorded_training import LOOPS, records_in, run
 from support.trainer_runs import new_trainer, train
 
@@ -33,6 +35,30 @@ def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path)
             )
         },
     }
+
+
+def test_a_folder_that_one_rank_cannot_write(two_ranks, tmp_path):
+    """All ranks raise the same error before the first step, and no rank waits for another."""
+    folder = re.escape(str(tmp_path / "file" / "1"))
+    message = rf"\[Errno \d+\] cannot write to the folder {folder}: Not a directory; choose .*"
+    first, second = two_ranks.run(refuse_a_folder, str(tmp_path))
+
+    assert first == second
+    assert re.fullmatch(message, first)
+
+
+@pytest.mark.parametrize("kind", [MFTrainer, Trainer])
+def test_a_folder_that_cannot_be_written(kind, tmp_path):
+    """A training whose run folder cannot be written ends before its first step."""
+    trainer = new_trainer(
+        kind, tmp_path / "run", callbacks=[TrainingStateMonitor(weight_state_format="jsonl")]
+    )
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").touch()
+
+    with pytest.raises(OSError, match=f"cannot write to the folder {tmp_path / 'run'}: File exi"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_second_training_in_the_same_folder(tmp_path):
