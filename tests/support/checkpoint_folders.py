@@ -1,5 +1,6 @@
 """Small checkpoints, and ways to damage them."""
 
+import itertools
 import json
 import random
 import shutil
@@ -16,6 +17,7 @@ from mfwrap.checkpoints.manifest import files_of, write_manifest
 __all__ = [
     "MANIFEST",
     "Damage",
+    "copied",
     "damages",
     "join_weights",
     "list_sizes_only",
@@ -101,7 +103,7 @@ class Damage(NamedTuple):
     """Size of the truncated file in bytes; ignored for a flip."""
 
     def __str__(self) -> str:
-        """Return a name for the ID of a test case."""
+        """Return what the damage is, for the message of a test that fails."""
         return f"{self.file}: " + (f"cut {self.size}" if self.bit is None else f"bit {self.bit}")
 
     def do(self, folder: Path) -> None:
@@ -117,9 +119,10 @@ class Damage(NamedTuple):
 
 
 def damages(folder: Path, number: int, seed: int) -> Iterator[Damage]:
-    """Yield random damages of a checkpoint, with the same number of cases for each file.
+    """Yield random damages of a checkpoint: two flipped bits for each truncation.
 
-    Every fourth case is a truncation. The first and the last bit and byte of each file come first.
+    The files take turns. A quarter of the cases is at the beginning of a file, and a quarter at its
+    end.
 
     Args:
         folder: The checkpoint.
@@ -127,16 +130,14 @@ def damages(folder: Path, number: int, seed: int) -> Iterator[Damage]:
         seed: Seed of the random numbers.
     """
     generator = random.Random(seed)  # noqa: S311  (test data, not cryptography)
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-    sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
-    for case in range(number):
-        file = list(sizes)[case % len(sizes)]
-        size, turn = sizes[file], case // len(sizes)
-        if turn % 4 == 3:
-            yield Damage(file, None, [0, size - 1, generator.randrange(size)][turn // 4 % 3])
-        else:
-            bit = {0: 0, 1: 8 * size - 1}.get(turn, generator.randrange(8 * size))
-            yield Damage(file, bit, size)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in itertools.islice(itertools.cycle(paths), number):
+        file, size = path.relative_to(folder).as_posix(), path.stat().st_size
+        place = generator.choice(
+            [0, size - 1, generator.randrange(size), generator.randrange(size)]
+        )
+        bit = 8 * place + generator.randrange(8)
+        yield Damage(file, generator.choice([None, bit, bit]), place)
 
 
 def copied(folder: Path, target: Path) -> Path:
