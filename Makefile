@@ -55,11 +55,12 @@ format: $(VENV)/.linked ## format the code and repair what ruff can repair
 	$(RUN) -m ruff format
 
 # Without PYTHONSAFEPATH, because the scripts import modules from their own folder.
-benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure everything after backward, and whole steps of the Trainer, beside peers
+benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure everything after backward, whole steps of the Trainer, beside peers, and checksums
 	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/distributed.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/monitors.py
+	PYTHONSAFEPATH= $(RUN) benchmarks/verification.py
 
 docs: $(VENV)/.installed-docs $(VENV)/.linked ## build the site of the documentation into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

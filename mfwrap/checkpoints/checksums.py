@@ -52,11 +52,11 @@ def checksums(extents: Iterable[Extent]) -> Generator[str]:
     Reading and hashing release Python's global lock, so up to eight threads work at the same time.
     If the iterator is closed early, ranges that no thread has begun are not read.
     """
-    with ThreadPoolExecutor(min(_MAX_THREADS, _num_cores())) as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, num_cores())) as pool:
         yield from pool.map(checksum, extents)
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))

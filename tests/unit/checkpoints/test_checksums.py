@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize("num_cores", [1, 4])
 def test_the_order(tmp_path, monkeypatch, num_cores):
     """Checksums come in the order of the ranges, with one thread or several."""
-    monkeypatch.setattr(module, "_num_cores", lambda: num_cores)
+    monkeypatch.setattr(module, "num_cores", lambda: num_cores)
     content = os.urandom(BLOCK)
     (tmp_path / "file").write_bytes(content)
     # The first ranges are the longest, so they end last if threads work at the same time.
