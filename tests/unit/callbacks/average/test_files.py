@@ -118,7 +118,7 @@ def test_a_damaged_file_is_refused(tmp_path, name):
     resumed, _, _ = trainer_of(tmp_path, "own average", seed=1)
     before = weights_of(resumed.model)
 
-    with pytest.raises(ValueError, match=re.escape(f"checkpoint-4: {name} has")):
+    with pytest.raises(ValueError, match=re.escape(f"checkpoint-4: {name} is damaged")):
         resumed.train(resume_from_checkpoint=True)
 
     assert_same_state(before, weights_of(resumed.model))
