@@ -172,49 +172,59 @@ class _RecordsAtSave(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
         """Read the files before the callbacks that are listed later write anything."""
-        for path in sorted(Path(args.output_dir).glob("*.jsonl")) if state.global_step == 4 else ():
-            records = read_json_lines(path)
-            self.steps[path.name] = [record["step"] for record in records if "step" in record]
+        if state.global_step == 4:
+            self.steps = _steps_in(args.output_dir)
+
+
+def _steps_in(folder: str) -> dict[str, list[int]]:
+    return {
+        path.name: [record["step"] for record in read_json_lines(path) if "step" in record]
+        for path in sorted(Path(folder).glob("*.jsonl"))
+    }
 
 
 def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
-    """Train with a NaN on rank 1 in step 4, which is saved and not logged.
+    """Train with a NaN on rank 1 in step 4, which is saved and not logged; resume after step 4.
 
     Returns:
         Records of the anomalies, steps in each file of records as soon as the checkpoint has its
-        name, and the number of losses in the epoch mean that the checkpoint holds.
+        name and at the end of the resumed training, and the number of losses in the epoch mean that
+        the checkpoint holds.
     """
-    new_accelerator()
     inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=2), strict=True))
     inputs[7] = NAN  # two rows per step, the second of them on rank 1
     rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
-    torch.manual_seed(0)
-    trainer = MFTrainer(
-        _LossInMapping(),
-        TrainingArguments(
-            folder,
-            max_steps=6,
-            per_device_train_batch_size=1,
-            train_sampling_strategy="sequential",
-            logging_steps=3,
-            save_steps=4,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        train_dataset=rows,
-        callbacks=[
-            at_save := _RecordsAtSave(),
-            MetricsRecorder(Path(folder), evaluates_average=False),
-            TrainingStateMonitor(local_norm_format="jsonl"),
-            LocalNormMonitor(),
-            MFLossMonitor(per_print_times=5),
-        ],
-        step=StepConfig(local_norm=True),
-    )
-    trainer.train()
+    at_save = _RecordsAtSave()
+    for checkpoint in (None, str(Path(folder, "checkpoint-4"))):
+        new_accelerator()
+        torch.manual_seed(0)
+        trainer = MFTrainer(
+            _LossInMapping(),
+            TrainingArguments(
+                folder,
+                max_steps=6,
+                per_device_train_batch_size=1,
+                train_sampling_strategy="sequential",
+                logging_steps=3,
+                save_steps=4,
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=rows,
+            callbacks=[
+                at_save,
+                MetricsRecorder(Path(folder), evaluates_average=False),
+                TrainingStateMonitor(local_norm_format="jsonl"),
+                LocalNormMonitor(),
+                MFLossMonitor(per_print_times=5),
+            ],
+            step=StepConfig(local_norm=True),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
     state = json.loads(Path(folder, "checkpoint-4", "trainer_state.json").read_text("utf-8"))
     monitor = state["stateful_callbacks"]["MFLossMonitor"]["attributes"]["saved_mean"]
+    distributed.barrier()
     return {
         "anomalies": [
             {name: record[name] for name in ("step", "kind", "ranks")}
@@ -222,6 +232,7 @@ def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
         ],
         "num_losses": monitor["num_losses"] + monitor["num_not_finite"],
         "steps": at_save.steps,
+        "resumed": _steps_in(folder),
     }
 
 

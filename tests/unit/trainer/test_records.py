@@ -16,25 +16,25 @@ from support.trainer_runs import new_trainer, train
 
 
 def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path):
-    """All ranks look for the culprit before one rank saves; all records precede the checkpoint."""
+    """All ranks look for the culprit before one rank saves; all records precede the checkpoint.
+
+    A training that resumes from the checkpoint has each step once in the files of all ranks.
+    """
     first, second = two_ranks.run(save_an_overflow, str(tmp_path))
 
     expected = [{"step": 4, "kind": "loss_not_finite", "ranks": [1]}]
     assert first["anomalies"] == second["anomalies"] == expected
     assert first["num_losses"] == 4
-    assert first["steps"] == {
-        "anomalies.jsonl": [4],
-        **{
-            name: [1, 2, 3, 4]
-            for name in (
-                "local_norms.jsonl",
-                "local_norms_rank1.jsonl",
-                "metrics.jsonl",
-                "training_state.jsonl",
-                "training_state_rank1.jsonl",
-            )
-        },
-    }
+    files = [
+        "local_norms",
+        "local_norms_rank1",
+        "metrics",
+        "training_state",
+        "training_state_rank1",
+    ]
+    for name, steps in (("steps", [1, 2, 3, 4]), ("resumed", [1, 2, 3, 4, 5, 6])):
+        expected_steps = {f"{file}.jsonl": steps for file in files}
+        assert first[name] == {"anomalies.jsonl": [4], **expected_steps}
 
 
 def test_a_folder_that_one_rank_cannot_write(two_ranks, tmp_path):
