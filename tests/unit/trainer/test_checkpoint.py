@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
+from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.verification import verify
-from mfwrap.trainer import MFTrainer
+from mfwrap.trainer import MFTrainer, MonitorCallback
 from support.resumed_training import (
     PLAIN,
     RunSettings,
@@ -105,6 +106,36 @@ def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, f
     again.train(resume_from_checkpoint=last)
     assert_same_state(unbroken[1], end_of(again))
     assert_whole(tmp_path)
+
+
+def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path):
+    """A file that a killed process has left in the temporary folder is not in a new checkpoint."""
+    left = staging_folder(tmp_path) / "checkpoint-2" / "left.bin"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"left")
+
+    trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(2)])
+
+    assert "left.bin" not in files(tmp_path / "checkpoint-2")
+
+
+class Resumed(MonitorCallback):
+    """Record the checkpoints from which a training resumes."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+
+    def resume_from(self, folder: Path) -> None:
+        self.folders.append(folder)
+
+
+def test_a_monitor_gets_the_checkpoint_that_is_resumed(tmp_path):
+    """A monitor gets the checkpoint's folder once in a resumed training, and never in a new one."""
+    first, again = Resumed(), Resumed()
+    trained(tmp_path, EVERY_OTHER, callbacks=[first, StopAfter(2)])
+    resume(tmp_path / "checkpoint-2", tmp_path, EVERY_OTHER, callbacks=[again, StopAfter(4)])
+
+    assert (first.folders, again.folders) == ([], [tmp_path / "checkpoint-2"])
 
 
 def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):

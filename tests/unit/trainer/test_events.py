@@ -243,6 +243,26 @@ def test_after_sigterm_a_step_asks_for_a_checkpoint_and_the_end(is_requested):
     assert control.should_evaluate
 
 
+@pytest.mark.parametrize(
+    ("epoch", "is_requested", "expected"),
+    [(1.5, True, False), (2.0, True, True), (1.5, False, True)],
+    ids=["in the middle", "at the end", "not stopping"],
+)
+def test_after_sigterm_an_epoch_that_is_not_complete_is_not_evaluated(
+    epoch, is_requested, expected
+):
+    """The evaluation and checkpoint of an epoch are cancelled only if the epoch is incomplete."""
+    control = TrainerControl(should_evaluate=True, should_save=True)
+
+    with RankTermination() as termination:
+        if is_requested:
+            os.kill(os.getpid(), signal.SIGTERM)
+        termination.stops_after(3)
+        TerminationCallback(termination).on_epoch_end(None, TrainerState(epoch=epoch), control)
+
+    assert control.should_evaluate == control.should_save == expected
+
+
 class Named(TrainerCallback, ExportableState):
     """Export `value` as state, but not `name`."""
 

@@ -60,6 +60,7 @@ def test_each_log_of_a_loss_has_what_the_step_knows(tmp_path):
     counts = [tuple(entry[name] for name in names) for entry in steps]
     assert counts == [(1, 0, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1)]
     assert [entry["loss_scale"] for entry in steps] == [1024.0] * 4
+    assert all(type(entry[name]) is int for entry in steps for name in names)
     assert not added.keys() & whole.keys()
     assert repr(json.loads(json.dumps(steps))) == repr(steps)
 
