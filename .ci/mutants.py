@@ -268,16 +268,17 @@ def tests_for(mutant: Mutant, files: Sequence[str], baseline: Mapping[str, Any])
 
     Returns:
         Files whose tests call the mutated function: first those of the module's name, then the
-        others, the fastest first. Then the candidates that start ranks, because calls in other
-        processes are not noted. Files that exceed `SECONDS` in all are left out.
+        others, the fastest first. Then files that start ranks, because calls in other processes
+        are not noted: the candidates, then the others. Files that exceed `SECONDS` in all are left
+        out.
     """
     seconds, called = baseline["seconds"], baseline["called"]
     function = f"{mutant.path} {mutant.function}"
     own = {test.relative_to(ROOT).as_posix() for test in tests_of(ROOT / mutant.path)}
     calling = [file for file, functions in called.items() if function in functions]
     calling.sort(key=lambda file: (file not in own, seconds[file]))
-    on_ranks = [file for file in files if "ranks" in (ROOT / file).read_text(encoding="utf-8")]
-    on_ranks.sort(key=lambda file: (file not in own, seconds[file]))
+    on_ranks = [file for file in seconds if "ranks" in (ROOT / file).read_text(encoding="utf-8")]
+    on_ranks.sort(key=lambda file: (file not in own, file not in files, seconds[file]))
     kept: list[str] = []
     left = SECONDS
     for file in dict.fromkeys([*calling, *on_ranks]):

@@ -129,13 +129,13 @@ def test_buffers_are_copied_when_averaging():
     ema.update()
 
     assert torch.equal(ema.state_dict()["buffers"]["norm.running_mean"], torch.zeros(4))
-    for applied in (None, APPLIED):
+    for mean, applied in ((4.0, None), (5.0, APPLIED)):
         network.norm.running_mean += 1
         ema.update(applied)
         ema.update(applied)
-    buffers = ema.state_dict()["buffers"]
-    assert torch.equal(buffers["norm.running_mean"], torch.full((4,), 5.0))
-    assert buffers["norm.num_batches_tracked"] == 5
+        buffers = ema.state_dict()["buffers"]
+        assert torch.equal(buffers["norm.running_mean"], torch.full((4,), mean))
+        assert buffers["norm.num_batches_tracked"] == 5
 
 
 def test_names_are_those_without_torch_compile():
