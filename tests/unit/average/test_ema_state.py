@@ -107,6 +107,7 @@ def removed(*path: str):
         (replaced("buffers", COPIED[2], torch.ones(())), ValueError, "`buffers` .*num_batches"),
         (replaced("counters", "num_calls", 3), TypeError, "`counters` .*'num_calls'"),
         (replaced("counters", "num_calls", torch.full((), -1)), ValueError, "`counters` .*>= 0"),
+        (replaced("counters", "applied_updates", torch.full((), -1)), ValueError, ".*got -1 and"),
     ],
 )
 def test_foreign_state_changes_nothing(change, error, message):

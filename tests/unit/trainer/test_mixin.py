@@ -14,6 +14,7 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.callbacks import History
+from mfwrap.schedules.deferred import DeferredSchedule
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.mixin import loop_settings
 from support.trainer_runs import new_trainer, tiny_llama, train
@@ -41,6 +42,17 @@ def test_settings_that_agree_are_kept(config):
     kept = loop_settings(config, arguments())
 
     assert kept == dataclasses.replace(config, gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize(("kind", "is_deferred"), [("linear", True), ("greedy", False)])
+def test_a_schedule_that_is_stepped_with_a_metric_is_not_deferred(kind, is_deferred, tmp_path):
+    """Only a schedule that is stepped without a metric is deferred."""
+    settings = {"lr_scheduler_type": kind, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = new_trainer(MFTrainer, tmp_path, **settings)
+    trainer.create_optimizer()
+    schedule = trainer.create_scheduler(num_training_steps=4, optimizer=trainer.optimizer)
+
+    assert isinstance(schedule, DeferredSchedule) == is_deferred
 
 
 class TwoDevices(TrainingArguments):
