@@ -1,6 +1,7 @@
 """Seed every test, reset shared state after it, and skip CUDA tests where there is no CUDA."""
 
 import gc
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from support.ranks.pool import RankPool
+
+# Compare the collectives of all ranks in every test. The variable must be set before mfwrap is
+# imported; processes that tests start inherit it.
+os.environ["MFWRAP_DEBUG_COLLECTIVES"] = "1"
 
 settings.register_profile(
     "mfwrap",

@@ -118,15 +118,19 @@ def broadcast_from_main(tensor: Tensor) -> None:
         distributed.broadcast(tensor, src=0)
 
 
-def gather_objects(value: _T) -> list[_T]:
+def gather_objects(value: _T, group: "distributed.ProcessGroup | None" = None) -> list[_T]:
     """Gather the values of all ranks on every rank, in the order of ranks.
 
     The values are pickled. Synchronizes with the device, so do not call it in an ordinary step.
+
+    Args:
+        value: Any value that can be pickled.
+        group: Ranks to gather from; ``None`` for all ranks.
     """
     if num_ranks() == 1:
         return [value]
-    values = [value] * num_ranks()
-    distributed.all_gather_object(values, value)
+    values = [value] * len(ranks_of(group))
+    distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -158,6 +162,13 @@ def _portable(error: Exception) -> Exception:
     if type(error).__module__ == "builtins":
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def ranks_of(group: "distributed.ProcessGroup | None" = None) -> list[int]:
+    """Return the ranks of a group; with ``None``, all ranks."""
+    return (
+        distributed.get_process_group_ranks(group) if group is not None else [*range(num_ranks())]
+    )
 
 
 def _has_group() -> bool:

@@ -91,7 +91,7 @@ def test_one_rank_raises_its_own_error():
     with pytest.raises(ValueError, match="own") as caught, collectives.raising_together():
         raise ValueError("own")  # noqa: EM101  (a test's error)
 
-    assert caught.traceback[-1].path.name == "test_collectives.py"
+    assert caught.traceback[-1].path.name == "test_calls.py"
     assert fail_together(0, {}) is None
 
 

@@ -1,0 +1,35 @@
+"""Start collectives, count ranks, and report ranks that do not take part."""
+
+from mfwrap.collectives.calls import (
+    add_over_ranks,
+    any_rank,
+    broadcast_from_main,
+    gather_objects,
+    gather_on_all,
+    gather_on_main,
+    is_first_on_node,
+    num_ranks,
+    raising_together,
+    ranks_of,
+    this_rank,
+)
+from mfwrap.collectives.debug import compare_if_asked
+from mfwrap.collectives.watch import RankWatch, rank_watch
+
+__all__ = [
+    "RankWatch",
+    "add_over_ranks",
+    "any_rank",
+    "broadcast_from_main",
+    "gather_objects",
+    "gather_on_all",
+    "gather_on_main",
+    "is_first_on_node",
+    "num_ranks",
+    "raising_together",
+    "rank_watch",
+    "ranks_of",
+    "this_rank",
+]
+
+compare_if_asked()

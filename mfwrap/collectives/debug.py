@@ -1,0 +1,250 @@
+"""Compare the collectives of all ranks before they start, to find ranks that disagree.
+
+Set the environment variable ``MFWRAP_DEBUG_COLLECTIVES=1`` to turn this on. The functions of
+``torch.distributed`` then compare themselves across ranks through the key-value store before they
+start: those that mfwrap calls, and those that accelerate, transformers or the user's program call.
+Without the variable, this module replaces nothing.
+
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` also compares collectives, but names no call sites. In torch
+2.13, DistributedDataParallel over gloo ends with a segmentation fault in that mode.
+
+Collectives that torch starts in C++ are not compared: those of DistributedDataParallel's reducer
+and of DTensors. If a rank is inside one of them and another rank is not, a report says where both
+are.
+"""
+
+import functools
+import inspect
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, final
+
+from torch import Tensor, distributed
+
+from mfwrap.collectives import calls
+from mfwrap.collectives.places import is_skipped, named_ranks, place_of
+from mfwrap.collectives.watch import has_keys, rank_watch
+
+VARIABLE = "MFWRAP_DEBUG_COLLECTIVES"
+"""Environment variable that turns the comparison on: ``1`` for on, ``0`` or empty for off."""
+
+SECONDS_BEFORE_REPORT = 5.0
+"""Time after which a rank that has not come is reported."""
+
+_COMPARED: dict[str, str | None] = {
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_object": None,
+    "all_reduce": "tensor",
+    "all_to_all": None,
+    "all_to_all_single": None,
+    "barrier": None,
+    "broadcast": "tensor",
+    "broadcast_object_list": None,
+    "gather": "tensor",
+    "gather_object": None,
+    "monitored_barrier": None,
+    "reduce": "tensor",
+    "reduce_scatter": None,
+    "reduce_scatter_tensor": "input",
+    "scatter": "tensor",
+    "scatter_object_list": None,
+}
+"""Functions of ``torch.distributed`` that are compared, and the parameter that must have the same
+shape and dtype on all ranks."""
+
+_logger = logging.getLogger("mfwrap")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCall:
+    """What one rank starts."""
+
+    name: str
+    """Name of the function, with the tensor's dtype and shape if there is one tensor."""
+
+    site: str
+    """Innermost frames of the caller."""
+
+    own_line: str
+    """File and line that called mfwrap's collective; empty if mfwrap did not start it."""
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.site}"
+
+
+def compare_if_asked() -> None:
+    """Compare the collectives of all ranks from now on, if the environment variable says so.
+
+    Raises:
+        ValueError: If the variable is neither empty nor 0 nor 1.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        msg = f"{VARIABLE} must be 0 or 1, got {value!r}"
+        raise ValueError(msg)
+    if value != "1" or not distributed.is_available():
+        return
+    for name, parameter in _COMPARED.items():
+        function = getattr(distributed, name)
+        if not hasattr(function, "is_compared"):
+            setattr(distributed, name, _compared(function, parameter))
+    distributed.init_process_group = _watched(distributed.init_process_group)
+
+
+def _compared(function: Callable[..., Any], parameter: str | None) -> Callable[..., Any]:
+    """Return a function that first compares itself across ranks."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        if distributed.is_initialized():
+            given = signature.bind(*args, **keywords).arguments
+            tensor = None if parameter is None else given.get(parameter)
+            frame = sys._getframe(1)  # noqa: SLF001  (no public name)
+            _compare(_call(function.__name__, tensor, frame), given.get("group"))
+        return function(*args, **keywords)
+
+    wrapper.is_compared = True  # type: ignore[attr-defined]  # (marks the wrapper)
+    return wrapper
+
+
+def _watched(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that also starts this process's watch, which tells where its rank is."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **keywords: Any) -> None:
+        function(*args, **keywords)
+        rank_watch()
+
+    return wrapper
+
+
+def _call(name: str, tensor: Any, frame: FrameType) -> CollectiveCall:
+    if isinstance(tensor, Tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        name = f"{name} of {dtype}{list(tensor.shape)}"
+    own_line = ""
+    if frame.f_code.co_filename == calls.__file__:
+        outer = frame.f_back
+        while outer is not None and is_skipped(outer.f_code.co_filename):
+            outer = outer.f_back
+        if outer is not None:
+            own_line = f"{outer.f_code.co_filename}:{outer.f_lineno}"
+    return CollectiveCall(name=name, site=place_of(frame), own_line=own_line)
+
+
+def _compare(call: CollectiveCall, group: Any) -> None:
+    global _comparison  # noqa: PLW0603  (one comparison per process and process group)
+    group = distributed.group.WORLD if group is None else group
+    # A rank outside of the group has an int instead of a group.
+    if isinstance(group, int) or distributed.get_world_size(group) == 1:
+        return
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
+    if _comparison is None or _comparison.belongs_to is not store:
+        try:
+            _comparison = Comparison(store, calls.this_rank())
+        except (RuntimeError, NotImplementedError):
+            # A store that cannot be cloned, such as that of torch's fake process group.
+            return
+    ranks = distributed.get_process_group_ranks(group)
+    _comparison.compare(call, ranks, getattr(group, "group_name", ""))
+
+
+@final
+class Comparison:
+    """Compare the calls of this rank with those of the other ranks, group by group.
+
+    Args:
+        store: Key-value store that the ranks share. The comparison opens a connection of its own.
+        rank: This rank.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.belongs_to = store
+        self._store = distributed.distributed_c10d.PrefixStore("mfwrap/collectives", store.clone())
+        self._timeout = store.timeout.total_seconds()
+        self._rank = rank
+        self._numbers: Counter[str] = Counter()
+
+    def compare(self, call: CollectiveCall, ranks: Sequence[int], group: str) -> None:
+        """Wait until all ranks of a group have come to this call, and compare what they start.
+
+        Args:
+            call: What this rank is about to start.
+            ranks: Ranks of the group.
+            group: Name of the group.
+
+        Raises:
+            RuntimeError: If the ranks start different collectives, or if a rank does not come
+                within the timeout of the process group.
+        """
+        names = f"{group}/{'.'.join(map(str, ranks))}"
+        self._numbers[names] += 1
+        number = self._numbers[names]
+        keys = {rank: f"{names}/{number}/{rank}" for rank in ranks}
+        content = {"name": call.name, "site": call.site, "own_line": call.own_line}
+        self._store.set(keys[self._rank], json.dumps(content))
+        self._wait(number, call, keys)
+        found = self._store.multi_get(list(keys.values()))
+        of_ranks = {
+            rank: CollectiveCall(**json.loads(each))
+            for rank, each in zip(ranks, found, strict=True)
+        }
+        # Every rank has read the calls before the previous one: it has come to this one.
+        self._store.delete_key(f"{names}/{number - 2}/{self._rank}")
+        # Other libraries may start the same collective at two places: accelerate's
+        # `main_process_first` has one barrier for the main process and one for the others.
+        is_own = any(each.own_line for each in of_ranks.values())
+        if len({(each.name, is_own and each.own_line) for each in of_ranks.values()}) > 1:
+            by_call: dict[str, list[int]] = {}
+            for rank, each in of_ranks.items():
+                by_call.setdefault(str(each), []).append(rank)
+            starts = "; ".join(
+                f"{named_ranks(those)} {'start' if len(those) > 1 else 'starts'} {text}"
+                for text, those in by_call.items()
+            )
+            msg = (
+                f"ranks disagree about collective {number}: {starts}. All ranks must start the "
+                "same collectives in the same order"
+            )
+            raise RuntimeError(msg)
+
+    def _wait(self, number: int, call: CollectiveCall, keys: dict[int, str]) -> None:
+        """Wait until all ranks have come; report those that have not come.
+
+        Raises:
+            RuntimeError: If a missing rank has raised an error or does not answer a second time, or
+                if the timeout is over.
+        """
+        waited, patience = 0.0, SECONDS_BEFORE_REPORT
+        while not has_keys(self._store, list(keys.values()), patience):
+            waited += patience
+            watch = rank_watch()
+            status = {} if watch is None else watch.ask()
+            missing = [r for r, key in keys.items() if r in status and not self._store.check([key])]
+            if not missing:
+                continue
+            places = "; ".join(status[rank].description(rank) for rank in missing)
+            report = (
+                f"rank {self._rank} has waited {waited:.0f} s in collective {number}, {call}, for "
+                f"{named_ranks(missing)}: {places}"
+            )
+            # A rank may be silent for some seconds while a C extension holds Python's lock.
+            is_silent = waited > SECONDS_BEFORE_REPORT and not all(
+                status[r].answers for r in missing
+            )
+            has_failed = any(status[rank].has_failed for rank in missing)
+            if has_failed or is_silent or waited >= self._timeout:
+                raise RuntimeError(report)
+            _logger.warning(report)
+            patience = min(patience * 2, self._timeout - waited)
+
+
+_comparison: Comparison | None = None
