@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.accelerate.classes import (
+    LoopRanks,
     StepScaler,
     attached_class,
     restore_optimizer,
@@ -95,6 +96,8 @@ class AttachedStep:
         self.answers_late = False
         """Whether ``optimizer_step_was_skipped`` returns False without checking. The Trainer reads
         it after every step, and the true answer would synchronize with the device each time."""
+        self.ranks = LoopRanks(accelerator, self._distributed_parts, config)
+        """Check of the ranks that update the models together."""
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
         optimizer directly instead of doing an update."""
@@ -267,6 +270,7 @@ class AttachedStep:
         finally:
             self.step.clear()
             self._distributed_parts.clear()
+            self.ranks.clear()
             if self._make_ema is not None:
                 self.ema = None
 

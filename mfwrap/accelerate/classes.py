@@ -6,7 +6,8 @@ optimizer and schedule objects, and its ``isinstance`` checks still hold.
 
 How accelerate's calls reach the step:
 
-- ``accelerator.backward(loss)`` calls ``accelerator.scaler.scale(loss)``; see `StepScaler`.
+- ``accelerator.backward(loss)`` calls ``accelerator.scaler.scale(loss)``; see `StepScaler`. The
+  first call checks that the ranks agree.
 - ``accelerator.clip_grad_norm_`` calls `mfwrap.accelerate.gradients.clip_grad_norm`, which lets
   the optimizer's step do the clipping if possible.
 - ``optimizer.step()`` calls ``accelerator.scaler.step``, which does the whole update.
@@ -16,19 +17,25 @@ How accelerate's calls reach the step:
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
+from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
+from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.rank_guard import RankGuard, rank_guard
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 if TYPE_CHECKING:
@@ -102,6 +109,11 @@ class AttachedAccelerator:
         self.attachment.numbers_micro_batches = True
         with super().accumulate(*models):  # type: ignore[misc]  # (the accelerator's own method)
             yield
+
+    def backward(self, *args: Any, **keywords: Any) -> None:
+        """Run backward as accelerate does; explain an error that another rank has caused."""
+        with self.attachment.ranks.updating(ends=False):
+            super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -349,7 +361,8 @@ class StepScaler:
             raise TypeError(msg)
         self.attachment.build(final=True)
         inner = optimizer.optimizer if isinstance(optimizer, AttachedOptimizer) else optimizer
-        self.attachment.step.update(inner, self._accelerator.gradient_accumulation_steps)
+        with self.attachment.ranks.updating(ends=True):
+            self.attachment.step.update(inner, self._accelerator.gradient_accumulation_steps)
 
     def update(self, new_scale: Tensor | float | None = None) -> None:
         """Set the loss scale to `new_scale`; with ``None`` leave it, because `step` updates it."""
@@ -375,3 +388,53 @@ class StepScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the loss scale to the scale in a GradScaler's state."""
         self.update(state_dict["scale"])
+
+
+@final
+class LoopRanks:
+    """Check the ranks before the first update of a loop, and watch them in every update.
+
+    Args:
+        accelerator: Accelerator of the loop.
+        parts: DistributedDataParallel modules of the prepared models; the list grows.
+        config: Settings of the step.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        parts: Sequence[DistributedDataParallel],
+        config: StepConfig,
+    ) -> None:
+        self._accelerator = accelerator
+        self._parts = parts
+        self._config = config
+        self._guard: RankGuard | None = None
+        self._has_begun = False
+        self.are_checked = False
+        """Whether the ranks have been compared already, as `MFTrainer` does."""
+
+    def updating(self, *, ends: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for an update or a part of it; see `RankGuard.updating`."""
+        if not self._has_begun:
+            self._has_begun = True
+            sharded = ShardedParts(*self._accelerator._models)
+            # A loop may draw as many batches as it likes, so their numbers may differ.
+            self._guard = rank_guard(self._parts, sharded, self._facts, warned=["data"])
+            if self._guard is not None:
+                self._guard.is_checked = self.are_checked
+        return contextlib.nullcontext() if self._guard is None else self._guard.updating(ends=ends)
+
+    def _facts(self) -> Facts:
+        accelerator = self._accelerator
+        optimizers = [unwrapped_optimizer(each) for each in accelerator._optimizers]
+        lengths = {
+            f"number of batches of data loader {index}": str(num_batches(each))
+            for index, each in enumerate(accelerator._dataloaders)
+        }
+        return step_facts(accelerator._models, optimizers, self._config) | {"data": lengths}
+
+    def clear(self) -> None:
+        """Forget the models; the next update checks the ranks again."""
+        self._guard = None
+        self._has_begun = self.are_checked = False

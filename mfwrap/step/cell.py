@@ -1,5 +1,6 @@
 """MindFormers' training step for PyTorch."""
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -17,6 +18,7 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.preflight import step_facts
 from mfwrap.records.run_files import resume_records, save_records
 from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
@@ -29,6 +31,7 @@ from mfwrap.step.parameters import (
     checked_optimizer,
     network_parameters,
 )
+from mfwrap.step.rank_guard import rank_guard
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.state import check_keys, restore
 from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
@@ -279,6 +282,11 @@ class MFTrainOneStepCell(LossScaleHooks):
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
+        self._guard = rank_guard(
+            parts,
+            self._accumulate.sharded_parts,
+            lambda: step_facts([network], [inner], self.config),
+        )
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
 
@@ -332,9 +340,11 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
         self._update.release_gradients()
+        guard = self._guard
         try:
-            accumulated = self._accumulate(calls, self._loss_scale.value)
-            self.last_report = self._update(accumulated.loss, accumulated.normalizer)
+            with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
+                accumulated = self._accumulate(calls, self._loss_scale.value)
+                self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
             # Release the gradients even if forward or backward raises. Otherwise the next step
             # would add its gradients to those of an incomplete step.

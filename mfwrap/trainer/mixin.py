@@ -1,5 +1,6 @@
 """The Hugging Face Trainer with MindFormers' training step."""
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.collectives import RankWatch, rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
@@ -45,6 +47,7 @@ from mfwrap.trainer.events import (
     monitors,
 )
 from mfwrap.trainer.log import Losses
+from mfwrap.trainer.preflight import check_trainer_ranks
 
 if TYPE_CHECKING:
     import datasets
@@ -121,6 +124,7 @@ class MFTrainerMixin(_Base):
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
         self._termination = RankTermination()
+        self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
         add_step_to_events(self, self._before_event)
         # Insert the callback after the Trainer's own callback, which decides when to evaluate, and
@@ -190,7 +194,9 @@ class MFTrainerMixin(_Base):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         self._checkpoints.saved_step = None
+        self._watch = rank_watch()
         with (
+            contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
             self._position.of_training(resume_from_checkpoint, self.args),
             records_of_training(),
@@ -219,6 +225,9 @@ class MFTrainerMixin(_Base):
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        # Check before the model is wrapped: DistributedDataParallel ends in an obscure error if the
+        # models of the ranks differ.
+        check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)
         # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
         # whose last step was in the middle of an epoch, the Trainer would make one more update.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else (epochs, batches)
@@ -245,6 +254,8 @@ class MFTrainerMixin(_Base):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
+        if self._watch is not None:
+            self._watch.begin_update()
         share = self._losses.share_of_update(inputs, num_items_in_batch)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return self._losses.step_log.filtered(loss, share)
@@ -254,6 +265,10 @@ class MFTrainerMixin(_Base):
         super().log(self._losses.completed(logs), *args, **kwargs)
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._watch is not None:
+            # The Trainer starts a collective next. With uneven data, another rank would be in its
+            # next update, and neither of them would ever return.
+            self._watch.end_training()
         run_folder, keeps_last = Path(self._get_output_dir(trial)), self._termination.is_stopping
         with (
             self._losses.finishing() as loss,

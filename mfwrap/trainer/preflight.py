@@ -1,0 +1,80 @@
+"""Check before the first update of `MFTrainer` that all ranks train the same thing."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mfwrap.config import StepConfig
+from mfwrap.preflight import (
+    check_ranks_agree,
+    checkpoint_bytes,
+    disk_problem,
+    setting_facts,
+    step_facts,
+)
+
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+_MAY_DIFFER = (
+    # Paths and names of one machine, and what one process prints or uploads.
+    *("output_dir", "run_name", "local_rank", "log_level", "log_level_replica", "disable_tqdm"),
+    *("log_on_each_node", "report_to", "project", "trackio_space_id", "trackio_bucket_id"),
+    *("trackio_static_space_id", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
+    *("hub_strategy", "hub_always_push", "hub_revision", "resume_from_checkpoint"),
+    # A seed of its own for each rank is a choice; the seed of the data is compared.
+    "seed",
+    # How a process loads its data.
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "skip_memory_metrics"),
+    # Objects without a text that is the same in every process.
+    *("parallelism_config", "deepspeed", "fsdp_config"),
+)
+"""Training arguments that may differ between ranks."""
+
+
+def check_trainer_ranks(
+    trainer: "MFTrainerMixin", settings: StepConfig, num_updates: int, updates_per_epoch: int
+) -> None:
+    """Raise the same error on all ranks if they disagree, or if a checkpoint cannot be written.
+
+    Call it on all ranks, when the trainer knows the number of updates.
+
+    Args:
+        trainer: The trainer.
+        settings: Settings of the step.
+        num_updates: Number of updates of the training.
+        updates_per_epoch: Number of updates of an epoch.
+
+    Raises:
+        RuntimeError: If the ranks disagree, or if a rank has a problem.
+    """
+    args: Any = trainer.args
+    model: Any = trainer.model
+    if trainer.optimizer is None and not trainer.is_fsdp_enabled:
+        trainer.create_optimizer()
+    optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+    numbers = {
+        "number of updates": str(num_updates),
+        "first update": str(trainer.state.global_step),
+    }
+    if args.max_steps <= 0 or "epoch" in {args.eval_strategy.value, args.save_strategy.value}:
+        numbers["number of updates in an epoch"] = str(updates_per_epoch)
+    own = [each for each in trainer.callback_handler.callbacks if _is_own(each)]
+    facts = step_facts([model], optimizers, settings) | {
+        "data": numbers,
+        "training arguments": setting_facts(args, _MAY_DIFFER),
+        "callbacks": {
+            "list of mfwrap's callbacks": ", ".join(type(each).__name__ for each in own) or "empty"
+        },
+    }
+    problems = []
+    if args.should_save and args.save_strategy != "no":
+        saved = None if args.save_only_model else trainer.optimizer
+        size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
+        problems = [each for each in [disk_problem(Path(str(args.output_dir)), size)] if each]
+    check_ranks_agree(facts, problems)
+    trainer.attached.ranks.are_checked = True
+
+
+def _is_own(callback: object) -> bool:
+    return type(callback).__module__.startswith("mfwrap.callbacks")

@@ -1,0 +1,76 @@
+"""Programs in which two ranks differ before the first update, or one rank fails in the second."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from mfwrap import MFTrainOneStepCell
+from mfwrap.accelerate import attach
+from support.attached_runs import new_accelerator
+
+__all__ = ["LOOPS", "fail_alone", "train_apart"]
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.error: Exception | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        loss: Tensor = self.layer(inputs).square().mean()
+        if self.error is not None:
+            loss.register_hook(self._fail)
+        return loss
+
+    def _fail(self, _: Tensor) -> None:
+        raise self.error
+
+
+def _cell(network: _Network, lr: float, group: Any = None) -> Callable[[Tensor], Any]:
+    wrapped = DistributedDataParallel(network, process_group=group)
+    return MFTrainOneStepCell(wrapped, SGD(wrapped.parameters(), lr=lr, fused=True))
+
+
+def _attached(network: _Network, lr: float) -> Callable[[Tensor], Any]:
+    accelerator = new_accelerator()
+    attach(accelerator)
+    wrapped, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=lr))
+
+    def step(inputs: Tensor) -> None:
+        accelerator.backward(wrapped(inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+LOOPS: dict[str, Callable[..., Callable[[Tensor], Any]]] = {"cell": _cell, "attach": _attached}
+"""Functions that return a training step, by name."""
+
+
+def train_apart(rank: int, name: str) -> str:
+    """Train with another learning rate on each rank; return the message of the error."""
+    step = LOOPS[name](_Network(), 0.1 + 0.1 * rank)
+    with pytest.raises(RuntimeError) as caught:
+        step(torch.ones(1, 2))
+    return str(caught.value)
+
+
+def fail_alone(rank: int) -> str:
+    """Let rank 1 raise in the cell's second update; return rank 0's notes and rank 1's message."""
+    group = distributed.new_group(timeout=timedelta(seconds=2))
+    network = _Network()
+    step = _cell(network, 0.1, group)
+    step(torch.ones(1, 2))
+    if rank == 1:
+        network.error = ValueError("the batch is damaged")
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        step(torch.ones(1, 2))
+    return str(caught.value) if rank == 1 else " ".join(caught.value.__notes__)

@@ -1,0 +1,42 @@
+"""`MFTrainer` refuses to start if a checkpoint cannot be written or the ranks disagree."""
+
+import shutil
+
+import pytest
+from transformers import TrainingArguments
+
+from mfwrap.trainer import MFTrainer
+from support.ranks.trainers import APART, ROWS, Line, run_apart, run_dry
+
+
+def test_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
+    """The training is refused before its first update, unless it saves nothing."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1}
+
+    with pytest.raises(
+        RuntimeError, match=r"a checkpoint takes at least 0.0 MB, but .* has 0.0 MB"
+    ):
+        MFTrainer(Line(), TrainingArguments(str(tmp_path), **settings), train_dataset=ROWS).train()
+    settings["save_strategy"] = "no"
+    MFTrainer(Line(), TrainingArguments(str(tmp_path), **settings), train_dataset=ROWS).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_differ(two_ranks, tmp_path, name):
+    """Both ranks raise the same error before the first update; it names both ranks."""
+    first, second = two_ranks.run(run_apart, str(tmp_path), name)
+
+    assert first == second
+    assert APART[name][1] in first
+
+
+@pytest.mark.slow
+def test_a_rank_whose_data_end_early(tmp_path):
+    """The rank with fewer batches is named within seconds, and no rank waits for a timeout."""
+    outcomes = run_dry(tmp_path)
+
+    assert "rank 1 has no batch for update 6, but rank 0 has begun update 6" in outcomes[1]
+    assert "rank 1 has ended its training after update 5" in outcomes[0]
