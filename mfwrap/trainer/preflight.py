@@ -57,7 +57,7 @@ def check_trainer_ranks(
         "number of updates": str(num_updates),
         "first update": str(trainer.state.global_step),
     }
-    if args.max_steps <= 0 or "epoch" in {args.eval_strategy.value, args.save_strategy.value}:
+    if args.max_steps <= 0 or "epoch" in (args.eval_strategy, args.save_strategy):
         numbers["number of updates in an epoch"] = str(updates_per_epoch)
     own = [each for each in trainer.callback_handler.callbacks if _is_own(each)]
     facts = step_facts([model], optimizers, settings) | {

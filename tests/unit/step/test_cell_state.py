@@ -184,8 +184,8 @@ BAD_STATES = {
     "counter of floats": (ValueError, "skipped_updates", at("skipped_updates", put=torch.ones(()))),
     "scale is a number": (TypeError, "value", at("loss_scale", "value", put=2.0)),
     "scale of a shape": (ValueError, "value", at("loss_scale", "value", put=torch.ones(2))),
-    "scale is nan": (ValueError, "scale", at("loss_scale", "value", put=torch.tensor(NAN))),
-    "scale is zero": (ValueError, "scale", at("loss_scale", "value", put=torch.tensor(0.0))),
+    "scale is nan": (ValueError, "value", at("loss_scale", "value", put=torch.tensor(NAN))),
+    "scale is zero": (ValueError, "value", at("loss_scale", "value", put=torch.tensor(0.0))),
     "no scale": (KeyError, "value", at("loss_scale", "value")),
     "no counters of the update cell": (
         KeyError,
