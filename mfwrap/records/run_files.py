@@ -91,7 +91,7 @@ class RunFiles:
                 there already.
         """
         committed = dict(self._committed)
-        for path in {lines.path for lines in self._open}:
+        for path in sorted({lines.path for lines in self._open}):
             committed[path] = _Committed(0, 0)
             if path.exists():
                 sync(path)
@@ -100,7 +100,7 @@ class RunFiles:
         if not committed:
             written.unlink(missing_ok=True)  # of an earlier save in the same folder
             return
-        for folder in {path.parent for path in committed if path.exists()}:
+        for folder in sorted({path.parent for path in committed if path.exists()}):
             sync(folder)
         base = (checkpoint.parent if run_folder is None else run_folder).absolute()
         content = {
@@ -140,7 +140,7 @@ class RunFiles:
         }
         if run_folder is None:
             return
-        inside = {path for path in self._committed if path.is_relative_to(base)}
+        inside = sorted(path for path in self._committed if path.is_relative_to(base))
         self._is_fork = base.resolve() != run_folder.resolve()
         for path in inside:
             if self._is_fork:
