@@ -187,6 +187,9 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         self._lines = None
         if self._records_health and state.is_world_process_zero:
             self._lines = open_health_records(Path(args.output_dir or "."), state.global_step)
+        if state.global_step:
+            # The resumed process may have been killed between a checkpoint and this deletion.
+            self._rotate(args, state)
 
     def on_step_end(
         self,
@@ -247,10 +250,13 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
             self.on_pre_save(args, state, control, model, optimizer)
         self._recorded_step = None
         self._is_time = False
-        run_folder = Path(args.output_dir or ".")
-        if self._keep and state.is_world_process_zero:
-            rotate_checkpoints(run_folder, self._keep, state.best_model_checkpoint)
+        self._rotate(args, state)
         self._saved_at = self._clock()
+
+    def _rotate(self, args: TrainingArguments, state: TrainerState) -> None:
+        if self._keep and state.is_world_process_zero:
+            folder = Path(args.output_dir or ".")
+            rotate_checkpoints(folder, self._keep, state.best_model_checkpoint)
 
     def _keep_values(self, output: Any, report: StepReport | None, device: torch.device) -> None:
         """Start copying a step's values and the main process's time flag to the host.

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -14,6 +15,10 @@ from mfwrap.checkpoints.write_errors import naming_written_file
 PARTIAL = ".partial"
 """Suffix of files and folders that are still being written, replaced or deleted."""
 
+ABANDONED = "abandoned-"
+"""Prefix of checkpoints that a run has set aside, because it resumed from an older one."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _REPLACED = "replaced"
 _REMOVED = "removed"
 
@@ -145,6 +150,45 @@ def adopt_files(written: Path, final: Path) -> None:
     _sync_all(final)
     sync(final.parent)
     shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
+
+
+def set_aside_later_checkpoints(checkpoint: Path) -> list[Path]:
+    """Rename the checkpoints of later steps in the folder of a checkpoint.
+
+    Call it when a run resumes from an older checkpoint, before the run removes records of later
+    steps. If the run is then killed before it saves, the next resume must find `checkpoint` as the
+    newest one: a later checkpoint would continue the run that was given up, without its records.
+
+    Args:
+        checkpoint: Folder ``checkpoint-<step>``.
+
+    Returns:
+        The new folders: ``abandoned-checkpoint-<step>``, or with ``.2``, ``.3``, ... after that if
+        the name is taken.
+    """
+    steps = {
+        int(match[1]): path
+        for path in checkpoint.parent.glob("checkpoint-*")
+        if (match := _CHECKPOINT.fullmatch(path.name))
+    }
+    own = _CHECKPOINT.fullmatch(checkpoint.name)
+    later = sorted(step for step in steps if own is not None and step > int(own[1]))
+    aside = []
+    # The latest one first: if the process is killed in between, the newest one is still the same
+    # run's.
+    for step in reversed(later):
+        final = first = checkpoint.parent / f"{ABANDONED}checkpoint-{step}"
+        number = 1
+        while final.exists():
+            number += 1
+            final = first.with_name(f"{first.name}.{number}")
+        # If nodes share the disk, another node may have renamed the folder just now.
+        with contextlib.suppress(FileNotFoundError):
+            steps[step].rename(final)
+            aside.append(final)
+    if aside:
+        sync(checkpoint.parent)
+    return aside
 
 
 def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:

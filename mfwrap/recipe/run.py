@@ -16,6 +16,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
 from mfwrap.checkpoints.folders import (
+    ABANDONED,
     PARTIAL,
     remove_checkpoints,
     staging_folder,
@@ -273,18 +274,21 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
 
 
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
-    records = _matching(folder, _RECORD)
-    files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
-    for path in files:
-        path.unlink(missing_ok=True)
-    removed = [path.relative_to(folder).as_posix() for path in files]
+    removed: list[str] = []
     if overwrite:
         checkpoints = [path for path in _checkpoints(folder) if path.parent == folder]
+        checkpoints += [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
         models = [path for name in _MODELS if (path := folder / name).is_dir()]
+        # Before the records: if the process is killed in between, no checkpoint lacks its records.
         remove_checkpoints([*checkpoints, *models], folder)
         # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
         shutil.rmtree(staging_folder(folder), ignore_errors=True)
         removed += [path.name for path in (*checkpoints, *models)]
+    records = _matching(folder, _RECORD)
+    files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
+    for path in files:
+        path.unlink(missing_ok=True)
+    removed += [path.relative_to(folder).as_posix() for path in files]
     return sorted(removed)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from mfwrap.checkpoints.folders import (
     complete_move,
     move_into_place,
     remove_checkpoints,
+    set_aside_later_checkpoints,
     staging_folder,
 )
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
@@ -37,6 +39,9 @@ from mfwrap.trainer.events import monitors, restore_in_place
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
+
+
+_LOG = logging.getLogger(__name__)
 
 
 @final
@@ -131,6 +136,9 @@ class Checkpoints:
     def restore_records(self, checkpoint: Path | None) -> None:
         """Cut the record files of the run back to a checkpoint, on every rank.
 
+        If the run has checkpoints of later steps, they are renamed first: they belong to steps that
+        the run is about to repeat, and whose records it no longer has.
+
         Args:
             checkpoint: Checkpoint that the training resumes from; ``None`` for a training from the
                 start.
@@ -138,7 +146,25 @@ class Checkpoints:
         if checkpoint is not None:
             run_folder = Path(str(self._trainer.args.output_dir))
             step = self._trainer.state.global_step
+            is_inside = checkpoint.absolute().parent == run_folder.absolute()
+            if is_inside:
+                self._set_aside_later(checkpoint)
             resume_run(checkpoint, run_folder, step)
+            if is_inside and self._trainer.args.should_save:
+                # The process may have been killed between a checkpoint and this deletion.
+                self._remove_old(run_folder, kept=checkpoint)
+
+    def _set_aside_later(self, checkpoint: Path) -> None:
+        if self._trainer.args.local_process_index == 0:
+            aside = [path.name for path in set_aside_later_checkpoints(checkpoint)]
+            if aside:
+                _LOG.warning(
+                    "resuming from %s, which is not the newest checkpoint of its folder; later "
+                    "checkpoints have been renamed to %s",
+                    checkpoint,
+                    ", ".join(aside),
+                )
+        self._trainer.accelerator.wait_for_everyone()
 
     def restore_callbacks(self) -> None:
         """Restore the callbacks from the trainer state that was loaded from a checkpoint."""
@@ -216,15 +242,15 @@ class Checkpoints:
             write_manifest(written)
             # This call syncs all files to disk before it renames the checkpoint.
             move_into_place(written, final)
-            self._remove_old(final.parent)
+            self._remove_old(final.parent, kept=final)
         trainer.accelerator.wait_for_everyone()
         if args.local_process_index == 0 and not args.should_save:
             adopt_files(written, final)
         if args.push_to_hub:
             trainer._push_from_checkpoint(str(final))
 
-    def _remove_old(self, run_folder: Path) -> None:
-        """Remove the checkpoints that the Trainer's own function would remove.
+    def _remove_old(self, run_folder: Path, kept: Path) -> None:
+        """Remove the checkpoints that the Trainer's own function would remove, except one.
 
         The Trainer's function deletes folders file by file, so a crash could leave half a
         checkpoint. The function is therefore applied to empty folders with the names and times of
@@ -248,7 +274,11 @@ class Checkpoints:
             best_model_checkpoint=best,
             use_mtime=True,
         )
-        selected = [folder for folder in folders if not (choice / folder.name).exists()]
+        selected = [
+            folder
+            for folder in folders
+            if not (choice / folder.name).exists() and folder.name != kept.name
+        ]
         shutil.rmtree(choice, ignore_errors=True)
         remove_checkpoints(selected, run_folder)
 

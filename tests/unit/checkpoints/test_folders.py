@@ -16,6 +16,7 @@ from mfwrap.checkpoints.folders import (
     complete_move,
     move_into_place,
     remove_checkpoints,
+    set_aside_later_checkpoints,
     staging_folder,
     whole_file,
     whole_folder,
@@ -378,3 +379,24 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, is_folder
         partial.write_text("new")
 
     assert contents(tmp_path) == ({"state.json": "new"} if is_folder else {})
+
+
+def test_later_checkpoints_are_set_aside(tmp_path):
+    """Checkpoints of later steps are renamed, and a name that is taken gets a number."""
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-10", "checkpoint-x", "model"):
+        checkpoint(tmp_path / name)
+
+    set_aside_later_checkpoints(tmp_path / "checkpoint-2")
+    checkpoint(tmp_path / "checkpoint-4", "newer")
+    aside = set_aside_later_checkpoints(tmp_path / "checkpoint-2")
+
+    assert aside == [tmp_path / "abandoned-checkpoint-4.2"]
+    assert (aside[0] / "model.bin").read_text() == "newer"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "abandoned-checkpoint-10",
+        "abandoned-checkpoint-4",
+        "abandoned-checkpoint-4.2",
+        "checkpoint-2",
+        "checkpoint-x",
+        "model",
+    }

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from mfwrap.callbacks import CheckpointMonitor
 from mfwrap.trainer import MFTrainer
 from support.resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
 from support.training_state import assert_same_state
@@ -103,3 +104,18 @@ def test_a_callback_that_the_checkpoint_does_not_know(tmp_path):
 
     text = (tmp_path / "second" / "checkpoint-12" / "trainer_state.json").read_text()
     assert json.loads(text)["stateful_callbacks"]["EarlyStoppingCallback"] == added.state()
+
+
+@pytest.mark.parametrize("who", ["Trainer", "CheckpointMonitor"])
+def test_a_resume_completes_an_interrupted_rotation(tmp_path, who):
+    """A run that is killed between a checkpoint and the deletion of old ones deletes them later."""
+    trained(tmp_path, PLAIN, save_steps=2, max_steps=4)
+    limit = (
+        {"save_steps": 2, "save_total_limit": 1}
+        if who == "Trainer"
+        else {"save_strategy": "no", "callbacks": [CheckpointMonitor(2, keep_checkpoint_max=1)]}
+    )
+
+    resume(tmp_path / "checkpoint-4", tmp_path, PLAIN, max_steps=4, **limit)
+
+    assert [path.name for path in tmp_path.glob("checkpoint*-*")] == ["checkpoint-4"]
