@@ -1,0 +1,153 @@
+"""Killed or failing at any of its file operations, `mfwrap train` loses nothing.
+
+A run of the command line with all monitors is traced once. Then it is repeated for each operation
+on a file of its run folder: the operation kills the process, or it fails. The crashed run is
+resumed, and all files are compared with those of a run that was not crashed.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from support.crash.command_line import Crashes
+from support.crash.fork_server import ForkServer
+from support.crash.operations import MISSING_STRACE, Operation, inject, unsynced_at_commits
+
+pytestmark = pytest.mark.skipif(bool(MISSING_STRACE), reason=MISSING_STRACE)
+
+PARTS = 6
+"""Number of tests that the points of a command are divided into, so that they run in parallel."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Yield a server that runs commands at once."""
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def first_run(server, tmp_path_factory):
+    """Return crashes of a run that starts in an empty folder."""
+    return Crashes(server, tmp_path_factory.mktemp("first"))
+
+
+def check(crashes: Crashes, kind: str, points: Iterable[Operation]) -> None:
+    """Fail with all faults of all points.
+
+    Args:
+        crashes: Runs to crash.
+        kind: ``"killed"`` or ``"failed"``: what the operations do to a run.
+        points: Operations.
+    """
+    faults_of = crashes.faults_of_kill if kind == "killed" else crashes.faults_of_failure
+    found = {str(point): each for point in points if (each := faults_of(point))}
+    lines = [f"{point}\n    " + "\n    ".join(each[:5]) for point, each in found.items()]
+    assert not found, f"{len(found)} points\n" + "\n".join(lines)
+
+
+def before(crashes: Crashes, name: str) -> list[Operation]:
+    """Return the operations before the first one on a file or folder of a name."""
+    found = crashes.operations
+    return found[: next(i for i, each in enumerate(found) if name in str(each))]
+
+
+def test_synced_before_it_counts(first_run):
+    """Nothing gets its final name, and no checkpoint is removed, before all of it is on disk."""
+    assert unsynced_at_commits(first_run.operations) == []
+
+
+def test_a_rename_without_sync_is_found():
+    """The check of `test_synced_before_it_counts` finds each kind of missing sync."""
+    found = [
+        Operation("openat", 1, ("run/a.jsonl",), succeeds=True),
+        Operation("write", 1, ("run/a.jsonl",), succeeds=True),
+        Operation("write", 2, ("run/b.partial/c",), succeeds=True),
+        Operation("rename", 1, ("run/b.partial", "run/checkpoint-2"), succeeds=True),
+        Operation("rename", 2, ("run/checkpoint-1", "run/b.partial"), succeeds=True),
+    ]
+    synced = [
+        *(found[:3]),
+        Operation("fsync", 1, ("run/b.partial/c",), succeeds=True),
+        Operation("fsync", 2, ("run/a.jsonl",), succeeds=True),
+        Operation("fsync", 3, ("run",), succeeds=True),
+        found[3],
+        Operation("fsync", 4, ("run",), succeeds=True),
+        found[4],
+    ]
+
+    assert unsynced_at_commits(synced) == []
+    assert [line.rpartition(": ")[2] for line in unsynced_at_commits(found)] == [
+        "run/a.jsonl is not synced",
+        "run/b.partial/c is not synced",
+        "run/checkpoint-2 is not synced",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_a_sample(first_run, kind):
+    """A run that is crashed at its second checkpoint resumes to the same files."""
+    moves = [each for each in first_run.operations if each.paths[-1] == "run/checkpoint-4"]
+    writes = [each for each in first_run.operations if each.paths == ("run/metrics.jsonl",)]
+    check(first_run, kind, [moves[0], writes[-1]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_killed_at_each_operation(first_run, part):
+    """Wherever a run is killed, it resumes to the same files."""
+    points = list(first_run.kill_points())
+    check(first_run, "killed", points[part::PARTS])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_operation_fails(first_run, part):
+    """Whichever operation fails, the run names the file and resumes to the same files."""
+    check(first_run, "failed", first_run.operations[part::PARTS])
+
+
+def copied(run: Path) -> Callable[[Path], None]:
+    """Return a function that copies a run folder into a new current folder."""
+    return lambda folder: shutil.copytree(run, folder / "run")
+
+
+@pytest.fixture(scope="module")
+def resumed_run(server, tmp_path_factory, first_run):
+    """Return crashes of a run that resumes after a kill during its second checkpoint."""
+    (move,) = [each for each in first_run.operations if each.paths[-1] == "run/checkpoint-4"]
+    killed = first_run.new("killed")
+    assert first_run.run(killed, injection=inject(move, "signal=KILL")) < 0
+    folder = tmp_path_factory.mktemp("resumed")
+    return Crashes(server, folder, resume=("--resume",), begin=copied(killed / "run"))
+
+
+@pytest.fixture(scope="module")
+def repeated_run(server, tmp_path_factory):
+    """Return crashes of a run that resumes from an older checkpoint of its folder."""
+    folder = tmp_path_factory.mktemp("repeated")
+    settings = ("--set", "callbacks.2.keep_checkpoint_max=2")
+    finished = Crashes(server, folder, settings).finished("finished")
+    resume = ("--resume", "run/checkpoint-2")
+    return Crashes(server, folder, settings, resume, copied(finished / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_crashed_while_it_begins(resumed_run, kind):
+    """A resumed run that is crashed before its next checkpoint resumes to the same files."""
+    first = before(resumed_run, "checkpoint-4/")
+    check(resumed_run, kind, first)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_crashed_while_it_repeats_steps(repeated_run, kind):
+    """A run that resumes from an older checkpoint and is crashed loses no step and no record."""
+    check(repeated_run, kind, before(repeated_run, "partial/checkpoint-4"))
