@@ -59,6 +59,7 @@ def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
         assert "mfwrap_step_shards" in result["files"]
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_the_trainer(two_ranks, tmp_path, state_dict_type):
     """A sharded Trainer trains like one process; a resumed run equals the uninterrupted run."""

@@ -133,6 +133,7 @@ def test_all_panels_are_drawn(opened):
     assert page.faults == []
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize(
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 22, 28)")]
 )

@@ -273,7 +273,7 @@ def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
 
 
 # peft uses `is_gradient_checkpointing`, which transformers has deprecated.
-@pytest.mark.fast_sample(8)
+@pytest.mark.fast_sample(4)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_arguments(case, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from support.ranks.fault_matrix import FAULTS, MOMENTS, NUM_UPDATES, train_with_fault
 
 
-@pytest.mark.fast_sample(2)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("struck", [[1], [0, 1]], ids=["one rank", "all ranks"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("fault", FAULTS)

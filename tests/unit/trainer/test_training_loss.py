@@ -29,7 +29,7 @@ def training_loss(trainer):
     return trainer.state.log_history[-1]["train_loss"]
 
 
-@pytest.mark.fast_sample(3)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("step", [5, 8, NUM_STEPS])
 @pytest.mark.parametrize("logging_steps", [1, 3, 500])
 def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_steps):
