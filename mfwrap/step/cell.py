@@ -314,8 +314,9 @@ class MFTrainOneStepCell(LossScaleHooks):
                 the optimizer's parameters have changed, or a parameter of the network has been
                 replaced.
             TypeError: If the network returns no loss, or a gradient is sparse.
-            ValueError: If a tensor cannot be split evenly, the loss does not have exactly one
-                element, or a learning rate is a non-finite number.
+            ValueError: If a tensor cannot be split evenly, a micro-batch is empty and the loss is a
+                mean, the loss does not have exactly one element, or a learning rate is a non-finite
+                number.
         """
         return self._step(split_calls(inputs, batch, self.config.gradient_accumulation_steps))
 

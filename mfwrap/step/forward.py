@@ -2,7 +2,7 @@
 
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -118,9 +118,10 @@ class MeanLoss:
 
         Raises:
             TypeError: If the network returns no loss.
-            ValueError: If the loss does not have exactly one element, or does not depend on a
-                trainable parameter.
+            ValueError: If the micro-batch is empty, or the loss does not have exactly one element
+                or does not depend on a trainable parameter.
         """
+        _check_has_elements(call)
         return LossParts(_loss_of(self._network(*call.arguments, **call.keywords)), None)
 
 
@@ -229,6 +230,29 @@ def _split(name: str, value: Any, num_parts: int) -> Sequence[Any]:
         rebuild = getattr(value, "_make", list if isinstance(value, list) else tuple)
         return [rebuild([parts[i] for parts in elements]) for i in range(num_parts)]
     return [value] * num_parts
+
+
+def _check_has_elements(call: NetworkCall) -> None:
+    """Refuse an empty micro-batch: its mean loss is NaN, and its gradients are finite zeros."""
+    tensors = [tensor for tensor in _tensors_in(call) if tensor.dim() > 0]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+        msg = (
+            "a micro-batch must have at least one row, because the mean loss of no rows is NaN; "
+            f"got only tensors without elements, of shape {' and '.join(map(str, shapes))}"
+        )
+        raise ValueError(msg)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for element in value.values():
+            yield from _tensors_in(element)
+    elif isinstance(value, (list, tuple)):
+        for element in value:
+            yield from _tensors_in(element)
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -240,14 +240,13 @@ def test_a_rate_on_the_device_that_is_no_number_skips():
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_a_batch_of_no_rows_is_an_update():
-    """The mean loss of no rows is NaN and its gradients are zero: the update is applied."""
+def test_a_batch_of_no_rows_is_refused():
+    """The mean loss of no rows is NaN with finite gradients: the batch is refused."""
     training = SpoiltTraining(OPTIMIZERS["fused AdamW"])
     inputs, labels = BATCH
+    training.step(BATCH)
+    before = training.state()
 
-    report = training.step((inputs[:0], labels[:0]))
-
-    assert report.output.loss.isnan()
-    assert not report.output.overflow
-    assert report.output.global_norm == 0
-    assert report.applied_updates == 1
+    with pytest.raises(ValueError, match="at least one row.*of shape"):
+        training.step((inputs[:0], labels[:0]))
+    assert_unchanged(before, training.state())
