@@ -188,7 +188,8 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         if self._records_health and state.is_world_process_zero:
             self._lines = open_health_records(Path(args.output_dir or "."), state.global_step)
         if state.global_step:
-            # The resumed process may have been killed between a checkpoint and this deletion.
+            # The earlier process may have been killed after it saved a checkpoint and before it
+            # deleted the old ones. Delete them now.
             self._rotate(args, state)
 
     def on_step_end(
@@ -313,7 +314,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         self._is_time = bool(self._last.pop("is_time", False)) or self._is_time
         norm = self._last.get("global_norm")
         self._is_spike = norm is not None and self._history.is_spike(norm)
-        # The norm of a skipped update says nothing about what is usual.
+        # Leave out skipped updates: their norms would distort the usual norm.
         if norm is not None and not self._last.get("skipped"):
             self._history.add(norm)
 

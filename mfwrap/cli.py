@@ -129,8 +129,8 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
 def validate(recipe: str, overrides: Sequence[str]) -> None:
     """Check every value of RECIPE, and try its first step.
 
-    The step has two rows in each batch, and writes to a temporary folder. It is not tried if data
-    or model are on the hub, or if the model has more than 30 million parameters.
+    The step has two rows in each batch, and writes to a temporary folder. It is not tried if the
+    data or the model are on the hub, or if the model has more than 30 million parameters.
 
     \b
     Example:
@@ -245,9 +245,10 @@ def report(runs: Sequence[Path], output: Path | None) -> None:
 def verify(run: Path) -> None:
     """Verify the checkpoints in the run folder RUN, or the one checkpoint RUN.
 
-    Every file is read and compared with the checksums that were taken when it was saved. The output
-    has a line for each checkpoint. For a damaged checkpoint, it names the file and the tensor, and
-    the exit code is 1.
+    Every file is read and compared with the checksums that were taken when it was saved. If a
+    checkpoint has no checksums, the formats of its files are checked. The output has a line for
+    each checkpoint. The line of a damaged checkpoint names the file and the tensor. If any
+    checkpoint is damaged, the exit code is 1.
 
     \b
     Examples:
@@ -323,7 +324,8 @@ def _check_resume(recipe: "Recipe", resume: str, *, overwrite: bool) -> None:
         msg = "--overwrite deletes the checkpoints that --resume needs; give only one of the two"
         raise RecipeError(msg)
     folder = recipe.arguments.output_dir or ""
-    # A process that is killed while it replaces a checkpoint leaves none of its name.
+    # If a process was killed while it replaced a checkpoint, the checkpoint may have no folder of
+    # its name. Finish the replacement before looking for checkpoints.
     complete_move(Path(folder) if resume == _RESUME_NEWEST else Path(resume).parent)
     if resume == _RESUME_NEWEST:
         if not Path(folder).is_dir() or get_last_checkpoint(folder) is None:

@@ -277,7 +277,7 @@ class AttachedStep:
     def saving(self, save: Callable[[], Any]) -> Any:
         """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
 
-        Then write the manifest of the checkpoint. Until then the checkpoint counts as incomplete.
+        Afterwards write the manifest. A checkpoint without its manifest counts as incomplete.
 
         If accelerate has no gradient scaler of its own, our scaler is removed during the call.
         Otherwise accelerate would write a scaler file that it could not load without mfwrap.

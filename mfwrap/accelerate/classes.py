@@ -396,7 +396,8 @@ class LoopRanks:
 
     Args:
         accelerator: Accelerator of the loop.
-        parts: DistributedDataParallel modules of the prepared models; the list grows.
+        parts: List of the prepared models' DistributedDataParallel modules. The caller appends to
+            this list when it prepares another model.
         config: Settings of the step.
     """
 

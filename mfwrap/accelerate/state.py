@@ -34,12 +34,13 @@ def newest_named_automatically(configuration: ProjectConfiguration) -> Path | No
 
 
 def is_writer(accelerator: Accelerator, *, each_node: bool | None = None) -> bool:
-    """Return whether this process writes the files that are not of one process alone.
+    """Return whether this process writes the files that all processes share.
 
     Args:
         accelerator: Accelerator of the process.
-        each_node: Whether the main process of each node writes, or only that of the whole run.
-            ``None`` for what the accelerator's project configuration says.
+        each_node: If True, the main process of each node writes these files; if False, only the
+            main process of the run. ``None`` takes the setting ``save_on_each_node`` of the
+            accelerator's project configuration.
     """
     if each_node is None:
         each_node = accelerator.project_configuration.save_on_each_node

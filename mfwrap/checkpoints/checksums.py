@@ -39,7 +39,8 @@ def checksum(extent: Extent) -> str:
     with extent.path.open("rb", buffering=0) as file:
         file.seek(extent.start)
         rest = extent.num_bytes
-        # If the file ends early, the checksum of the bytes read so far differs from the expected.
+        # If the file ends early, hash only the bytes that exist: the checksum then differs from
+        # the expected one.
         while rest and (count := file.readinto(buffer[: min(rest, _BLOCK)])):
             digest.update(buffer[:count])
             rest -= count

@@ -124,7 +124,7 @@ def _weights_in(path: Path) -> StoredWeights:
 
 
 def check_format(path: Path) -> None:
-    """Check that a file fits its format, as far as its suffix tells the format.
+    """Check that a file fits the format that its suffix stands for; accept unknown suffixes.
 
     JSON and the headers of safetensors files are parsed. Files of ``torch.save`` are zip archives,
     whose contents are compared with the CRC-32 checksums that the archive holds.
@@ -165,7 +165,8 @@ def _is_zip_by_torch(path: Path) -> bool:
 def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch does not compress. To decompress damaged data would raise many kinds of errors.
+            # torch stores its entries uncompressed, so a compressed entry is damage. Do not
+            # decompress it: damaged data raise many kinds of errors.
             is_torchs = all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
             damaged = archive.testzip() if is_torchs else "a compressed entry"
     except _ZIP_ERRORS as error:

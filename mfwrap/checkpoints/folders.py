@@ -156,15 +156,16 @@ def set_aside_later_checkpoints(checkpoint: Path) -> list[Path]:
     """Rename the checkpoints of later steps in the folder of a checkpoint.
 
     Call it when a run resumes from an older checkpoint, before the run removes records of later
-    steps. If the run is then killed before it saves, the next resume must find `checkpoint` as the
-    newest one: a later checkpoint would continue the run that was given up, without its records.
+    steps. If the run is killed before it saves again, the next resume then finds `checkpoint` as
+    the newest one. Without the renaming, it would continue from a later checkpoint, whose records
+    have been removed.
 
     Args:
         checkpoint: Folder ``checkpoint-<step>``.
 
     Returns:
-        The new folders: ``abandoned-checkpoint-<step>``, or with ``.2``, ``.3``, ... after that if
-        the name is taken.
+        The new folders: ``abandoned-checkpoint-<step>``. If that name is taken, ``.2``, ``.3``, ...
+        is appended.
     """
     steps = {
         int(match[1]): path
@@ -174,8 +175,8 @@ def set_aside_later_checkpoints(checkpoint: Path) -> list[Path]:
     own = _CHECKPOINT.fullmatch(checkpoint.name)
     later = sorted(step for step in steps if own is not None and step > int(own[1]))
     aside = []
-    # The latest one first: if the process is killed in between, the newest one is still the same
-    # run's.
+    # Rename the latest checkpoint first. If the process is killed in between, the newest checkpoint
+    # that keeps its name is then one of the abandoned run, whose records still exist.
     for step in reversed(later):
         final = first = checkpoint.parent / f"{ABANDONED}checkpoint-{step}"
         number = 1
@@ -215,7 +216,8 @@ def check_writable(folder: Path) -> None:
     """Create a folder if it is missing, and check that files can be written to it.
 
     Raises:
-        OSError: If they cannot. The message names the folder and the reason.
+        OSError: If the folder cannot be created or written to. The message names the folder and
+            the reason.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

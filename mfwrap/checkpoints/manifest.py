@@ -102,7 +102,7 @@ def write_manifest(folder: Path) -> None:
 def verify_by_manifest(folder: Path) -> Verified:
     """Compare a checkpoint with its manifest. Files that the manifest does not list are ignored.
 
-    All sizes and headers are compared first, then the checksums, which takes a read of all files.
+    All sizes and headers are compared first, and then the checksums, for which all files are read.
 
     Raises:
         DamagedFileError: If a file differs from the manifest, or the manifest is damaged.
@@ -139,7 +139,8 @@ def _contents(folder: Path) -> dict[str, Extent | StoredWeights]:
         contents[name] = (stored_weights if is_weights else whole_extent)(folder / name)
     for index in [name for name in names if name.endswith(SAFETENSORS + INDEX)]:
         weights = index.removesuffix(INDEX)
-        # If an index does not fit its files, describe all of them like other files.
+        # If the index does not fit its files, the manifest lists the index and the files one by
+        # one, like other files.
         with contextlib.suppress(DamagedFileError):
             together = stored_weights(folder / weights)
             if all(metadata in _USUAL_METADATA for metadata in together.metadata):
@@ -192,7 +193,7 @@ def _read(path: Path) -> tuple[int, dict[str, Any]]:
             type(size) is int for size in entries.values()
         )
     else:
-        # Compare the text, so that every byte of the manifest counts.
+        # Compare the whole text: a change of any byte, even of white space, is found.
         is_intact = path.read_text(encoding="utf-8") == _text(entries)
     if not is_intact:
         raise DamagedFileError(path, "is damaged (its own checksum differs)")
@@ -203,7 +204,7 @@ def _expected(path: Path, entry: Mapping[str, Any]) -> list[_Expected]:
     """Compare the size of a file, or the headers of weights, with an entry.
 
     Returns:
-        What is still to compare: the checksums in the entry.
+        The checksums in the entry, which the caller must still compare.
     """
     if "tensors" not in entry:
         _check_size(path, entry["size"])

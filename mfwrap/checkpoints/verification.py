@@ -55,7 +55,7 @@ def check_checkpoint(
 ) -> None:
     """Check that a checkpoint is intact, and that its weights belong to a network.
 
-    If the content of a checkpoint of mfwrap has no checksums, rank 0 warns about it.
+    If a checkpoint of mfwrap has no checksums of its content, rank 0 gives a warning.
 
     Args:
         folder: Folder of the checkpoint.
@@ -101,11 +101,10 @@ def newest_whole_checkpoint(
 
     Args:
         run_folder: Folder of the checkpoints. Their names end with the number of a step.
-        before: Checkpoint folder. Only checkpoints of lower steps are considered whose names differ
-            in the number alone. ``None`` for all checkpoints ``checkpoint-<step>``; so does a name
-            without a number.
-        network: Network. Only checkpoints with this network's weights are considered; ``None`` for
-            all.
+        before: A checkpoint such as ``step_30``: the search is then limited to ``step_<number>``
+            with lower numbers. If its name has no number, or for ``None``, all folders
+            ``checkpoint-<step>`` are searched.
+        network: Network whose weights the checkpoint must have; ``None`` to accept any weights.
         required: Names of files that a checkpoint must have.
     """
     prefix, limit = _PREFIX, None

@@ -24,10 +24,10 @@ _ENFORCE = re.compile(r"^\[enforce fail at [^\]]*\] \. ")
 def naming_written_file(folder: Path) -> Iterator[None]:
     """Within the block, turn each error of writing a file into an ``OSError`` that names the file.
 
-    Python names no file if a write or a sync fails, safetensors raises an error of its own that
-    names none either, and ``torch.save`` raises a ``RuntimeError`` that gives no reason. The raised
-    error has the file and the reason: ``[Errno 28] No space left on device: 'run/model/a.pt'``.
-    Other errors pass unchanged.
+    Three kinds of errors say too little: if a write or a sync fails, the errors of Python and of
+    safetensors do not name the file, and the ``RuntimeError`` of ``torch.save`` gives no reason.
+    The raised error has both: ``[Errno 28] No space left on device: 'run/model/a.pt'``. All other
+    errors pass unchanged.
 
     Args:
         folder: Folder that the block writes to. The error names the folder if the file is unknown.
@@ -45,7 +45,7 @@ def naming_written_file(folder: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception, folder: Path) -> tuple[int, str] | None:
-    """Return number and text of an error of writing; ``None`` for all other errors."""
+    """Return errno and text of a write error; ``None`` for any other error."""
     if isinstance(error, OSError):
         if error.errno is None or error.filename is not None:
             return None
@@ -55,7 +55,7 @@ def _reason(error: Exception, folder: Path) -> tuple[int, str] | None:
         return None if match is None else (int(match[1]), os.strerror(int(match[1])))
     if not _TORCH.search(str(error)):
         return None
-    # torch does not keep the number of the error. The disk is often full, so give its free space.
+    # torch does not keep the errno. The cause is often a full disk, so give its free space.
     first = _ENFORCE.sub("", str(error).partition("\n")[0])
     free = shutil.disk_usage(folder).free
     return errno.EIO, f"torch.save failed ({first}); the disk has {free:,} free bytes"

@@ -1,8 +1,8 @@
-"""Commit the records of a run together with a checkpoint, and cut them back on resuming.
+"""Commit the records of a run together with a checkpoint, and truncate them on resuming.
 
 A checkpoint holds the lengths of the run's record files, one list per rank. The files are synced to
-disk before the checkpoint gets its name, so whoever finds the checkpoint also finds the records.
-Records that were written later are cut off when a training resumes. So after a crash at any moment,
+disk before the checkpoint gets its name, so a checkpoint that exists has all of its records. When a
+training resumes, each file is truncated to its length in the list. So after a crash at any moment,
 the files hold each step up to the checkpoint once, and the resumed training writes the rest.
 """
 
@@ -38,7 +38,7 @@ class _Committed(NamedTuple):
 
 @final
 class RunFiles:
-    """Open the record files of this process, commit them with checkpoints, and cut them back."""
+    """Open the record files of this process, commit them with checkpoints, and truncate them."""
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[JsonLines] = weakref.WeakSet()
@@ -52,12 +52,12 @@ class RunFiles:
         self._cut_at: dict[Path, int] = {}
 
     def open(self, path: Path, global_step: int) -> JsonLines:
-        """Open a record file at the start of a training, and remove what does not belong to it.
+        """Open a record file at the start of a training, without records of other trainings.
 
         - In a training from the start, a file with records is renamed to ``<name>.1`` (``.2``, ...
           if that exists), with a warning: it belongs to an earlier run.
         - In a resumed training, records that were written after the checkpoint are cut off. If the
-          checkpoint has no length of the file, records of later steps are removed.
+          checkpoint does not list the file, records of later steps are removed.
 
         Args:
             path: The file. Its folder is created.
@@ -117,14 +117,14 @@ class RunFiles:
     def resume(
         self, checkpoint: Path, *, run_folder: Path | None = None, global_step: int = 0
     ) -> None:
-        """Resume from a checkpoint: cut back the files that it lists, at the latest in `open`.
+        """Resume from a checkpoint: truncate the files that it lists, at the latest in `open`.
 
         Args:
             checkpoint: Folder of the checkpoint.
             run_folder: Folder of the resumed run. If `checkpoint` is in it, all listed files in the
-                folder are cut back at once. Otherwise the training is a new branch: files of the
+                folder are truncated at once. Otherwise the training is a new branch: files of the
                 first run stay as they are, and files that are opened from now on start empty.
-                ``None``: each file is cut back when it is opened.
+                ``None``: each file is truncated when it is opened.
             global_step: Steps finished before the checkpoint. Only needed with `run_folder`.
 
         Raises:
@@ -154,8 +154,9 @@ class RunFiles:
         num_bytes = committed.num_bytes
         if size < num_bytes or _crc_of_end(path, num_bytes) != committed.crc32_of_end:
             warnings.warn(
-                f"{path} has changed since {self._checkpoint} was written: the first {num_bytes} "
-                f"of its {size} bytes are expected to be the same; records may be missing",
+                f"{path} has changed since {self._checkpoint} was written: expected the same first "
+                f"{num_bytes} bytes, got other or fewer bytes (file size {size}); records may be "
+                "missing",
                 stacklevel=callers_stacklevel(),
             )
             if global_step:
@@ -177,10 +178,10 @@ def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:
     """Commit the record files of this process with a checkpoint, in a loop of your own.
 
     Syncs the files that monitors have open to disk, and writes their lengths into
-    ``mfwrap_records_<rank>.json`` in the checkpoint, if there are any. Call it on every rank, after
-    `MonitorCallback.on_pre_save` of the monitors. `MFTrainer`, ``accelerator.save_state`` of an
-    attached accelerator, and ``save_state`` of an accelerator that a cell was given call it
-    themselves.
+    ``mfwrap_records_<rank>.json`` in the checkpoint. Writes nothing if no file is open. Call it on
+    every rank, after `MonitorCallback.on_pre_save` of the monitors. `MFTrainer` does the same for
+    you, and so does ``accelerator.save_state`` if the accelerator was passed to `attach` or to a
+    cell.
 
     Args:
         checkpoint: Folder of the checkpoint; created if it is missing.
@@ -197,9 +198,10 @@ def resume_records(checkpoint: Path) -> None:
     """Continue the record files of a checkpoint, in a loop of your own.
 
     When a monitor opens a file, at the latest at ``on_train_begin``, the records that were written
-    after the checkpoint are cut off. A file that has lost records since then gives a warning. Call
-    it on every rank, before ``on_train_begin`` of the monitors. `MFTrainer` and ``load_state`` of
-    the accelerators that `save_records` names call it themselves.
+    after the checkpoint are cut off. If a file has lost records since then, a warning names it.
+    Call this function on every rank, before ``on_train_begin`` of the monitors. `MFTrainer` does
+    the same for you, and so does ``accelerator.load_state`` if the accelerator was passed to
+    `attach` or to a cell.
 
     Args:
         checkpoint: Folder that was given to `save_records`.
@@ -236,7 +238,7 @@ def _crc_of_end(path: Path, num_bytes: int) -> int:
 
 
 def _own_lists(checkpoint: Path) -> Iterator[Path]:
-    """Yield the lists that this rank applies: its own, and those of ranks that are no longer."""
+    """Yield the lists that this rank applies: its own, and those of ranks that this run lacks."""
     lists = {
         int(match[1]): path
         for path in sorted(checkpoint.glob("*"))
@@ -244,8 +246,8 @@ def _own_lists(checkpoint: Path) -> Iterator[Path]:
     }
     if not lists:
         return
-    # A folder that was written to before may still have lists of further ranks. The list of the
-    # lowest rank is always new.
+    # If more ranks have written to the folder earlier, their lists are still there. The last save
+    # has replaced the list of the lowest rank, which says how many ranks took part in that save.
     written_by, _ = _read(lists[min(lists)])
     for rank, path in lists.items():
         if rank < written_by and rank % num_ranks() == this_rank():
@@ -259,7 +261,10 @@ def _read(path: Path) -> tuple[int, dict[str, _Committed]]:
         files = {name: _Committed(**each) for name, each in content["files"].items()}
         num_written_by, version = int(content["num_ranks"]), content["format_version"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"{path} is damaged; delete it, and records of later steps are removed by their step"
+        msg = (
+            f"{path} is damaged; delete this file to resume without it: records of later steps are "
+            "then recognized by their step numbers"
+        )
         raise ValueError(msg) from error
     if version != _FORMAT_VERSION:
         msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
@@ -282,7 +287,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _remove_later_records(path: Path, global_step: int) -> None:
-    """Remove the records of steps after `global_step`; keep lines that are no records."""
+    """Remove the records of steps after `global_step`; keep lines that are not records."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)

@@ -51,7 +51,7 @@ DEFAULT_SCALE = _NotGiven(1.0)
 
 
 def check_accelerator(accelerator: "Accelerator", steps: int) -> None:
-    """Check that `accelerator` is one, and accumulates `steps` micro-batches per update.
+    """Check the type of `accelerator`, and that it accumulates `steps` micro-batches per update.
 
     Raises:
         TypeError: If `accelerator` is not an ``accelerate.Accelerator``.
@@ -112,17 +112,17 @@ def remove_grad_scaler(accelerator: "Accelerator") -> None:
 
 
 def join_saves(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
-    """Make an accelerator flush a cell before each save, and commit the run's records with it.
+    """Make an accelerator flush a cell before each save, and save and resume the run's records.
 
     The cell's ``state_dict`` flushes, too, but accelerate saves the schedule before it calls the
-    cell's ``state_dict``. Without this hook, the saved schedule would lack the step of the last
-    update.
+    cell's ``state_dict``. Without the hook on saves, the saved schedule would lack the step of the
+    last update.
 
-    The accelerator keeps its hooks forever. The hook therefore holds a weak reference: otherwise
-    the cell and its network would live until after the process group is destroyed.
+    The accelerator keeps its hooks forever. So the hooks hold a weak reference to the cell:
+    otherwise the cell and its network would live until after the process group is destroyed.
 
     Args:
-        accelerator: Accelerator that saves.
+        accelerator: Accelerator that saves and loads the run.
         flush: Bound method ``flush`` of the cell.
     """
     method = weakref.WeakMethod(flush)
