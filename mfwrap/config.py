@@ -67,7 +67,7 @@ class StepConfig:
         ):
             check_bool(name, getattr(self, name))
         for name in ("max_grad_norm", "global_norm_spike_threshold"):
-            # Keep the float: torch takes neither a Fraction nor an int that no float can hold.
+            # Keep the float: torch accepts neither a Fraction nor an int too large for a float.
             object.__setattr__(self, name, check_positive_number(name, getattr(self, name)))
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.max_consecutive_skips is not None:

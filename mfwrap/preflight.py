@@ -1,4 +1,4 @@
-"""Check before the first update that all ranks train the same, and that it can be saved."""
+"""Check before the first update that all ranks agree, and that a checkpoint fits on the disk."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ def check_ranks_agree(
 ) -> None:
     """Raise the same error on all ranks if the ranks disagree or if a rank has a problem.
 
-    Call it on all ranks of the group. It gathers one small object of each rank, and a second one
+    Call it on all ranks of the group. It gathers one small object from each rank, and the details
     only if the ranks disagree.
 
     Args:
@@ -50,7 +50,7 @@ def check_ranks_agree(
     gathered = gather_objects((hashes, tuple(problems)), group)
     by_problem = _by_value(ranks, [problems for _, problems in gathered])
     found = [f"{problem} ({named_ranks(those)})" for problem, those in by_problem.items()]
-    # The same list on all ranks, also if a rank lacks a topic.
+    # Take the topics of all ranks: each rank then has the same list, even if it lacks a topic.
     topics = dict.fromkeys(topic for of_rank, _ in gathered for topic in of_rank)
     differing = [t for t in topics if len({of_rank.get(t) for of_rank, _ in gathered}) > 1]
     if differing:
@@ -135,7 +135,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def optimizer_facts(optimizer: Optimizer) -> dict[str, str]:
-    """Return the class of an optimizer; settings and number of parameters of its groups."""
+    """Return an optimizer's class, and for each group its settings and number of parameters."""
     facts = {"class": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():

@@ -39,7 +39,7 @@ def this_rank() -> int:
 
 
 def is_first_on_node() -> bool:
-    """Return whether no lower rank runs on the same node, as the launcher says (``LOCAL_RANK``).
+    """Return whether this rank is the lowest one on its node, by the launcher's ``LOCAL_RANK``.
 
     If the launcher does not set ``LOCAL_RANK``, all ranks count as one node.
     """
@@ -136,7 +136,7 @@ def gather_objects(value: _T, group: "distributed.ProcessGroup | None" = None) -
 
 @contextlib.contextmanager
 def raising_together() -> Iterator[None]:
-    """If the ``with`` block raises on any rank, raise the same error on all ranks after the block.
+    """If the ``with`` block raises an error on any rank, raise this error on all ranks after it.
 
     All ranks must enter the block. It may do different work on each rank, but must not start a
     collective that a rank could miss because of an error. The end of the block is a barrier.

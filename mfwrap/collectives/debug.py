@@ -1,9 +1,9 @@
 """Compare the collectives of all ranks before they start, to find ranks that disagree.
 
-Set the environment variable ``MFWRAP_DEBUG_COLLECTIVES=1`` to turn this on. The functions of
-``torch.distributed`` then compare themselves across ranks through the key-value store before they
-start: those that mfwrap calls, and those that accelerate, transformers or the user's program call.
-Without the variable, this module replaces nothing.
+Set the environment variable ``MFWRAP_DEBUG_COLLECTIVES=1`` to turn this on. This module then wraps
+the functions of ``torch.distributed``. Before a collective starts, its wrapper exchanges the call
+with the other ranks through the key-value store and compares the calls. The caller may be mfwrap,
+accelerate, transformers or the user's program. Without the variable, nothing is wrapped.
 
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` also compares collectives, but names no call sites. In torch
 2.13, DistributedDataParallel over gloo ends with a segmentation fault in that mode.
@@ -35,7 +35,7 @@ VARIABLE = "MFWRAP_DEBUG_COLLECTIVES"
 """Environment variable that turns the comparison on: ``1`` for on, ``0`` or empty for off."""
 
 SECONDS_BEFORE_REPORT = 5.0
-"""Time after which a rank that has not come is reported."""
+"""Time after which a rank that has not started the collective is reported."""
 
 _COMPARED: dict[str, str | None] = {
     "all_gather": "tensor",
@@ -64,7 +64,7 @@ _logger = logging.getLogger("mfwrap")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCall:
-    """What one rank starts."""
+    """A collective that a rank is about to start."""
 
     name: str
     """Name of the function, with the tensor's dtype and shape if there is one tensor."""
@@ -99,7 +99,7 @@ def compare_if_asked() -> None:
 
 
 def _compared(function: Callable[..., Any], parameter: str | None) -> Callable[..., Any]:
-    """Return a function that first compares itself across ranks."""
+    """Wrap a function of ``torch.distributed`` so that its calls are compared across ranks."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -116,7 +116,7 @@ def _compared(function: Callable[..., Any], parameter: str | None) -> Callable[.
 
 
 def _watched(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that also starts this process's watch, which tells where its rank is."""
+    """Wrap ``init_process_group`` so that it also starts the `RankWatch` of this process."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **keywords: Any) -> None:
@@ -159,10 +159,10 @@ def _compare(call: CollectiveCall, group: Any) -> None:
 
 @final
 class Comparison:
-    """Compare the calls of this rank with those of the other ranks, group by group.
+    """Compare the calls of this rank with those of the other ranks, separately for each group.
 
     Args:
-        store: Key-value store that the ranks share. The comparison opens a connection of its own.
+        store: Key-value store that the ranks share. The comparison opens its own connection.
         rank: This rank.
     """
 
@@ -174,7 +174,7 @@ class Comparison:
         self._numbers: Counter[str] = Counter()
 
     def compare(self, call: CollectiveCall, ranks: Sequence[int], group: str) -> None:
-        """Wait until all ranks of a group have come to this call, and compare what they start.
+        """Wait until all ranks of a group have reached their next call, and compare these calls.
 
         Args:
             call: What this rank is about to start.
@@ -182,8 +182,9 @@ class Comparison:
             group: Name of the group.
 
         Raises:
-            RuntimeError: If the ranks start different collectives, or if a rank does not come
-                within the timeout of the process group.
+            RuntimeError: If the ranks start different collectives, or if a missing rank has raised
+                an error, does not answer, or does not start a collective within the timeout of the
+                process group.
         """
         names = f"{group}/{'.'.join(map(str, ranks))}"
         self._numbers[names] += 1
@@ -197,7 +198,8 @@ class Comparison:
             rank: CollectiveCall(**json.loads(each))
             for rank, each in zip(ranks, found, strict=True)
         }
-        # Every rank has read the calls before the previous one: it has come to this one.
+        # A rank that has reached this call has read all keys of the call before the previous one,
+        # so this rank can delete its own key of that call.
         self._store.delete_key(f"{names}/{number - 2}/{self._rank}")
         # Other libraries may start the same collective at two places: accelerate's
         # `main_process_first` has one barrier for the main process and one for the others.
@@ -217,11 +219,11 @@ class Comparison:
             raise RuntimeError(msg)
 
     def _wait(self, number: int, call: CollectiveCall, keys: dict[int, str]) -> None:
-        """Wait until all ranks have come; report those that have not come.
+        """Wait until all ranks have written their keys; log a warning about missing ranks.
 
         Raises:
-            RuntimeError: If a missing rank has raised an error or does not answer a second time, or
-                if the timeout is over.
+            RuntimeError: If a missing rank has raised an error, does not answer two questions in a
+                row, or is still missing after the timeout.
         """
         waited, patience = 0.0, SECONDS_BEFORE_REPORT
         while not has_keys(self._store, list(keys.values()), patience):

@@ -1,4 +1,4 @@
-"""Describe where a thread is in the program, and lists of ranks, for messages about ranks."""
+"""Describe, for messages about ranks, where a thread is in the program, and lists of ranks."""
 
 import sys
 import threading

@@ -187,8 +187,9 @@ class TrainedParameters:
     def _check_network(self, absent: int) -> None:
         """Raise if a parameter was replaced in the network.
 
-        A parameter that is no longer in the network gets no gradient any more. So the parameters
-        are compared only when more of them than ever before have none: at most once for each.
+        A parameter that has left the network gets no gradients any more. So the comparison is
+        needed only when the number of parameters without a gradient reaches a new maximum. That
+        happens at most once per parameter.
 
         Args:
             absent: Number of parameters that have no gradient in this update.

@@ -75,6 +75,8 @@ class MFTrainerMixin(_Base):
     - Callbacks get ``step_output`` and ``step_report`` as keywords of ``on_step_end``.
     - The ``train_loss`` of a resumed training is the mean over all its steps, including those
       before the checkpoint.
+    - Before the first update, all ranks compare models, settings and versions. If they disagree,
+      all of them raise the same error.
     - A checkpoint is written to a temporary folder and renamed. Resuming from a damaged checkpoint,
       or from a checkpoint of another network, raises an error that names the checkpoint.
     - A resumed training continues as if it had never stopped. The states of callbacks are restored
@@ -175,10 +177,13 @@ class MFTrainerMixin(_Base):
         """Train as the Trainer does; first check the run folder and the checkpoint to resume from.
 
         Raises:
-            OSError: If files cannot be written to the run folder, on any rank. All ranks raise it.
-            ValueError: If the checkpoint is incomplete, belongs to another network, or holds an
-                average while the trainer keeps none. The message names the newest complete
-                checkpoint before it. Nothing has been loaded when the error is raised.
+            OSError: On all ranks, if any rank cannot write to the run folder.
+            RuntimeError: On all ranks, before the first update, if the ranks disagree about what
+                they train, or if the disk has no room for a checkpoint.
+            ValueError: If the checkpoint is damaged or incomplete, belongs to another network, or
+                holds an average while the trainer keeps none. If the checkpoint itself is at fault,
+                the message names the newest intact checkpoint before it. Nothing has been loaded
+                when the error is raised.
         """
         self._checkpoints.check_run_folder()
         if resume_from_checkpoint:
@@ -225,8 +230,8 @@ class MFTrainerMixin(_Base):
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        # Check before the model is wrapped: DistributedDataParallel ends in an obscure error if the
-        # models of the ranks differ.
+        # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
+        # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)
         # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
         # whose last step was in the middle of an epoch, the Trainer would make one more update.
@@ -266,8 +271,8 @@ class MFTrainerMixin(_Base):
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._watch is not None:
-            # The Trainer starts a collective next. With uneven data, another rank would be in its
-            # next update, and neither of them would ever return.
+            # The Trainer starts a collective next. If another rank has more data, it is still in an
+            # update, and both ranks would wait for each other forever.
             self._watch.end_training()
         run_folder, keeps_last = Path(self._get_output_dir(trial)), self._termination.is_stopping
         with (
@@ -287,7 +292,7 @@ class MFTrainerMixin(_Base):
             super()._save_checkpoint(model, trial)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        # `training_args.bin` would hold the token in clear text.
+        # Leave the token out: `training_args.bin` would hold it in clear text.
         with self._checkpoints.keeping_weight_names(), replaced(self.args, hub_token=None):
             super()._save(*args, **kwargs)
 

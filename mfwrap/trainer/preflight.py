@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
 _MAY_DIFFER = (
-    # Paths and names of one machine, and what one process prints or uploads.
+    # Paths and names that differ between machines, and settings for printing and uploading.
     *("output_dir", "run_name", "local_rank", "log_level", "log_level_replica", "disable_tqdm"),
     *("log_on_each_node", "report_to", "project", "trackio_space_id", "trackio_bucket_id"),
     *("trackio_static_space_id", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
     *("hub_strategy", "hub_always_push", "hub_revision", "resume_from_checkpoint"),
-    # A seed of its own for each rank is a choice; the seed of the data is compared.
+    # Ranks may have different seeds on purpose. The seed of the data (`data_seed`) is compared.
     "seed",
-    # How a process loads its data.
+    # Settings for loading data and measuring memory.
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "skip_memory_metrics"),
-    # Objects without a text that is the same in every process.
+    # Objects whose text differs between processes.
     *("parallelism_config", "deepspeed", "fsdp_config"),
 )
 """Training arguments that may differ between ranks."""
