@@ -161,7 +161,8 @@ def _are_messages(value: Any) -> bool:
 def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or not _is_text(value.get("role")):
         return False
-    # A call of a tool has no content. A list has the parts of a content, such as texts and images.
+    # A message that calls a tool has no content. If the content is a list, its items are parts such
+    # as texts and images.
     return isinstance(value.get("content"), (str, list)) or bool(value.get("tool_calls"))
 
 
@@ -174,7 +175,7 @@ def _expect_turn(first: Any) -> tuple[str, Callable[[Any], bool]]:
 
 
 _STRINGS = "(large_)?string"
-# Without the floats: they may be nan or infinite, so their rows are read one by one.
+# Floats are left out: they may be nan or infinite, so their rows are read one by one.
 _NUMERIC = r"u?int\d+|bool"
 
 TEXT = Kind(lambda _: ("a string", _is_text), _STRINGS)

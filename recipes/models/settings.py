@@ -178,9 +178,9 @@ class ModelSettings(Section):
         return config
 
     def count_parameters(self, auto_class: Any) -> int:
-        """Return the number of weights, without memory for them.
+        """Return the number of weights, without allocating memory for them.
 
-        For a folder, it is estimated from the size of the files, at four bytes for each weight.
+        For a folder, the number is estimated from the size of the files, at four bytes per weight.
 
         Args:
             auto_class: See `make_model`.
@@ -235,8 +235,9 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}
-"""Limits above the sizes of any model, by a part of the key. What the key counts is made in a loop,
-which would take hours for a number that is too large by a few digits."""
+"""Largest numbers that a recipe may set, by a part of the key. They are above the sizes of any real
+model. transformers builds layers, experts and labels one by one, so a number with a few digits too
+many would take hours."""
 
 _OF_ALL = frozenset({"num_labels", "id2label", "label2id", "problem_type"})
 """Keys that every configuration has."""
