@@ -247,6 +247,6 @@ def test_a_batch_of_no_rows_is_refused():
     training.step(BATCH)
     before = training.state()
 
-    with pytest.raises(ValueError, match="at least one row.*of shape"):
+    with pytest.raises(ValueError, match=r"at least one row.*of shape"):
         training.step((inputs[:0], labels[:0]))
     assert_unchanged(before, training.state())
