@@ -81,7 +81,7 @@ def test_a_relative_folder(tmp_path, monkeypatch):
     ids=["AdamW", "SGD with momentum", "SGD"],
 )
 def test_bytes_of_a_checkpoint(tmp_path, make, copies):
-    """The estimate is never more than what torch writes, and nearly all of it."""
+    """The estimate is at most 10 % below the size of the files that torch writes, never above."""
     network = nn.Linear(100, 100)
     optimizer = make(network.parameters())
     network(torch.ones(1, 100)).sum().backward()
@@ -122,7 +122,7 @@ def test_ranks_that_disagree(two_ranks, name):
 
 @pytest.mark.slow
 def test_ranks_that_agree(two_ranks):
-    """Equal ranks train; differences of the topics that are only warned of are logged."""
+    """Ranks that agree may train. If a topic in `warned` differs, a warning is logged."""
     warnings, _ = two_ranks.run(agree)
 
     assert warnings == ["ranks differ: data: number of batches is 8 on rank 0 but 9 on rank 1"]

@@ -15,7 +15,7 @@ SCALES = st.one_of(
     st.tuples(st.just("fixed"), POWERS),
     st.tuples(
         st.just("dynamic"),
-        # Scaled gradients overflow with 2.0**70, so training begins with skips until 2.0**60.
+        # From 2.0**70, training begins with overflows, until the scale has fallen to about 2.0**60.
         st.sampled_from([1.0, 2.0**16, 2.0**70]),
         st.sampled_from([2.0, 2.0**5]),
         st.integers(1, 3),

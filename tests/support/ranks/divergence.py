@@ -15,7 +15,7 @@ __all__ = ["DIVERGING", "barriers_at_two_places", "diverge", "stay_away"]
 
 
 def _gather_beside_a_barrier(rank: int) -> None:
-    # As rank 0 alone saves the state of a callback, and the state needs a gather.
+    # For example, only rank 0 saves the state of a callback, and this state needs a gather.
     if rank == 0:
         collectives.gather_objects("evidence")
     distributed.barrier()
@@ -62,7 +62,7 @@ def diverge(rank: int, name: str) -> str:
 
 
 def barriers_at_two_places(rank: int) -> int:
-    """Call ``barrier`` at one line on rank 0 and at another line on rank 1, as accelerate does."""
+    """Call ``barrier`` at different lines on the two ranks, as accelerate does."""
     if rank == 0:
         distributed.barrier()
     else:
@@ -71,7 +71,7 @@ def barriers_at_two_places(rank: int) -> int:
 
 
 class _KeepReports(logging.Handler):
-    """Keep what is logged, and tell the other ranks of it.
+    """Keep what is logged, and set a key of the store so that the other rank can wait for it.
 
     Args:
         key: Key of the store that is set when something is logged.
@@ -90,7 +90,7 @@ class _KeepReports(logging.Handler):
 
 @contextmanager
 def kept_reports(key: str) -> Iterator[list[str]]:
-    """Within the block, keep the reports in mfwrap's log; set a key of the store at the first."""
+    """Within the block, keep what mfwrap logs, and set a key of the store at each message."""
     handler = _KeepReports(key)
     logging.getLogger("mfwrap").addHandler(handler)
     try:
@@ -100,7 +100,7 @@ def kept_reports(key: str) -> Iterator[list[str]]:
 
 
 def stay_away(rank: int) -> list[str]:
-    """Let rank 1 come to a collective after rank 0 has reported it; return the reports."""
+    """Let rank 1 start a collective only after rank 0 has reported it missing; return reports."""
     with pytest.MonkeyPatch.context() as patch, kept_reports("stay away") as reports:
         patch.setattr(debug, "SECONDS_BEFORE_REPORT", 0.1)
         if rank == 1:

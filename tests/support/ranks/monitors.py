@@ -165,7 +165,7 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
 
 
 class _RecordsAtSave(TrainerCallback):
-    """Read the steps in each file of records, as soon as a checkpoint has got its name."""
+    """Read the steps in each file of records as soon as a checkpoint has its final name."""
 
     def __init__(self) -> None:
         self.steps: dict[str, list[int]] = {}

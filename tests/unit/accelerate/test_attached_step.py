@@ -178,7 +178,7 @@ def test_gradients_that_wait_for_their_step_are_unscaled():
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_accelerates_scaler_unscales_the_gradients_that_wait(unscales):
-    """Detaching gives accelerate's scaler the scale that the gradients waiting for a step have."""
+    """After detaching, accelerate's scaler unscales the pending gradients by their own scale."""
     run = AttachedRun(RunSettings(loss_scale="none", precision="fp16"))
     grown = run.accelerator.scaler.get_scale()
     run.train(0, 4, APPLIED)

@@ -132,7 +132,7 @@ def test_zeroing_gradients_gives_up_what_is_known_of_them():
 
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_the_loss_of_a_last_window_of_one_micro_batch(num_batches):
-    """The reported loss is not divided by the accumulation, also if no window was before."""
+    """The loss of a last window with a single micro-batch is that micro-batch's own loss."""
     accelerator = new_accelerator(gradient_accumulation_steps=2)
     step = attach(accelerator)
     network = nn.Linear(1, 1)

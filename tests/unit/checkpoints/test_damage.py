@@ -1,6 +1,6 @@
-"""No single flipped bit and no truncation of any file of a checkpoint can be resumed.
+"""A checkpoint with one flipped bit or one truncated file, whichever it is, is refused.
 
-The damage is found before anything is loaded, so one trainer and one loop serve for all cases.
+The damage is found before anything is loaded, so all cases share one trainer or one loop.
 """
 
 import shutil
@@ -23,12 +23,12 @@ NUMBERS = [pytest.param(10, id="sample"), pytest.param(500, id="all", marks=pyte
 
 
 def refused(intact, folder, number, resume):
-    """Assert that each damage of a checkpoint is refused by the file's name.
+    """Assert that resuming from a damaged checkpoint raises an error that names the damaged file.
 
     Args:
         intact: An intact checkpoint; its number is at least 1.
-        folder: Folder for the damaged checkpoints, and an intact one before each of them.
-        number: Number of damages.
+        folder: Folder for copies: an intact checkpoint number 0, and one damaged copy at a time.
+        number: Number of damaged copies.
         resume: Function that resumes from a folder.
     """
     before = copied(intact, folder / f"{intact.name.rstrip('0123456789')}0")

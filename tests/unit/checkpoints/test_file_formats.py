@@ -58,7 +58,7 @@ def test_weights_in_several_files(path):
 
 
 def test_one_file_comes_before_an_index(path):
-    """If there is one file, an index is ignored, as by libraries that load weights."""
+    """If the single file exists, an index is ignored, as libraries that load weights ignore it."""
     content = path.read_bytes()
     split_weights(path.parent, path.name)
     path.write_bytes(content)
@@ -81,7 +81,7 @@ INDEXES = [
 
 @pytest.mark.parametrize("content", INDEXES, ids=range(len(INDEXES)))
 def test_no_index(path, content):
-    """A file that is not an index of files in the same folder is refused by its name."""
+    """An index that does not list files of its own folder is refused; the error names the index."""
     path.unlink()
     index = path.with_name("some.safetensors.index.json")
     index.write_text(content)

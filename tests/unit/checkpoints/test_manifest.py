@@ -266,7 +266,7 @@ def test_a_manifest_of_sizes(folder):
 
 
 def test_a_manifest_that_claims_an_older_version(folder):
-    """A manifest with checksums cannot become one of sizes by a damage of its version."""
+    """A manifest with checksums whose version is changed to 1 is damaged, not a list of sizes."""
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(text.replace('"format_version": 2', '"format_version": 1'))
 

@@ -31,7 +31,7 @@ def weights_of(network, *left_out):
 
 
 def test_weights_of_this_network(tmp_path):
-    """A checkpoint fits if only copies of tied weights and unsaved weights are missing."""
+    """A checkpoint fits if it lacks only copies of tied weights, and buffers that are not saved."""
     folder = write_checkpoint(tmp_path / "checkpoint-1", weights=weights_of(Tied()))
 
     assert foreign_weights(folder, Tied()) is None

@@ -93,9 +93,10 @@ def test_required_files(tmp_path):
 
 @pytest.mark.parametrize("says", [True, False])
 def test_a_manifest_that_is_missing(tmp_path, says):
-    """A manifest must not be missing if a JSON file of mfwrap says that there is one.
+    """A checkpoint without its manifest is refused if it must have had one.
 
-    It must not be missing either in a Trainer's checkpoint with files of mfwrap.
+    That is so if a JSON file of mfwrap says that there is a manifest, or if a Trainer's checkpoint
+    has files of mfwrap.
     """
     folder = write_checkpoint(tmp_path / "checkpoint-1", listed=False)
     (folder / "mfwrap_step.json").write_text('{"has_manifest": true}' if says else "{}")

@@ -97,7 +97,7 @@ def test_one_rank_raises_its_own_error():
 
 @pytest.mark.slow
 def test_all_ranks_raise_the_error_of_one(two_ranks):
-    """An error on one rank is raised on all ranks; if several fail, the lowest rank's error is."""
+    """An error on one rank is raised on all ranks; of several errors, that of the lowest rank."""
     missing = ("FileNotFoundError", "[Errno 2] of rank 1: 'file'")
     first, last = ("ValueError", "of rank 0"), ("ValueError", "of rank 1")
 

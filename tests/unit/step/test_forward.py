@@ -370,7 +370,7 @@ def test_any_network_that_takes_the_number_of_items_is_counted():
 
 
 class WithAuxiliaryLoss(OwnModel):
-    """A network that adds a term of its weights, which autograd reaches on two ways."""
+    """A network whose loss has an additional term, which autograd reaches by two paths."""
 
     def forward(self, input_ids, labels, num_items_in_batch=None):
         """Return the loss plus zero times a sum of the weights."""
@@ -380,7 +380,7 @@ class WithAuxiliaryLoss(OwnModel):
 
 
 def test_a_further_term_does_not_hide_the_number_of_items():
-    """The number of items is found behind a term whose graph has repeated and missing nodes."""
+    """The number of items is found although another term's graph has repeated and missing nodes."""
     network, batch = WithAuxiliaryLoss(), tokens()
     parts = called(per_token(network), **batch)
 

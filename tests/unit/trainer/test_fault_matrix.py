@@ -1,4 +1,4 @@
-"""No fault at any step makes one of two ranks wait forever, and each rank says what happened."""
+"""After a fault at any step, neither of two ranks hangs, and each rank says what happened."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from support.ranks.fault_matrix import FAULTS, MOMENTS, NUM_UPDATES, train_with_
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_a_step(tmp_path, fault, moment, struck):
-    """The training goes on, stops on both ranks, or ends with an error that names the rank."""
+    """The training continues, stops on both ranks, or ends with an error that names the rank."""
     outcomes = train_with_fault(tmp_path, fault, moment, struck)
 
     assert None not in [outcome.status for outcome in outcomes], "a rank hung"
