@@ -264,10 +264,19 @@ class CulpritFinder:
         is_parameter = any(name == plain_name(parameter) for parameter, _ in named)
         return layer_of(name) if is_parameter else layer_of_module(name)
 
+    def gather(self) -> None:
+        """Gather the usual norms of all ranks, so that `state_dict` has them.
+
+        Call it on every rank.
+        """
+        if self._running is not None:
+            self._running.gather()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the usual norms and `num_scale_overflows`, ready for JSON.
 
-        Synchronizes with the device.
+        Synchronizes with the device. If `gather` was called since the last step, the state has the
+        usual local norms of all ranks, otherwise only those of this rank.
         """
         running = self._saved_running if self._running is None else self._running.state_dict()
         return {

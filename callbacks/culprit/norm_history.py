@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.anomaly_log import WeightNorm
+from mfwrap.collectives import gather_on_all, this_rank
 from mfwrap.tensors.sharded_norms import tensor_norms
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
@@ -96,6 +97,7 @@ class RunningNorms:
         self.names = tuple(names)
         self._mean = torch.zeros(len(self.names), device=device)
         self._weight = torch.zeros(len(self.names), device=device)
+        self._of_ranks: Tensor | None = None
 
     @property
     def usual(self) -> Tensor:
@@ -120,24 +122,44 @@ class RunningNorms:
         limited = torch.minimum(norms, highest)
         self._mean = torch.where(counts, _DECAY * self._mean + (1 - _DECAY) * limited, self._mean)
         self._weight = torch.where(counts, _DECAY * self._weight + (1 - _DECAY), self._weight)
+        self._of_ranks = None
+
+    def gather(self) -> None:
+        """Gather the means of all ranks, so that `state_dict` has them. Call it on every rank.
+
+        Each rank has its own norms, but a checkpoint's state is that of the saving rank.
+        """
+        self._of_ranks = gather_on_all(torch.stack((self._mean, self._weight)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names, means and weights, ready for JSON; synchronizes with the device."""
-        return {
-            "names": list(self.names),
-            "means": self._mean.tolist(),
-            "weights": self._weight.tolist(),
-        }
+        """Return the state, ready for JSON; synchronizes with the device.
+
+        Returns:
+            The names of the groups, and a row of means and of weights for each rank. If `gather`
+            was not called since the last step, there is only the row of this rank.
+        """
+        of_ranks = self._of_ranks
+        if of_ranks is None:
+            of_ranks = torch.stack((self._mean, self._weight)).unsqueeze(0)
+        means, weights = of_ranks.unbind(1)
+        return {"names": list(self.names), "means": means.tolist(), "weights": weights.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a group whose name is not in the state starts empty."""
-        saved = dict(
-            zip(state["names"], zip(state["means"], state["weights"], strict=True), strict=True)
+        """Continue from a saved state; a group whose name is not in the state starts empty.
+
+        A rank takes its own row. If fewer ranks saved the state, rank ``r`` of ``n`` saved ranks
+        and more takes row ``r % n``: the norms of another rank are the best estimate of its own.
+        """
+        # Older states have only one rank's numbers, without a dimension of ranks.
+        means, weights = (
+            torch.tensor(state[key]).reshape(-1, len(state["names"]))
+            for key in ("means", "weights")
         )
-        device = self._mean.device
-        pairs = [saved.get(name, (0.0, 0.0)) for name in self.names]
-        self._mean = torch.tensor([mean for mean, _ in pairs]).to(device)
-        self._weight = torch.tensor([weight for _, weight in pairs]).to(device)
+        row = this_rank() % len(means)
+        saved = dict(zip(state["names"], torch.stack((means[row], weights[row])).T, strict=True))
+        rows = [saved.get(name, torch.zeros(2)) for name in self.names]
+        self._mean, self._weight = torch.stack(rows, dim=1).to(self._mean.device)
+        self._of_ranks = None
 
 
 @final

@@ -102,6 +102,9 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         """Begin a run, and determine its length."""
         self._cancel_count()
         self._run = None
+        if not state.is_world_process_zero:
+            # Only the main process keeps the mean. Other ranks get it from a checkpoint, too.
+            self.saved_mean = None
         if self._takes_part(state):
             self._run = self._begin(args, state, state.global_step, known)
             self._run.clock.restart()

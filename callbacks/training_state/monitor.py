@@ -193,8 +193,12 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run.writers.write_evaluation(state.global_step, results)
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
-        """Write and judge the last step, so that its records belong to the checkpoint."""
-        self._flush()
+        """Write and judge the last step, and gather the state of all ranks.
+
+        The records of the step and the state of each rank then belong to the checkpoint.
+        """
+        if self._run is not None:
+            self._run.before_save()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Write and judge the last step, and record the norms of the weights."""
@@ -216,7 +220,8 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
         Starts no collective, because a Trainer calls this on the saving rank only. With several
         ranks, call `on_pre_save` on every rank first, as `MFTrainer` does: it writes and judges the
-        last step.
+        last step, and gathers the usual local norms of all ranks. The state of one rank can then
+        be restored on every rank.
 
         Returns:
             Settings under ``args``, usual norms and counts under ``attributes``, ready for JSON.

@@ -214,6 +214,15 @@ class TrainingStateRun:
             self.finder.weights.look()
         self.clock.restart()
 
+    def before_save(self) -> None:
+        """Write and judge the last step, and gather the state of all ranks.
+
+        Call it on every rank. `state_dict` then returns the state of all ranks.
+        """
+        self.flush()
+        if self.finder is not None:
+            self.finder.gather()
+
     def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
         """Judge a step by its logged loss and norm, in a loop that passes no step output.
 
@@ -231,7 +240,7 @@ class TrainingStateRun:
         self._judge(numbers_of(global_step, values), _NO_EVIDENCE, weights_have_moved=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, ready for JSON. Call `flush` first."""
+        """Return the state for a resumed run, ready for JSON. Call `before_save` first."""
         finder, spike_count = self.finder, self._spike_count
         return {
             "global_step": self.last_step,

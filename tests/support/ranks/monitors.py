@@ -24,6 +24,7 @@ from mfwrap.callbacks import (
     MFLossMonitor,
     TrainingStateMonitor,
 )
+from mfwrap.callbacks.culprit.norm_history import RunningNorms
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
@@ -34,6 +35,7 @@ __all__ = [
     "losses_shown",
     "refuse_a_folder",
     "save_an_overflow",
+    "save_usual_norms",
     "train_monitored",
 ]
 
@@ -188,13 +190,14 @@ def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
 
     Returns:
         Records of the anomalies, steps in each file of records as soon as the checkpoint has its
-        name and at the end of the resumed training, and the number of losses in the epoch mean that
-        the checkpoint holds.
+        name and at the end of the resumed training, the number of losses in the epoch mean that
+        the checkpoint holds, and the states of the monitors at the end of both trainings.
     """
     inputs, labels = map(torch.cat, zip(*labelled_batches(6, size=2), strict=True))
     inputs[7] = NAN  # two rows per step, the second of them on rank 1
     rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
     at_save = _RecordsAtSave()
+    states = []
     for checkpoint in (None, str(Path(folder, "checkpoint-4"))):
         new_accelerator()
         torch.manual_seed(0)
@@ -222,6 +225,8 @@ def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
             step=StepConfig(local_norm=True),
         )
         trainer.train(resume_from_checkpoint=checkpoint)
+        exporting = [each for each in trainer.callback_handler.callbacks if _exports(each)]
+        states.append([each.state() for each in exporting])
     state = json.loads(Path(folder, "checkpoint-4", "trainer_state.json").read_text("utf-8"))
     monitor = state["stateful_callbacks"]["MFLossMonitor"]["attributes"]["saved_mean"]
     distributed.barrier()
@@ -233,6 +238,35 @@ def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
         "num_losses": monitor["num_losses"] + monitor["num_not_finite"],
         "steps": at_save.steps,
         "resumed": _steps_in(folder),
+        "states": states,
+    }
+
+
+def _exports(callback: TrainerCallback) -> bool:
+    return isinstance(callback, (MFLossMonitor, TrainingStateMonitor))
+
+
+def save_usual_norms(rank: int, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the usual norms that a state restores, the own ones, and the state of all ranks.
+
+    Args:
+        rank: Rank of this process.
+        before: State of another number of ranks.
+    """
+    names, device = ("a", "b"), torch.device("cpu")
+    restored, saving, again = (RunningNorms(names, device) for _ in range(3))
+    restored.load_state_dict(before)
+    saving.add(torch.tensor([1.0 + rank, 10.0 + rank]), torch.tensor(data=True))
+    alone = saving.state_dict()
+    saving.gather()
+    together = saving.state_dict()
+    again.load_state_dict(together)
+    return {
+        "restored": restored.usual.tolist(),
+        "own": saving.usual.tolist(),
+        "again": again.usual.tolist(),
+        "alone": alone,
+        "together": together,
     }
 
 

@@ -18,7 +18,8 @@ from support.trainer_runs import new_trainer, train
 def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path):
     """All ranks look for the culprit before one rank saves; all records precede the checkpoint.
 
-    A training that resumes from the checkpoint has each step once in the files of all ranks.
+    A training that resumes from the checkpoint has each step once in the files of all ranks, and
+    the monitors of each rank continue with the state of that rank.
     """
     first, second = two_ranks.run(save_an_overflow, str(tmp_path))
 
@@ -35,6 +36,8 @@ def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path)
     for name, steps in (("steps", [1, 2, 3, 4]), ("resumed", [1, 2, 3, 4, 5, 6])):
         expected_steps = {f"{file}.jsonl": steps for file in files}
         assert first[name] == {"anomalies.jsonl": [4], **expected_steps}
+    for unbroken, resumed in (first["states"], second["states"]):
+        assert resumed == unbroken
 
 
 def test_a_folder_that_one_rank_cannot_write(two_ranks, tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms, WeightWatch
+from support.ranks.monitors import save_usual_norms
 
 NAN, INF = math.nan, math.inf
 norms = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([NAN, INF, 0.0]))
@@ -53,6 +54,32 @@ def test_running_norms_are_restored_by_name():
     later.load_state_dict(saved)
 
     assert later.usual.tolist() == pytest.approx([3.0, NAN], nan_ok=True)
+
+
+def test_usual_norms_of_several_ranks(two_ranks):
+    """The gathered state restores each rank's norms; more ranks share the norms of fewer ranks."""
+    of_one = {"names": ["a", "b"], "means": [[2.0, 3.0]], "weights": [[0.5, 0.5]]}
+    of_three = {"names": ["b"], "means": [[1.0], [2.0], [3.0]], "weights": [[1.0], [1.0], [1.0]]}
+    ranks = two_ranks.run(save_usual_norms, of_one)
+
+    for rank, found in enumerate(ranks):
+        assert found["own"] == found["again"] == pytest.approx([1.0 + rank, 10.0 + rank])
+        assert found["restored"] == [4.0, 6.0]
+        assert found["together"] == ranks[0]["together"]
+        assert [found["together"]["means"][rank]] == found["alone"]["means"]
+    again = RunningNorms(["b"], torch.device("cpu"))
+    again.load_state_dict(ranks[1]["together"])
+    assert again.usual.tolist() == pytest.approx([10.0])
+    second = two_ranks.run(save_usual_norms, of_three)[1]
+    assert second["restored"] == pytest.approx([NAN, 2.0], nan_ok=True)
+
+
+def test_usual_norms_of_an_older_state():
+    """A state of an older version, with the numbers of one rank, is restored on every rank."""
+    running = RunningNorms(["a"], torch.device("cpu"))
+    running.load_state_dict({"names": ["a"], "means": [3.0], "weights": [0.5]})
+
+    assert running.usual.tolist() == [6.0]
 
 
 def test_the_usual_global_norm_is_a_geometric_mean():
