@@ -273,7 +273,7 @@ class CulpritFinder:
             self._running.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the usual norms and `num_scale_overflows`, ready for JSON.
+        """Return the usual norms, `num_scale_overflows` and the last overflow, ready for JSON.
 
         Synchronizes with the device. If `gather` was called since the last step, the state has the
         usual local norms of all ranks, otherwise only those of this rank.
@@ -283,6 +283,7 @@ class CulpritFinder:
             "global_norm": self._history.state_dict(),
             "local_norms": running,
             "num_scale_overflows": self.num_scale_overflows,
+            "last_overflow": self._last_overflow,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,6 +292,7 @@ class CulpritFinder:
         self._saved_running = state["local_norms"]
         self._running = None
         self.num_scale_overflows = state["num_scale_overflows"]
+        self._last_overflow = state.get("last_overflow")
 
 
 def _common(

@@ -130,6 +130,22 @@ def test_usual_norms_go_on_after_a_resume(tmp_path):
     )
 
 
+def test_overflows_in_a_row_across_a_resume(tmp_path):
+    """Right after a resume, the second of two overflows in a row is not replayed, either."""
+    faults = [Fault(number, "data") for number in (6, 7)]
+    whole = TrainingStateMonitor(folder=tmp_path / "whole", replay=True)
+    train_blocks(whole, faults, num_steps=7)
+    first = TrainingStateMonitor(folder=tmp_path / "parts", replay=True)
+    network = train_blocks(first, faults, num_steps=6)
+    state = first.state()["attributes"]["saved_run"]
+    later = TrainingStateMonitor(folder=tmp_path / "parts", replay=True)
+    train_blocks(later, faults, network=network, saved_run=state, first_step=7, num_steps=7)
+
+    for name in ("whole", "parts"):
+        replayed = ["is_replay_exact" in record for record in records_of(tmp_path / name)]
+        assert replayed == [True, False]
+
+
 def test_without_local_norms(tmp_path, caplog):
     """Without local norms a record has no layer, and one warning says how to get the layer."""
     monitor = TrainingStateMonitor(folder=tmp_path)
