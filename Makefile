@@ -55,7 +55,7 @@ format: $(VENV)/.linked ## format the code and repair what ruff can repair
 	$(RUN) -m ruff format
 
 # Without PYTHONSAFEPATH, because the scripts import modules from their own folder.
-benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure everything after backward, whole steps of the Trainer, beside peers, and checksums
+benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure steps, ranks and monitors, compared with other libraries, and checksums
 	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
 	PYTHONSAFEPATH= $(RUN) benchmarks/distributed.py

@@ -1,4 +1,4 @@
-"""Measure what the checksums of a checkpoint cost, beside reading its files alone.
+"""Measure what the checksums of a checkpoint cost in addition to reading its files.
 
     python benchmarks/verification.py            # 1 GB: half in weights, half in one large file
     python benchmarks/verification.py --gigabytes 8 --folder /scratch
@@ -10,8 +10,8 @@ measures every row once, in random order:
 - hashing bytes that are in memory, with algorithms of hashlib and zlib, on one thread;
 - `write_manifest`, which each save does, and `verify`, which each resume does.
 
-The table shows seconds per gigabyte (10**9 bytes): the time by the clock and the CPU time of the
-process, as median and range over the rounds. On a machine with other work, compare the CPU times.
+The table shows seconds per gigabyte (10**9 bytes): the wall-clock time and the CPU time of the
+process, as median and range over the rounds. If the machine is busy, compare the CPU times only.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def hashing(update: Callable[[bytes], object], block: bytes) -> Callable[[], Non
 
 
 def seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Return the time by the clock and the CPU time of a call."""
+    """Return the wall-clock time and the CPU time of a call."""
     clock, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - clock, time.process_time() - cpu
