@@ -18,7 +18,7 @@ def main_thread_place() -> str:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Return the innermost frames outside of torch and of this package, the innermost first.
+    """Return the innermost frames outside of torch and `mfwrap.collectives`, the innermost first.
 
     Each frame is ``folder/file.py:line in function``. If the innermost of them called torch, the
     name of torch's function comes first.
