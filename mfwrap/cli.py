@@ -257,7 +257,11 @@ def verify(run: Path) -> None:
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     from mfwrap.checkpoints import verification  # noqa: PLC0415  (loads torch)
 
-    folders = verification.checkpoints_in(run) if run.is_dir() else []
+    try:
+        folders = verification.checkpoints_in(run) if run.is_dir() else []
+    except OSError as error:
+        msg = f"{error.filename}: cannot be read ({error.strerror})"
+        raise RecipeError(msg) from error
     if not folders:
         msg = f"{run}: no checkpoint found; expected the folder of a run or of a checkpoint"
         raise RecipeError(msg)

@@ -1,5 +1,6 @@
 """Verify checkpoints before they are used, and find the newest intact checkpoint of a run."""
 
+import fnmatch
 import os
 import re
 import warnings
@@ -131,19 +132,26 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
     A checkpoint that is still being written or deleted is left out. If there is no checkpoint in
     the folder, but it is itself a checkpoint, it is returned.
+
+    Raises:
+        OSError: If a folder cannot be read.
     """
     found = sorted(_walk(folder), key=_by_number)
     return found or ([folder] if is_checkpoint(folder) else [])
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for entry in os.scandir(folder):
-        path = folder / entry.name
-        if entry.is_dir(follow_symlinks=False) and path.suffix != PARTIAL:
-            if is_checkpoint(path):
-                yield path
-            else:
-                yield from _walk(path)
+    for parent, subfolders, files in os.walk(folder, onerror=_raise_if_it_exists):
+        if parent != str(folder) and (TRAINER_STATE in files or fnmatch.filter(files, _OURS)):
+            yield Path(parent)
+            subfolders.clear()
+        subfolders[:] = [name for name in subfolders if Path(name).suffix != PARTIAL]
+
+
+def _raise_if_it_exists(error: OSError) -> None:
+    """Raise the error unless the folder that could not be read was deleted during the search."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _by_number(path: Path) -> tuple[str, str, int]:

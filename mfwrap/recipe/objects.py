@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from mfwrap.checkpoints.folders import check_writable
 from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, one_line, shown
 
 T = TypeVar("T")
@@ -198,7 +199,7 @@ class RecipeObjects:
             raise self._invalid(path, value, error, None) from error
 
     def check_folder(self, path: Path, value: object) -> None:
-        """Raise `RecipeError` if a path cannot be a folder because a file is in its place.
+        """Raise `RecipeError` if a path is no writable folder, and none can be made there.
 
         Args:
             path: Path of the value in the recipe.
@@ -209,13 +210,14 @@ class RecipeObjects:
         folder = pathlib.Path(str(value)).absolute()
         try:
             existing = next(one for one in (folder, *folder.parents) if one.exists())
+            if existing.is_dir():
+                check_writable(existing)
+                return
             says = f"{str(existing)!r} is not a folder"
-            is_possible = existing.is_dir()
-        except OSError as error:  # for example a name that is longer than the file system allows
-            says, is_possible = str(error.strerror), False
-        if not is_possible:
-            expected = "expected a folder, or a path where one can be made"
-            raise self.document.error(path, f"{expected}, got {shown(value)}: {says}")
+        except OSError as error:  # also for a name that is longer than the file system allows
+            says = str(error.strerror)
+        expected = "expected a writable folder, or a path where one can be made"
+        raise self.document.error(path, f"{expected}, got {shown(value)}: {says}")
 
     def refusal(self, path: Path, settings: Mapping[str, Any], error: Exception) -> RecipeError:
         """Convert an error of a constructor to a `RecipeError` that names the key and its place.

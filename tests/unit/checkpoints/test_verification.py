@@ -215,3 +215,24 @@ def test_checkpoints_in_a_run_folder(tmp_path):
     assert checkpoints_in(tmp_path) == [tmp_path / name for name in names]
     assert checkpoints_in(tmp_path / "checkpoint-2") == [tmp_path / "checkpoint-2"]
     assert checkpoints_in(tmp_path / "model") == []
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_folder_that_cannot_be_searched(tmp_path, monkeypatch, error):
+    """A folder that is deleted meanwhile is ignored; one that cannot be read is an error."""
+    write_checkpoint(tmp_path / "checkpoint-2")
+    (tmp_path / "trial").mkdir()
+    scan = os.scandir
+
+    def scan_others(path):
+        if str(path).endswith("trial"):
+            raise error(13, "no access", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_others)
+
+    if error is PermissionError:
+        with pytest.raises(PermissionError, match="trial"):
+            checkpoints_in(tmp_path)
+    else:
+        assert checkpoints_in(tmp_path) == [tmp_path / "checkpoint-2"]

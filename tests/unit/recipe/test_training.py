@@ -1,6 +1,7 @@
 """The sections of the training set the Trainer's arguments and the schedule."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +149,13 @@ def test_a_misspelt_rate_gets_its_name():
     """A misspelled learning rate is an error that suggests the right name."""
     with pytest.raises(RecipeError, match="did you mean 'learning_rate'"):
         with_schedule(type="LinearWithWarmUpLR", warmup_steps=1, learnin_rate=0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux's /proc")
+def test_an_output_folder_that_cannot_be_made():
+    """A folder that is missing is made by the training; here, nothing can be made in its parent."""
+    assert message("training.output_dir=/proc/run") == (
+        "--set training.output_dir: expected a writable folder, or a path where one can be made, "
+        "got '/proc/run': cannot write to the folder /proc: No such file or directory; choose a "
+        "writable folder"
+    )
