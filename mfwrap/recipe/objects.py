@@ -117,7 +117,11 @@ class RecipeObjects:
         except RecipeError:
             raise
         except REFUSALS as error:
-            raise self.refusal(path, settings, error) from error
+            # Processes may have to meet in `make`, for example to set up their process group, so an
+            # error that can have another cause than the settings is not followed by a second call.
+            is_by_settings = not isinstance(error, (MemoryError, OSError, RuntimeError))
+            retry = (lambda others: make(**others)) if is_by_settings else None
+            raise self.refusal(path, settings, error, retry) from error
 
     def choice(self, path: Path, value: object, known: Collection[str]) -> str:
         """Return a value if it is one of the known names, else raise `RecipeError`."""
@@ -219,30 +223,35 @@ class RecipeObjects:
         expected = "expected a writable folder, or a path where one can be made"
         raise self.document.error(path, f"{expected}, got {shown(value)}: {says}")
 
-    def refusal(self, path: Path, settings: Mapping[str, Any], error: Exception) -> RecipeError:
+    def refusal(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        error: Exception,
+        retry: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> RecipeError:
         """Convert an error of a constructor to a `RecipeError` that names the key and its place.
 
-        The key is searched for in this order: the name in backticks at the start of the message;
-        the longest key of `settings` in the message; the key whose value occurs first in the
-        message. If no key is found, the error names the section.
+        A key is named only if it is certain to be the cause: if the message begins with the key in
+        backticks, if the value of the key is the file that cannot be read or written, or if the
+        construction succeeds without the key. Otherwise the error names the section.
 
         Args:
             path: Path of the section.
             settings: Arguments of the constructor.
             error: Error that the constructor raised.
+            retry: Calls the constructor with some of the settings. Without it, no key is tried.
         """
         text = one_line(str(error)) or type(error).__name__
         named = _NAMED_FIRST.fullmatch(text)
         if named is not None and named["key"].split(".")[0] in settings:
             return self.document.error((*path, *named["key"].split(".")), named["says"])
-        mentioned = [key for key in settings if _position(text, key) >= 0]
-        if mentioned:
-            path = (*path, max(mentioned, key=len))
-        else:
-            places = {k: _position(text, str(v)) for k, v in settings.items() if v}
-            named_values = [key for key, place in places.items() if place >= 0]
-            path = (*path, *sorted(named_values, key=places.__getitem__)[:1])
-        return self.document.error(path, f"invalid: {text[:300]}")
+        key = _of_file(settings, error)
+        if key is None and retry is not None:
+            key = _cause(settings, text, retry)
+        if key is not None:
+            return self.document.error((*path, key), f"invalid: {text[:300]}")
+        return self.document.error(path, f"failed with {type(error).__name__}: {text[:300]}")
 
     def _invalid(
         self, path: Path, value: Any, error: ValidationError, section: type[Any] | None
@@ -271,6 +280,45 @@ class RecipeObjects:
         wanted = " or ".join(dict.fromkeys(_PLAIN_TYPES.get(words, words) for words in said))
         got = functools.reduce(lambda inner, key: inner[key], at, value)
         return self.document.error((*path, *at), f"expected {wanted}, got {shown(got)}")
+
+
+def _of_file(settings: Mapping[str, Any], error: Exception) -> str | None:
+    """Return the key whose value is the file that an `OSError` is about; ``None`` without one."""
+    file = getattr(error, "filename", None)
+    if not isinstance(error, OSError) or file is None:
+        return None
+    keys = [
+        key
+        for key, value in settings.items()
+        if str(file) in (value if isinstance(value, list) else [value])
+    ]
+    return keys[0] if len(keys) == 1 else None
+
+
+def _cause(
+    settings: Mapping[str, Any], text: str, retry: Callable[[Mapping[str, Any]], object]
+) -> str | None:
+    """Return the key without which a failed construction succeeds; ``None`` if it is uncertain.
+
+    If there are several such keys, the message must contain the key or its value: a key comes
+    before a value, and a long key before a short one.
+    """
+
+    def is_cause(key: str) -> bool:
+        try:
+            retry({other: value for other, value in settings.items() if other != key})
+        except REFUSALS:
+            return False
+        return True
+
+    places = {key: _position(text, str(value)) for key, value in settings.items() if value}
+    mentioned = sorted((key for key in settings if _position(text, key) >= 0), key=len)[::-1]
+    mentioned += sorted((key for key in places if places[key] >= 0), key=places.__getitem__)
+    for key in dict.fromkeys(mentioned):
+        if is_cause(key):
+            return key
+    causes = [key for key in settings if key not in mentioned and is_cause(key)]
+    return causes[0] if len(causes) == 1 else None
 
 
 def _position(text: str, word: str) -> int:

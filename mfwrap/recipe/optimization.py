@@ -1,6 +1,9 @@
 """Check the optimizer and the learning-rate schedule of a recipe on one tiny parameter."""
 
+import copy
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +15,9 @@ from mfwrap.recipe.training import ScheduleChoice
 
 _ANY_LENGTH = 1_000
 """Number of steps for a training whose length depends on its data."""
+
+_PREFIXES = ("adam_", "learning_rate", "lr_scheduler", "optim", "warmup", "weight_decay")
+"""Beginnings of the keys that optimizer and schedule depend on."""
 
 
 def check_optimizer(
@@ -31,23 +37,31 @@ def check_optimizer(
     """
     if arguments.optim_target_modules is not None:
         return
+    try:
+        _try(arguments, schedule)
+    except REFUSALS as error:
+        training = objects.document.data.get("training", {})
+        given = {key: value for key, value in training.items() if key.startswith(_PREFIXES)}
+
+        def retry(kept: Mapping[str, Any]) -> None:
+            changed = copy.copy(arguments)
+            for field in dataclasses.fields(arguments):
+                if field.name in given.keys() - kept.keys():
+                    setattr(changed, field.name, field.default)
+            _try(changed, schedule)
+
+        raise objects.refusal(("training",), given, error, retry) from error
+
+
+def _try(arguments: TrainingArguments, schedule: ScheduleChoice | None) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    try:
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
-        optimizer = kind(
-            [{"params": [parameter], "weight_decay": arguments.weight_decay}], **settings
-        )
-        if kind.__module__.startswith("torch.optim"):  # others may need an accelerator
-            optimizer.step()
-        if schedule is None:
-            _check_schedule(optimizer, arguments)
-    except REFUSALS as error:
-        # Only these keys can be the cause: without the others, the key is guessed better.
-        prefixes = ("adam_", "learning_rate", "lr_scheduler", "optim", "warmup", "weight_decay")
-        training = objects.document.data.get("training", {})
-        given = {key: value for key, value in training.items() if key.startswith(prefixes)}
-        raise objects.refusal(("training",), given, error) from error
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    optimizer = kind([{"params": [parameter], "weight_decay": arguments.weight_decay}], **settings)
+    if kind.__module__.startswith("torch.optim"):  # others may need an accelerator
+        optimizer.step()
+    if schedule is None:
+        _check_schedule(optimizer, arguments)
 
 
 def _check_schedule(optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:

@@ -1,13 +1,14 @@
 """Read a recipe and check every value of it, without downloading or training anything."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 from transformers import TrainingArguments
 
 from mfwrap.arguments import callers_stacklevel
@@ -217,12 +218,15 @@ def _check_model(
         raise objects.document.error(("model", *key), says)
     if model.config is None:
         return
-    try:
+
+    def build(config: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"):
-            network = model.make_model(task.auto_class)
+            return replace(model, config=dict(config)).make_model(task.auto_class)
+
+    try:
+        network = build(model.config)
     except REFUSALS as error:
-        settings = objects.document.data["model"]["config"]
-        raise objects.refusal(("model", "config"), settings, error) from error
+        raise objects.refusal(("model", "config"), model.config, error, build) from error
     if data.sequence_length is not None:
         with data_errors(objects):
             check_length(data.sequence_length, network)

@@ -1,75 +1,34 @@
 """A mutated recipe is valid, or refused with a one-line error that names the key."""
 
 import copy
+import functools
+import os
+import random
+import socket
 import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import distributed, nn, optim
 
 from mfwrap.recipe import Recipe, RecipeError, parse_recipe
+from mfwrap.recipe.document import RecipeDocument
+from mfwrap.recipe.objects import RecipeObjects
+from support.mutations import MINDFORMERS, change_value
 from support.recipe_texts import RECIPE
 
-WHOLE = copy.deepcopy(RECIPE) | {
-    "runner_wrapper": {
-        "type": "MFTrainOneStepCell",
-        "scale_sense": {
-            "type": "DynamicLossScaleUpdateCell",
-            "loss_scale_value": 1024,
-            "scale_factor": 2,
-            "scale_window": 3,
-        },
-        "use_clip_grad": True,
-        "max_grad_norm": 1.0,
-        "local_norm": True,
-    },
-    "lr_schedule": {"type": "CosineWithWarmUpLR", "lr_end": 1e-3, "warmup_steps": 2},
-    "optimizer": {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-8},
-    "ema": {"decay": 0.9, "warmup": True},
-    "callbacks": [{"type": "MFLossMonitor", "per_print_times": 2}],
-    "monitor_config": {"monitor_on": False, "step_interval": 1},
-}
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from([0, -1, 1, 2, 7, 10**12, -(10**12), 0.5, 1.5, float("inf"), float("nan")]),
-    st.sampled_from(["", "x", "no", "bytes", "../..", "1e-3", "a: b", "MFLossMonitor", "ä"]),
-    st.sampled_from([[], [1, "a"], {}, {"type": "x"}, {"a": {"b": [None]}}]),
-)
+WHOLE = copy.deepcopy(RECIPE) | MINDFORMERS
 
 
-def paths(value, at=()):
-    """Yield the path of every value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-        yield (*at, key)
-        if isinstance(inner, (dict, list)):
-            yield from paths(inner, (*at, key))
-
-
-@st.composite
-def mutations(draw):
-    """Return a mutated recipe, and the key that was changed."""
+def mutated(draw: random.Random) -> tuple[dict, tuple]:
+    """Return a mutated recipe, and the path of the key that was changed."""
     recipe = copy.deepcopy(WHOLE)
-    path = draw(st.sampled_from(sorted(paths(recipe), key=str)))
-    holder = recipe
-    for key in path[:-1]:
-        holder = holder[key]
-    key = path[-1]
-    kinds = ["replace", "remove", "rename", "add"]
-    kind = draw(st.sampled_from(kinds if isinstance(holder, dict) else kinds[:2]))
-    if kind == "replace":
-        holder[key] = draw(VALUES)
-    elif kind == "remove":
-        del holder[key]
-    elif kind == "rename":
-        key = f"{key}{draw(st.sampled_from(['s', '_', 'x']))}"
-        holder[key] = holder.pop(path[-1])
-    else:
-        key = draw(st.sampled_from(["extra", "learning_rates", "decay_", "typ"]))
-        holder[key] = draw(VALUES)
-    return recipe, (*path[:-1], key)
+    return recipe, change_value(draw, recipe)
 
 
 def checked(recipe) -> Recipe | RecipeError:
@@ -87,9 +46,9 @@ def test_the_whole_recipe_is_valid():
     assert isinstance(checked(WHOLE), Recipe)
 
 
-def check_mutation(mutation):
+def check_mutation(draw):
     """Assert that a mutated recipe is valid, or refused in one line that names key or section."""
-    recipe, path = mutation
+    recipe, path = mutated(draw)
     result = checked(recipe)
     if isinstance(result, Recipe):
         return
@@ -101,15 +60,85 @@ def check_mutation(mutation):
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(mutations())
-def test_mutated_recipes(mutation):
+@given(st.randoms(use_true_random=True))
+def test_mutated_recipes(draw):
     """A mutated recipe is valid, or refused with a one-line error."""
-    check_mutation(mutation)
+    check_mutation(draw)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-@given(mutations())
-def test_many_mutated_recipes(mutation):
+@given(st.randoms(use_true_random=True))
+def test_many_mutated_recipes(draw):
     """Each of many more mutated recipes is valid, or refused with a one-line error."""
-    check_mutation(mutation)
+    check_mutation(draw)
+
+
+def listen_at_a_taken_port(seed: int, **_: object) -> None:
+    """Fail like the process group of a training whose port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", seed))
+        distributed.TCPStore("127.0.0.1", seed, is_master=True, use_libuv=False)
+
+
+def read_a_number_of_ranks(**_: object) -> int:
+    """Fail like a training with a wrong number in the environment."""
+    return int("10 ranks", base=10)
+
+
+def read_a_setting_of_the_system(**_: object) -> str:
+    """Fail like a training without a variable of its launcher."""
+    return os.environ["weight_decay"]  # noqa: SIM112  (named like the key)
+
+
+def write_to_a_folder_without_permission(**_: object) -> None:
+    """Fail like a training whose cache cannot be written."""
+    Path("/proc/runs").mkdir()
+
+
+def allocate_too_much(**_: object) -> np.ndarray:
+    """Fail like a training without enough memory."""
+    return np.empty((2**10, 2**40))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        allocate_too_much,
+        listen_at_a_taken_port,
+        read_a_number_of_ranks,
+        read_a_setting_of_the_system,
+        write_to_a_folder_without_permission,
+    ],
+)
+def test_an_error_that_no_setting_causes(make):
+    """An error names no key, although its text holds keys or their values."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"seed": port, "max_steps": 10, "weight_decay": 2**10, "output_dir": "runs"}
+    objects = RecipeObjects(RecipeDocument("r.yaml", {}, {}))
+
+    with pytest.raises(RecipeError) as caught:
+        objects.build(("training",), make, settings, known=settings.keys())
+
+    assert any(str(word) in str(caught.value) for pair in settings.items() for word in pair)
+    assert str(caught.value).startswith("r.yaml: training: failed with ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "key"),
+    [
+        # The message names momentum: "Nesterov momentum requires a momentum and zero dampening".
+        (optim.SGD, {"lr": 0.1, "momentum": 0, "nesterov": True}, "nesterov"),
+        # The message names no key: "Invalid beta parameter at index 1: 2.0".
+        (optim.AdamW, {"lr": 0.1, "betas": [0.9, 2.0]}, "betas"),
+    ],
+)
+def test_the_key_without_which_a_construction_succeeds(kind, settings, key):
+    """An error names the key that causes it, whatever keys its text holds."""
+    make = functools.partial(kind, [nn.Parameter(torch.zeros(1))])
+    objects = RecipeObjects(RecipeDocument("r.yaml", {}, {}))
+
+    with pytest.raises(RecipeError, match=rf"^r\.yaml: optimizer\.{key}: invalid: "):
+        objects.build(("optimizer",), make, settings)

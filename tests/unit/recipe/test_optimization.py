@@ -15,7 +15,7 @@ from support.recipe_texts import message, parsed
         ("training.learning_rate=.inf", "training.learning_rate: expected a number <= "),
         ("training.label_smoothing_factor=.nan", "expected a number that is not nan"),
         ("training.optim=no_such_optimizer", "training.optim: "),
-        ("training.optim_args=rank", "training: invalid: not enough values to unpack"),
+        ("training.optim_args=rank", "training.optim_args: invalid: not enough values to unpack"),
         ("training.num_train_epochs=1e300", "training.num_train_epochs: expected a number <= "),
         (
             "training={lr_scheduler_type: polynomial, lr_scheduler_kwargs: {power: x}}",
