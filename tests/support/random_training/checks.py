@@ -1,7 +1,7 @@
 """Compare the updates of a random training with those of the reference."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # Ranks import this module, and need not import hypothesis.
     from support.random_training.reference import Expected
 
-__all__ = ["Observed", "assert_as_expected", "average_of", "observed", "scale_of"]
+__all__ = ["Observed", "average_of", "differences", "observed", "scale_of"]
 
 
 class Observed(NamedTuple):
@@ -80,10 +80,10 @@ def observed(
     )
 
 
-def assert_as_expected(
+def differences(
     case: Case, expected: Sequence["Expected"], actual: Sequence[Observed], rank: int = 0
-) -> None:
-    """Fail unless every update did what the contract says.
+) -> list[str]:
+    """Return a sentence for each value in which an update differs from the contract.
 
     Decisions, loss scales, rates and counters must be equal, and everything else close: in float32,
     a training of 7 updates is within 1e-4 of float64. With bfloat16 weights, each update rounds a
@@ -91,47 +91,73 @@ def assert_as_expected(
 
     A skipped update must leave weights and averages bitwise as they were.
     """
+    if len(actual) != len(expected):
+        return [f"{len(actual)} updates, expected {len(expected)}"]
+    before = (None, *actual)
+    return [
+        f"update {number}: {line}"
+        for number, update in enumerate(actual)
+        for line in (
+            *_unequal(update, expected[number]),
+            *_far(case, update, expected[number], rank),
+            *_changed_by_skip(update, before[number]),
+        )
+    ]
+
+
+def _unequal(update: Observed, expected: "Expected") -> Iterator[str]:
+    rates = [torch.tensor(rate).item() for rate in expected.rates]
+    counts = [expected.applied_updates, expected.skipped_updates, expected.consecutive_skips]
+    pairs = {
+        "overflow": (update.overflow, expected.overflow),
+        "skipped": (update.skipped, expected.skipped),
+        "loss scale": (update.loss_scale, expected.loss_scale),
+        "learning rates": (update.rates, rates),
+        "counts": (update.counts, counts),
+    }
+    for name, (value, wanted) in pairs.items():
+        if value != wanted:
+            yield f"{name}: {value}, expected {wanted}"
+
+
+def _far(case: Case, update: Observed, expected: "Expected", rank: int) -> Iterator[str]:
     relative, absolute = (0.3, 0.15) if case.is_rounded else (1e-3, 1e-4)
-    assert len(actual) == len(expected)
-    for number, (update, told) in enumerate(zip(actual, expected, strict=True)):
-        assert (update.overflow, update.skipped) == (told.overflow, told.skipped), number
-        assert update.loss_scale == told.loss_scale, number
-        assert update.rates == [torch.tensor(rate).item() for rate in told.rates], number
-        assert update.counts == [
-            told.applied_updates,
-            told.skipped_updates,
-            told.consecutive_skips,
-        ], number
-        near = {"rel_tol": relative, "abs_tol": absolute}
-        assert _are_near(update.loss, told.losses[rank], **near), (number, update.loss, told.losses)
-        assert (update.global_norm is None) == (case.max_norm is None), number
-        if update.global_norm is not None:
-            assert _are_near(update.global_norm, told.global_norm, **near), number
-        expected_norms = told.local_norms[rank]
-        for group, norm in update.local_norms.items():
-            assert _are_near(norm, expected_norms.get(group, 0.0), **near), (number, group)
-        assert expected_norms.keys() <= update.local_norms.keys()
-        _assert_near(update.weights, told.weights, absolute, number)
-        _assert_near(update.averages, told.averages, absolute, number)
-        if update.skipped and number:
-            before = actual[number - 1]
-            for kind in ("weights", "averages"):
-                for name, value in getattr(update, kind).items():
-                    assert torch.equal(value, getattr(before, kind)[name]), (number, name)
+    numbers = {"loss": (update.loss, expected.losses[rank])}
+    norms = expected.local_norms[rank]
+    for group in norms.keys() | update.local_norms.keys():
+        numbers[f"local norm of {group}"] = (update.local_norms.get(group), norms.get(group, 0.0))
+    wants_norm = case.max_norm is not None
+    numbers["global norm"] = (update.global_norm, expected.global_norm if wants_norm else None)
+    for name, (value, wanted) in numbers.items():
+        if not _are_near(value, wanted, rel_tol=relative, abs_tol=absolute):
+            yield f"{name}: {value}, expected {wanted}"
+    for kind in ("weights", "averages"):
+        tensors, wanted_tensors = getattr(update, kind), getattr(expected, kind)
+        if tensors.keys() != wanted_tensors.keys():
+            yield f"{kind}: {sorted(tensors)}, expected {sorted(wanted_tensors)}"
+            continue
+        for name, tensor in tensors.items():
+            distance = (tensor.double() - wanted_tensors[name]).abs().max().item()
+            # A NaN is not within the limit.
+            if not distance <= absolute * max(1.0, wanted_tensors[name].abs().max().item()):
+                yield f"{name} of the {kind} differs by {distance}"
 
 
-def _are_near(actual: float, expected: float, *, rel_tol: float, abs_tol: float) -> bool:
-    """Return whether two numbers are close, or both are non-finite."""
+def _changed_by_skip(update: Observed, before: Observed | None) -> Iterator[str]:
+    if before is None or not update.skipped:
+        return
+    for kind in ("weights", "averages"):
+        for name, tensor in getattr(update, kind).items():
+            if not torch.equal(tensor, getattr(before, kind)[name]):
+                yield f"{name} of the {kind} was changed by a skipped update"
+
+
+def _are_near(
+    actual: float | None, expected: float | None, *, rel_tol: float, abs_tol: float
+) -> bool:
+    """Return whether two numbers are close, both are non-finite, or both are missing."""
+    if actual is None or expected is None:
+        return actual is expected
     if not math.isfinite(expected):
         return not math.isfinite(actual)
     return math.isclose(actual, expected, rel_tol=rel_tol, abs_tol=abs_tol)
-
-
-def _assert_near(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], absolute: float, number: int
-) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        difference = (tensor.double() - expected[name]).abs().max()
-        largest = absolute * max(1.0, expected[name].abs().max().item())
-        assert difference <= largest, f"update {number}: {name} differs by {difference}"
