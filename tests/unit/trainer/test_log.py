@@ -94,6 +94,28 @@ def test_the_mean_of_the_others_counts_their_targets(tmp_path):
     assert values(run, "loss")[:2] == pytest.approx(expected, rel=1e-6)
 
 
+def test_targets_are_counted_for_a_loss_function_of_the_user(tmp_path):
+    """With ``compute_loss_func``, targets are counted even if the model does not take the count."""
+    factors = iter([1.0, NAN])
+    sums, counts = [], []
+
+    def spoilt(output, labels, num_items_in_batch):
+        logits, targets = output["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+        sums.append(total.item())
+        counts.append(targets.ne(-100).sum().item())
+        return total / num_items_in_batch * next(factors, 1.0)
+
+    settings = {"max_steps": 1, "extras": {"compute_loss_func": spoilt}}
+    trainer = new_trainer(MFTrainer, tmp_path, **settings)
+    trainer.model_accepts_loss_kwargs = False
+    run = train(trainer)
+
+    assert len(set(counts)) > 1
+    expected = (sum(sums) - sums[1]) / (sum(counts) - counts[1])
+    assert values(run, "loss") == pytest.approx([expected], rel=1e-6)
+
+
 def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
     """An epoch's last update, which has fewer micro-batches, weighs as much as other updates."""
 
