@@ -1,6 +1,7 @@
 """Programs that each rank runs with sharded parameters: bad losses, errors, counts, and norms."""
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -218,7 +219,7 @@ def fail_in_a_micro_batch(rank: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate_with_averages(rank: int) -> dict[str, bool]:
-    """Evaluate before, inside and after a swap of the averages.
+    """Evaluate before, inside and after a swap of the averages, and after copies of them.
 
     The whole network is one FSDP unit, whose parameters stay gathered after each forward.
     """
@@ -238,13 +239,28 @@ def evaluate_with_averages(rank: int) -> dict[str, bool]:
     ema.update()
     with ema.swap():
         averaged = network(*batch)
+        listed = ExponentialMovingAverage(list(_resharded(network).parameters()))
+        network(*batch)
     again = network(*batch)
     expected = new_model(per_token=False)
     for parameter in expected.parameters():
         # All weights have moved by 0.5. With a decay of 0.5, the averages of the trained weights
         # have moved half as far. Frozen weights have no average.
         parameter.add_(0.25 if parameter.requires_grad else 0.5)
-    return {
+    copies = {
+        "copied": ema.copy_to,
+        "copied by name": functools.partial(ema.copy_to, network),
+        "copied by position": functools.partial(listed.copy_to, network),
+    }
+    shown = {}
+    for name, copy in copies.items():
+        for parameter in _resharded(network).parameters():
+            parameter.to_local().add_(1.0 if parameter.requires_grad else 0.0)
+        network(*batch)
+        copy()
+        outputs = (network(*batch), _resharded(network)(*batch))
+        shown[name] = all(torch.equal(output, averaged) for output in outputs)
+    return shown | {
         "raw weights moved": not torch.equal(first, raw),
         "averages inside": torch.allclose(averaged, expected(*batch), rtol=1e-5),
         "raw weights after": torch.equal(again, raw),

@@ -90,7 +90,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(ranks):
 
 
 def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
-    """The start and the end of a swap of averages take effect in the next forward.
+    """The start and the end of a swap, and a copy of averages, take effect in the next forward.
 
     This holds even if FSDP keeps parameters gathered after a forward without backward.
     """
