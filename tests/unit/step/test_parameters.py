@@ -362,3 +362,14 @@ def test_a_network_may_lose_parameters(change):
 
     assert None in ours.gradients()
     ours.warn_of_replaced()
+
+
+def test_a_network_may_gain_parameters():
+    """A parameter that was added later, and replaces no other, is no error."""
+    network = Tied()
+    ours = with_check(network)
+    network.added = nn.Parameter(torch.zeros(4))
+    network(IDS).sum().backward()
+
+    ours.gradients()
+    ours.warn_of_replaced()
