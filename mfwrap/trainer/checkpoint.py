@@ -205,7 +205,7 @@ class Checkpoints:
             callback.on_pre_save(args, trainer.state, trainer.control, **known)
         self._clear_callback_states()
         staging = staging_folder(run_folder)
-        if args.should_save or args.local_process_index == 0:
+        if args.local_process_index == 0:
             shutil.rmtree(staging, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         self.staging = staging

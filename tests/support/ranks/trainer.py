@@ -1,7 +1,9 @@
-"""Program that each rank runs to train with MFTrainer and a communication hook."""
+"""Programs that each rank runs to train with MFTrainer."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -11,8 +13,9 @@ from mfwrap import StepConfig
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
 from support.small_networks import Classifier, labelled_batches
+from support.trainer_runs import Counting, new_trainer, padded
 
-__all__ = ["train_with_trainer"]
+__all__ = ["save_on_own_disk", "train_with_trainer"]
 
 
 class _Recording(MFTrainer):
@@ -82,3 +85,44 @@ def _own_norms(weights: list[Tensor], micro_batches: list[tuple[Tensor, Tensor]]
     losses = [network(inputs.double(), labels) for inputs, labels in micro_batches]
     torch.stack(losses).mean().backward()
     return torch.stack([parameter.grad.norm() for parameter in network.parameters()])
+
+
+def save_on_own_disk(
+    rank: int,
+    folder: str,
+    each_node: bool,  # noqa: FBT001  (a pool of ranks passes positional arguments)
+) -> dict[str, Any]:
+    """Train and save one step as if this rank were alone on its node.
+
+    A killed run has left a file in the folder in which checkpoints are written.
+
+    Args:
+        rank: Number of this rank.
+        folder: Folder that holds the disks of all nodes.
+        each_node: The value of ``save_on_each_node``.
+
+    Returns:
+        The files of the checkpoint on this rank's disk, and the weight of a micro-batch with a
+        quarter of the update's targets in the loss of an update of two micro-batches.
+    """
+    disk = Path(folder) / str(rank)
+    left_over = disk / "checkpoint.partial" / "checkpoint-1"
+    left_over.mkdir(parents=True)
+    (left_over / "left_over").write_text("of a killed run", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LOCAL_RANK", "0")
+        environment.setenv("LOCAL_WORLD_SIZE", "1")
+        trainer = new_trainer(
+            MFTrainer,
+            disk,
+            max_steps=1,
+            gradient_accumulation_steps=2,
+            save_strategy="steps",
+            save_steps=1,
+            save_on_each_node=each_node,
+            ddp_backend="gloo",
+        )
+        trainer.train()
+    inputs = padded([Counting(1, length=6)[0]])
+    share = trainer._losses.share_of_update(inputs, torch.tensor(40))
+    return {"files": sorted(p.name for p in (disk / "checkpoint-1").iterdir()), "share": share}
