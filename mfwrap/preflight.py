@@ -117,7 +117,7 @@ def step_facts(
 
 
 def model_facts(network: nn.Module) -> dict[str, str]:
-    """Return shape, dtype and ``requires_grad`` of each parameter and buffer, by name.
+    """Describe each parameter and buffer by shape and dtype, and say which parameters are frozen.
 
     Sharded parameters are described by their full shape.
     """

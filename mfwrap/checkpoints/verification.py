@@ -149,7 +149,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _raise_if_it_exists(error: OSError) -> None:
-    """Raise the error unless the folder that could not be read was deleted during the search."""
+    """Raise the error of a folder that cannot be read; ignore a folder that no longer exists."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
