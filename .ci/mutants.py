@@ -5,13 +5,16 @@
     python .ci/mutants.py --only step/update # only mutants whose key contains this text
 
 `mutations.py` makes the mutants. First, the tests of the core run on unmutated code, to measure how
-long each file takes and which functions it calls. Then each mutant runs the fast tests that call
-its function, until a test fails: those of its module's name first, then the others.
+long each file takes and which functions it calls, also in ranks and other processes that it starts.
+Then each mutant runs the fast tests that call its function, until a test fails.
 
 Starting Python, torch and transformers takes many times longer than most of the tests, so a server
 process imports the libraries once and forks a process per mutant. The forked process imports mfwrap
 itself, from a folder of links in which the mutated file replaces its link. Processes that a test
 starts get the same folder through PYTHONPATH, so ranks run the mutant, too.
+
+What a run has found stays in build/mutants/. After a kill, `--resume` runs only what is missing. A
+new run begins with the test that killed a mutant in the run before.
 """
 
 import argparse
@@ -20,23 +23,19 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 import tomllib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from mutations import Mutant, mutants_of, sampled
+from overlays import ROOT, Overlay
 
-ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 PACKAGES = ("step", "loss_scale", "average", "tensors", "accelerate", "trainer")
 SEED = 17
@@ -47,65 +46,45 @@ PATIENCE, LEAST_PATIENCE = 4, 30.0
 """A mutant's tests may take this many times longer than on unmutated code, plus these seconds."""
 GOAL = 0.95
 LIBRARIES = ("torch", "numpy", "transformers", "accelerate", "safetensors", "hypothesis", "pytest")
-
-
-class Overlay:
-    """A folder in which mfwrap is a tree of links to the source files, to be put on the path.
-
-    Args:
-        folder: Folder to make anew.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._mutated: Path | None = None
-        shutil.rmtree(folder, ignore_errors=True)
-        for top in ("mfwrap", "callbacks", "recipes"):
-            for path in (ROOT / top).rglob("*"):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    link = self.link(path)
-                    link.parent.mkdir(parents=True, exist_ok=True)
-                    link.symlink_to(path)
-        compile_all = [sys.executable, "-m", "compileall", "-q", str(folder / "mfwrap")]
-        subprocess.run(compile_all, check=True)
-
-    def link(self, path: Path) -> Path:
-        """Return the place of a source file in this folder."""
-        parts = path.relative_to(ROOT).parts
-        return self.folder.joinpath(*(() if parts[0] == "mfwrap" else ("mfwrap",)), *parts)
-
-    def hold(self, mutant: Mutant | None) -> None:
-        """Put a mutant in the place of the link to its file, and take away the mutant before it."""
-        if self._mutated is not None:
-            self._replace(self._mutated, None)
-        self._mutated = None if mutant is None else ROOT / mutant.path
-        if mutant is not None:
-            self._replace(ROOT / mutant.path, mutant)
-
-    def _replace(self, original: Path, mutant: Mutant | None) -> None:
-        link = self.link(original)
-        link.unlink()
-        if mutant is None:
-            link.symlink_to(original)
-        else:
-            link.write_bytes(mutant.source(original.read_bytes()))
+LIBRARIES += ("datasets", "pandas", "peft", "pyarrow", "scipy", "sklearn", "trl")
+TRAINER = ("transformers.trainer", "transformers.models.llama.modeling_llama")
+"""Modules that transformers imports when they are first used."""
 
 
 @dataclass
 class Job:
-    """Test files to run on one mutant, or on unmutated code."""
+    """Tests to run on one mutant, or on unmutated code."""
 
     mutant: Mutant | None
     tests: Sequence[str]
+    """Test files, in the order in which they run."""
     seconds: float
     """Time after which the job's process and all that it has started are killed."""
+    first: str = ""
+    """A single test to run before the others; it need not exist any more."""
 
 
-def outcomes(jobs: Iterable[Job], overlays: Sequence[Overlay]) -> Iterator[tuple[Job, str, Path]]:
+@dataclass
+class Outcome:
+    """What has become of a job."""
+
+    word: str
+    """The word "passed", "failed" or "hung"."""
+    folder: Path
+    """The job's overlay, which names its output."""
+    seconds: float
+    """Sum of the durations of the tests; 0 if the process has not reported them."""
+    test: str
+    """The test or file that failed, if any."""
+    libraries: Sequence[str]
+    """Modules of libraries that the tests have imported."""
+
+
+def outcomes(jobs: Iterable[Job], overlays: Sequence[Overlay]) -> Iterator[tuple[Job, Outcome]]:
     """Run each job in a forked process, one at a time in each overlay.
 
     Yields:
-        A job, "passed", "failed" or "hung", and the job's overlay folder, which names its output.
+        A job and its outcome.
     """
     waiting, free = iter(jobs), list(overlays)
     running: dict[int, tuple[Job, Overlay, float]] = {}
@@ -132,8 +111,11 @@ def outcomes(jobs: Iterable[Job], overlays: Sequence[Overlay]) -> Iterator[tuple
             del running[process]
             overlay.hold(None)
             free.append(overlay)
-            outcome = "hung" if not ended else "passed" if status == 0 else "failed"
-            yield job, outcome, overlay.folder
+            word = "hung" if not ended else "passed" if status == 0 else "failed"
+            written = overlay.folder.with_suffix(".json")
+            found = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
+            seconds, test = found.get("seconds", 0.0), found.get("failed", "")
+            yield job, Outcome(word, overlay.folder, seconds, test, found.get("libraries", ()))
 
 
 def _run(folder: Path, job: Job) -> NoReturn:
@@ -153,6 +135,8 @@ def _run(folder: Path, job: Job) -> NoReturn:
 def _test(folder: Path, job: Job) -> int:
     import pytest
 
+    written = folder.with_suffix(".json")
+    written.unlink(missing_ok=True)
     output = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -165,60 +149,42 @@ def _test(folder: Path, job: Job) -> int:
     else:
         sys.dont_write_bytecode = False
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    durations, calls = _Durations(), _Calls(folder)
-    if job.mutant is None:
-        threading.setprofile(calls)
-        sys.setprofile(calls)
     arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     # hypothesis is imported already; pytest warns that it cannot rewrite the plugin's asserts.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += ["-m", "not slow and not cuda", f"--basetemp={folder.with_suffix('.tmp')}"]
+    results = _Results()
+    ends = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
     # Most mutants fail a test of the first file, so do not collect the other files before.
-    for tests in filter(None, (job.tests[:1], job.tests[1:])):
-        status = pytest.main([*arguments, *tests], plugins=[durations])
+    for tests in filter(None, ([job.first] if job.first else [], job.tests[:1], job.tests[1:])):
+        status = pytest.main([*arguments, *tests], plugins=[results])
+        is_missing = tests == [job.first] and status == pytest.ExitCode.USAGE_ERROR
         # A file may hold slow tests only: then pytest runs no test.
-        if status not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
-            return int(status)
-    sys.setprofile(None)
-    if job.mutant is None:
-        libraries = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        found = {
-            "seconds": sum(durations.seconds.values()),
-            "called": sorted(calls.functions),
-            "libraries": libraries,
-        }
-        folder.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
-    return 0
+        if status not in ends and not is_missing:
+            break
+    libraries = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
+    found = {"seconds": results.seconds, "failed": results.failed, "libraries": libraries}
+    written.write_text(json.dumps(found), encoding="utf-8")
+    return 0 if status in ends or is_missing else int(status)
 
 
-class _Durations:
-    """Add up the durations of the tests of each file."""
+class _Results:
+    """Note how long the tests take, and which one fails."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds = 0.0
+        self.failed = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Add the duration of setup, call or teardown of a test."""
-        path = report.nodeid.partition("::")[0]
-        self.seconds[path] = self.seconds.get(path, 0.0) + report.duration
+        """Note setup, call or teardown of a test."""
+        self.seconds += report.duration
+        if report.failed:
+            self.failed = report.nodeid
 
-
-class _Calls:
-    """Note which functions of mfwrap are called, as a profile function.
-
-    Args:
-        folder: Folder from which mfwrap is imported.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.functions: set[str] = set()
-        """For each function: path of its file in the repository, and dotted name."""
-        self._prefix = f"{folder}/"
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self._prefix):
-            self.functions.add(f"{code.co_filename.removeprefix(self._prefix)} {code.co_qualname}")
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note a file that cannot be imported."""
+        if report.failed:
+            self.failed = report.nodeid
 
 
 def module_of(path: Path) -> str:
@@ -268,20 +234,16 @@ def tests_for(mutant: Mutant, files: Sequence[str], baseline: Mapping[str, Any])
 
     Returns:
         Files whose tests call the mutated function: first those of the module's name, then the
-        others, the fastest first. Then files that start ranks, because calls in other processes
-        are not noted: the candidates, then the others. Files that exceed `SECONDS` in all are left
-        out.
+        others, the fastest first. Files that exceed `SECONDS` in all are left out.
     """
     seconds, called = baseline["seconds"], baseline["called"]
     function = f"{mutant.path} {mutant.function}"
     own = {test.relative_to(ROOT).as_posix() for test in tests_of(ROOT / mutant.path)}
     calling = [file for file, functions in called.items() if function in functions]
     calling.sort(key=lambda file: (file not in own, seconds[file]))
-    on_ranks = [file for file in seconds if "ranks" in (ROOT / file).read_text(encoding="utf-8")]
-    on_ranks.sort(key=lambda file: (file not in own, file not in files, seconds[file]))
     kept: list[str] = []
     left = SECONDS
-    for file in dict.fromkeys([*calling, *on_ranks]):
+    for file in calling:
         if not kept or seconds[file] <= left:
             kept.append(file)
             left -= seconds[file]
@@ -295,30 +257,35 @@ def preload(modules: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
-def measured(files: Sequence[str], overlays: Sequence[Overlay]) -> dict[str, Any]:
+def measured(
+    files: Sequence[str], overlays: Sequence[Overlay], known: dict[str, Any], record: Path
+) -> None:
     """Run test files on unmutated code.
 
-    Returns:
-        By file: its duration in "seconds", and the functions of mfwrap that it calls in "called".
-        In "libraries": the modules of libraries that all files together import.
+    Args:
+        files: Test files.
+        overlays: Traced overlays.
+        known: By file: its duration in "seconds", and the functions of mfwrap that it calls in
+            "called". In "libraries": the modules of libraries that all files together import. Files
+            that are missing are run and added.
+        record: File to which `known` is written after each test file.
     """
-    found: dict[str, Any] = {"seconds": {}, "called": {}, "libraries": []}
-    libraries: set[str] = set()
+    by_folder = {overlay.folder: overlay for overlay in overlays}
     broken = []
-    jobs = [Job(None, [file], 600.0) for file in files]
-    for job, outcome, folder in outcomes(jobs, overlays):
+    jobs = [Job(None, [file], 600.0) for file in files if file not in known["seconds"]]
+    print(f"{len(jobs)} test files on unmutated code", flush=True)
+    for job, outcome in outcomes(jobs, overlays):
         [file] = job.tests
-        if outcome != "passed":
-            print(folder.with_suffix(".log").read_text(encoding="utf-8"), flush=True)
+        calls = by_folder[outcome.folder].taken_calls()
+        if outcome.word != "passed":
+            print(outcome.folder.with_suffix(".log").read_text(encoding="utf-8"), flush=True)
             broken.append(file)
             continue
-        result = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
-        found["seconds"][file], found["called"][file] = result["seconds"], result["called"]
-        libraries.update(result["libraries"])
-        found["libraries"] = sorted(libraries)
+        known["seconds"][file], known["called"][file] = outcome.seconds, calls
+        known["libraries"] = sorted({*known["libraries"], *outcome.libraries})
+        record.write_text(json.dumps(known), encoding="utf-8")
     if broken:
         sys.exit(f"these tests must pass on unmutated code: {', '.join(broken)}")
-    return found
 
 
 def equivalents() -> dict[str, str]:
@@ -353,46 +320,54 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED, help="which mutants are chosen")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="run only mutants whose key contains this text")
-    parser.add_argument("--resume", action="store_true", help="keep the results of the last run")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     parser.add_argument("--folder", default="mutants", help="folder below build/ for the results")
     options = parser.parse_args()
     os.chdir(ROOT)
     folder = ROOT / "build" / options.folder
     os.environ |= {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
 
     files = [path for name in PACKAGES for path in sorted((ROOT / "mfwrap" / name).rglob("*.py"))]
     found = [mutant for path in files for mutant in mutants_of(path, ROOT)]
     chosen = [m for m in sampled(found, options.size, options.seed) if options.only in m.key]
-    record, timings = folder / "results.json", folder / "seconds.json"
-    results: dict[str, str] = {}
-    if options.resume and record.exists():
-        results = json.loads(record.read_text(encoding="utf-8"))
-    importers = users()
-    tests = {m.path: candidates(ROOT / m.path, importers) for m in chosen}
-    preload(LIBRARIES)
-    overlays = [Overlay(folder / f"worker{number}") for number in range(options.workers)]
+    record, timings = folder / "results.json", folder / "timings.json"
+    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    results = dict(before) if options.resume else {}
+    baseline: dict[str, Any] = {"seconds": {}, "called": {}, "libraries": []}
     if options.resume and timings.exists():
         baseline = json.loads(timings.read_text(encoding="utf-8"))
-    else:
-        needed = sorted({file for held in tests.values() for file in held})
-        print(f"{len(needed)} test files on unmutated code", flush=True)
-        baseline = measured(needed, overlays)
-        timings.write_text(json.dumps(baseline), encoding="utf-8")
+
+    importers = users()
+    tests = {m.path: candidates(ROOT / m.path, importers) for m in chosen}
+    preload([*LIBRARIES, *TRAINER])
+    folders = [folder / f"worker{number}" for number in range(options.workers)]
+    needed = sorted({file for held in tests.values() for file in held})
+    if not set(needed) <= baseline["seconds"].keys():
+        measured(needed, [Overlay(each, traced=True) for each in folders], baseline, timings)
+        print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     preload(baseline["libraries"])
+
     jobs = []
     for mutant in chosen:
         if mutant.key not in results:
             held = tests_for(mutant, tests[mutant.path], baseline)
-            expected = sum(baseline["seconds"][file] for file in held)
-            jobs.append(Job(mutant, held, LEAST_PATIENCE + PATIENCE * expected))
+            seconds = LEAST_PATIENCE + PATIENCE * sum(baseline["seconds"][file] for file in held)
+            jobs.append(Job(mutant, held, seconds, before.get(mutant.key, {}).get("test", "")))
     print(f"{len(jobs)} of {len(found)} mutants", flush=True)
-    for number, (job, outcome, _) in enumerate(outcomes(jobs, overlays), 1):
+    overlays = [Overlay(each) for each in folders]
+    for number, (job, outcome) in enumerate(outcomes(jobs, overlays), 1):
         key = job.mutant.key if job.mutant else ""
-        results[key] = outcome
+        results[key] = {
+            "outcome": outcome.word,
+            "seconds": round(outcome.seconds, 1),
+            "test": outcome.test,
+        }
         record.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        print(f"{number:4} {outcome:7} {key}", flush=True)
-    report({mutant.key: results[mutant.key] for mutant in chosen})
+        print(f"{number:4} {outcome.word:7} {key}", flush=True)
+    print(f"{(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+    report({mutant.key: results[mutant.key]["outcome"] for mutant in chosen})
 
 
 def report(results: Mapping[str, str]) -> NoReturn:
