@@ -15,7 +15,7 @@ from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
 from support.ranks.processes import run_ranks
 
-__all__ = ["APART", "ROWS", "Line", "run_apart", "run_dry"]
+__all__ = ["APART", "EPOCHS_APART", "ROWS", "Line", "run_apart", "run_dry"]
 
 ROWS = [{"inputs": row, "labels": row.sum()} for row in torch.randn(40, 2)]
 
@@ -44,7 +44,8 @@ class _OwnLoader(MFTrainer):
 
 
 def _apart(rank: int, name: str) -> dict[str, Any]:
-    rows = ROWS[: 40 - 8 * rank] if name == "length of the data" else ROWS
+    is_uneven = name == "length of the data" or name in EPOCHS_APART
+    rows = ROWS[: 40 - 8 * rank] if is_uneven else ROWS
     width = 2 + rank if name == "shape" else 2
     monitors = [MFLossMonitor()] if name == "callbacks" and rank == 0 else []
     return {"model": Line(width), "train_dataset": rows, "callbacks": monitors}
@@ -64,6 +65,12 @@ APART = {
 }
 """By name: arguments of each rank, and a part of the expected message."""
 
+EPOCHS_APART = {
+    "checkpoints at the ends of epochs": {"max_steps": 5, "save_strategy": "epoch"},
+    "a length in epochs": {"max_steps": 0},
+}
+"""By name: arguments with which the ranks need epochs of the same length."""
+
 
 def _arguments(folder: str, **settings: Any) -> TrainingArguments:
     return TrainingArguments(
@@ -79,7 +86,8 @@ def _arguments(folder: str, **settings: Any) -> TrainingArguments:
 def run_apart(rank: int, folder: str, name: str) -> str:
     """Train with settings that differ between the ranks; return the message of the error."""
     new_accelerator()
-    settings = {key: values[rank] for key, values in APART[name][0].items()}
+    apart = APART[name][0] if name in APART else {}
+    settings = {key: values[rank] for key, values in apart.items()} | EPOCHS_APART.get(name, {})
     trainer = _OwnLoader(args=_arguments(folder, **settings), **_apart(rank, name))
     with pytest.raises(RuntimeError) as caught:
         trainer.train()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
-from mfwrap.trainer.data_position import DataPosition
+from mfwrap.trainer.data_position import DataPosition, _read_position
 
 
 class Numbers(Dataset):
@@ -144,3 +144,18 @@ def test_without_a_saved_batch_nothing_is_restored():
     list(loader)
 
     assert not position.is_resumed
+
+
+def test_a_rank_without_a_file_reads_that_of_rank_0(tmp_path):
+    """If fewer ranks or more ranks wrote a checkpoint, a rank may have no file of its own."""
+    assert _read_position(tmp_path, 0, 1) is None
+    for rank in range(2):
+        content = {"num_ranks": 2, "data": {}, "rank": rank}
+        path = tmp_path / f"mfwrap_position_{rank}.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+    expected = {"num_ranks": 2, "data": None, "rank": 0}
+    with pytest.warns(UserWarning, match="written by 2 ranks and is resumed by 1:"):
+        assert _read_position(tmp_path, 0, 1) == expected
+    assert _read_position(tmp_path, 3, 4) == expected
+    assert _read_position(tmp_path, 1, 2) == {"num_ranks": 2, "data": {}, "rank": 1}

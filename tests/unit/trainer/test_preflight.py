@@ -6,7 +6,7 @@ import pytest
 from transformers import TrainingArguments
 
 from mfwrap.trainer import MFTrainer
-from support.ranks.trainers import APART, ROWS, Line, run_apart, run_dry
+from support.ranks.trainers import APART, EPOCHS_APART, ROWS, Line, run_apart, run_dry
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
@@ -31,6 +31,15 @@ def test_ranks_that_differ(two_ranks, tmp_path, name):
 
     assert first == second
     assert APART[name][1] in first
+
+
+@pytest.mark.parametrize("name", EPOCHS_APART)
+def test_epochs_that_differ(two_ranks, tmp_path, name):
+    """If something is due at the end of an epoch, epochs must have the same length on all ranks."""
+    first, second = two_ranks.run(run_apart, str(tmp_path), name)
+
+    assert first == second
+    assert "number of updates in an epoch is 10 on rank 0 but 8 on rank 1" in first
 
 
 @pytest.mark.slow
