@@ -28,7 +28,12 @@ from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
 from mfwrap.recipe.training import ScheduleChoice, read_peft, read_training
 from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.source import DataError, DataSource
-from mfwrap.recipes.models.settings import ModelSettings, check_length
+from mfwrap.recipes.models.settings import (
+    ModelError,
+    ModelSettings,
+    check_length,
+    num_positions,
+)
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
 
 
@@ -124,7 +129,7 @@ def read_document(document: RecipeDocument) -> Recipe:
     model = objects.parse(("model",), ModelSettings, sections.model)
     data = _data(objects, task, sections)
     wrapper = read_wrapper(objects, sections.runner_wrapper)
-    _check_model(objects, task, model, data)
+    network = _check_model(objects, task, model, data)
     training = read_training(
         objects,
         task.arguments(),
@@ -134,6 +139,8 @@ def read_document(document: RecipeDocument) -> Recipe:
         optimizer=sections.optimizer,
         lr_schedule=sections.lr_schedule,
     )
+    if network is not None:
+        check_max_length(document, training.arguments, network)
     check_optimizer(objects, training.arguments, training.schedule)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
     curves = f"{training.arguments.output_dir}/tensorboard"
@@ -186,11 +193,32 @@ def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) 
     return columns
 
 
+def check_max_length(
+    document: RecipeDocument, arguments: TrainingArguments, network: nn.Module
+) -> None:
+    """Raise `RecipeError` if sequences of ``training.max_length`` exceed the model's positions.
+
+    Args:
+        document: Recipe; supplies the place for the error.
+        arguments: Arguments of the training. Only those of TRL have ``max_length``.
+        network: The model.
+    """
+    limit = num_positions(network)
+    if limit is None or not hasattr(arguments, "max_length"):
+        return
+    length = arguments.max_length
+    if length is None or length > limit:
+        says = f"expected an integer <= {limit}, the number of positions of this model"
+        raise document.error(("training", "max_length"), f"{says}, got {length}")
+
+
 @contextmanager
 def data_errors(objects: RecipeObjects) -> Iterator[None]:
-    """Convert a `DataError` in the block to a `RecipeError` that names the bad key of ``data``."""
+    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` with the bad key."""
     try:
         yield
+    except ModelError as error:
+        raise objects.refusal(("model",), objects.document.data["model"], error) from error
     except DataError as error:
         says = str(error).removeprefix("`data` ")
         if says != str(error):
@@ -200,24 +228,24 @@ def data_errors(objects: RecipeObjects) -> Iterator[None]:
 
 def _check_model(
     objects: RecipeObjects, task: Task, model: ModelSettings, data: DataSource
-) -> None:
+) -> nn.Module | None:
     """Raise `RecipeError` if the task cannot train the model.
 
-    A model from a configuration is built on the meta device, which takes no memory.
+    A model from a configuration is built on the meta device, which takes no memory, and returned.
     """
     if model.tokenizer is not None and not task.uses_tokenizer:
         says = "is not a setting of a task without text"
         raise objects.document.error(("model", "tokenizer"), says)
     kind = model.model_type
     if kind is None:
-        return
+        return None
     known = task.model_types()
     if kind not in known:
         says = f"expected a model type that this task can train, got {kind!r}{hint(kind, known)}"
         key = ("config", "model_type") if model.config is not None else ("path",)
         raise objects.document.error(("model", *key), says)
     if model.config is None:
-        return
+        return None
 
     def build(config: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"):
@@ -230,3 +258,4 @@ def _check_model(
     if data.sequence_length is not None:
         with data_errors(objects):
             check_length(data.sequence_length, network)
+    return network

@@ -25,9 +25,9 @@ from mfwrap.checkpoints.folders import (
 )
 from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
-from mfwrap.recipe.recipe import Recipe, check_columns, data_errors
+from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.training import scheduled
-from mfwrap.recipes.data.columns import check_rows
+from mfwrap.recipes.data.columns import ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
 
 
@@ -126,6 +126,7 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     rows = checked_rows(recipe)
     with data_errors(objects):
         keywords = recipe.task.build(recipe.model, recipe.data, rows)
+    check_max_length(recipe.document, recipe.arguments, keywords["model"])
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
         # uses the model itself, with the adapter turned off.) A model built from random weights is
@@ -147,14 +148,21 @@ def checked_rows(recipe: Recipe) -> Rows:
         RecipeError: If the data cannot be read, or a row does not fit.
     """
     objects = RecipeObjects(recipe.document)
+    column = recipe.task.classes
+    classes = None if column is None else ClassCheck(column, recipe.model.num_labels)
 
     def check(table: Dataset) -> None:
         columns = check_columns(recipe.document, recipe.task, table.column_names)
         check_rows(table, columns, recipe.data.columns)
+        if classes is not None:
+            classes.check(table, recipe.data.columns)
 
     try:
         with data_errors(objects):
-            return recipe.data.rows(check)
+            rows = recipe.data.rows(check)
+            if classes is not None:
+                classes.check_number()
+            return rows
     except RecipeError:
         raise
     except REFUSALS as error:

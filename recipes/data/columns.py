@@ -1,12 +1,15 @@
 """Check that the rows of a user's data fit a task, and name the first row that does not."""
 
+import io
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+import PIL.Image
 import torch
-from datasets import Dataset, Value
+from datasets import ClassLabel, Dataset, Image, List, Value
 
 from mfwrap.recipes.data.source import DataError
 
@@ -102,7 +105,76 @@ def _is_clean(rows: Dataset, column: str, dtypes: str) -> bool:
     return bool(values.null_count == 0)
 
 
+@final
+class ClassCheck:
+    """Check the classes of a data set, whose parts are checked one after the other.
+
+    Args:
+        column: Column with a class, or a list of classes, in each row.
+        limit: Number of classes of the model; ``None`` if it follows from the data.
+    """
+
+    def __init__(self, column: str, limit: int | None) -> None:
+        self._column = column
+        self._limit = limit
+        self._found: set[Any] = set()
+
+    def check(self, rows: Dataset, names: Mapping[str, str]) -> None:
+        """Check rows, and remember their classes; see `check_rows`.
+
+        Raises:
+            DataError: If there are more classes than the model has, if some classes are strings and
+                others numbers, or if a class is not one of those that the type of the column lists.
+        """
+        feature = rows.features[self._column]
+        is_list = isinstance(feature, List)
+        inner = feature.feature if is_list else feature
+        listed = range(len(inner.names)) if isinstance(inner, ClassLabel) else None
+        if listed is not None:
+            self._found.update(listed)
+            if self._limit is not None and len(listed) > self._limit:
+                wanted = f"at most {self._limit} classes, as many as the model,"
+                msg = f"`data` must have {wanted} got the type {inner} with {len(listed)} classes"
+                raise DataError(msg)
+        values = rows[self._column] if is_list else rows.unique(self._column)
+        classes = {one for row in values for one in row} if is_list else set(values)
+        found = self._found | classes
+        if self._fit(found, listed):
+            self._found = found
+            return
+        for number, value in enumerate(_values(rows, self._column), start=1):
+            for one in value if is_list else [value]:
+                if not self._fit(self._found | {one}, listed):
+                    raise _error(names, self._column, self._wanted(one, listed), one, number)
+                self._found.add(one)
+
+    def check_number(self) -> None:
+        """Raise `DataError` if all rows together have fewer than two classes."""
+        if len(self._found) < 2:
+            msg = f"`data` must have at least two classes, got {sorted(self._found)!r:.60}"
+            raise DataError(msg)
+
+    def _fit(self, classes: Collection[Any], listed: range | None) -> bool:
+        if listed is not None:
+            return set(classes) <= set(listed)
+        are_strings = {isinstance(one, str) for one in classes}
+        return len(are_strings) <= 1 and (self._limit is None or len(classes) <= self._limit)
+
+    def _wanted(self, value: Any, listed: range | None) -> str:
+        if listed is not None:
+            return f"a class in [0, {len(listed)})"
+        known = f"{sorted(self._found)!r:.60}"
+        if any(isinstance(one, str) != isinstance(value, str) for one in self._found):
+            return f"classes of one type, as in earlier rows ({known}),"
+        return f"at most {self._limit} classes, as many as the model (here {known}),"
+
+
 def _values(rows: Dataset, column: str) -> Iterator[Any]:
+    if isinstance(rows.features[column], Image):
+        # Read only the header of each image, which has its size and mode.
+        for stored in rows.cast_column(column, Image(decode=False)).with_format(None)[column]:
+            yield None if stored is None else _opened(stored)
+        return
     values = iter(rows.with_format(None)[column])
     while True:
         try:
@@ -174,6 +246,34 @@ def _expect_turn(first: Any) -> tuple[str, Callable[[Any], bool]]:
     return f"a string or {_MESSAGES}", lambda _: False
 
 
+def _opened(stored: Mapping[str, Any]) -> Any:
+    content = stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])
+    try:
+        return PIL.Image.open(content)
+    except OSError:
+        return content
+
+
+def _expect_image(first: Any) -> tuple[str, Callable[[Any], bool]]:
+    form = _form(first)
+    if form is None:
+        return "an image, or rows of numbers", lambda _: False
+    return f"an image of {form} (as in row 1)", lambda value: _form(value) == form
+
+
+def _form(image: Any) -> str | None:
+    """Return size and channels of an image; ``None`` for another value."""
+    if isinstance(image, PIL.Image.Image):
+        return f"{image.width} x {image.height} pixels, mode {image.mode}"
+    try:
+        values = np.asarray(image)
+    except ValueError:  # rows of different lengths
+        return None
+    if values.ndim not in {2, 3} or values.dtype.kind not in "biuf" or not values.size:
+        return None
+    return f"shape {values.shape}"
+
+
 _STRINGS = "(large_)?string"
 # Floats are left out: they may be nan or infinite, so their rows are read one by one.
 _NUMERIC = r"u?int\d+|bool"
@@ -189,6 +289,7 @@ WORDS = Kind(
     )
 )
 LABELS = Kind(_expect_labels, as_long_as="tokens")
+IMAGE = Kind(_expect_image)
 MESSAGES = Kind(lambda _: (_MESSAGES, _are_messages))
 TURN = Kind(_expect_turn, _STRINGS)
 """A prompt or an answer: a string, or a list of messages."""

@@ -37,6 +37,10 @@ _PRECISIONS = {
 }
 
 
+class ModelError(ValueError):
+    """A model that does not fit its data; the message begins with the key of ``model``."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
@@ -100,6 +104,13 @@ class ModelSettings(Section):
         if folder is None or self.trust_remote_code:
             return None
         return model_type_of("path", folder)
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of classes that `config` sets; ``None`` if it follows from the data."""
+        config = self.config or {}
+        names, number = config.get("id2label"), config.get("num_labels")
+        return len(names) if isinstance(names, dict) else number
 
     @property
     def is_local(self) -> bool:
@@ -171,6 +182,9 @@ class ModelSettings(Section):
         given = dict(self.config or {})
         kind = given.pop("model_type")
         known = config_keys(kind)
+        if "id2label" in given or self.num_labels not in {None, implied.get("num_labels")}:
+            # The names of the classes in the data are not those of the model.
+            implied = {key: value for key, value in implied.items() if "label" not in key}
         settings = {k: v for k, v in implied.items() if k in known or k in _OF_ALL} | given
         if kind == PerceptronConfig.model_type:
             return PerceptronConfig(**settings)
@@ -218,6 +232,13 @@ class ModelSettings(Section):
             raise ValueError(msg)
         known = config_keys(kind) | _OF_ALL | {"model_type"}
         for key, value in config.items():
+            if key == "num_labels" and not (isinstance(value, int) and value >= 2):
+                msg = f"`config.num_labels` must be >= 2, the number of classes, got {value!r:.80}"
+                raise ValueError(msg)
+            if key == "problem_type" and value not in {None, "single_label_classification"}:
+                says = "'single_label_classification', which the tasks of recipes are, or left out"
+                msg = f"`config.problem_type` must be {says}, got {value!r:.80}"
+                raise ValueError(msg)
             if key not in known:
                 msg = f"`config.{key}` is not a key of {kind!r} models{hint(key, known)}"
                 raise ValueError(msg)
@@ -228,10 +249,39 @@ class ModelSettings(Section):
                 raise ValueError(msg)
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the settings of a model's configuration that follow from a tokenizer."""
+def make_text_model(
+    model: ModelSettings, auto_class: Any, tokenizer: PreTrainedTokenizerBase, **implied: Any
+) -> nn.Module:
+    """Build or load a model for a tokenizer.
+
+    Args:
+        model: Section ``model``.
+        auto_class: See `ModelSettings.make_model`.
+        tokenizer: Tokenizer of the model.
+        implied: Keys of the configuration that follow from the data.
+
+    Raises:
+        ModelError: If the tokenizer has tokens that the model does not have.
+    """
+    num_tokens = len(tokenizer)
+    given = model.config or {}
+    size, padding = given.get("vocab_size", num_tokens), given.get("pad_token_id")
+    if isinstance(size, int) and size < num_tokens:
+        msg = f"`config.vocab_size` must be >= {num_tokens}, as many as the tokenizer, got {size}"
+        raise ModelError(msg)
+    if isinstance(padding, int) and isinstance(size, int) and padding >= size:
+        msg = f"`config.pad_token_id` must be < {size}, the size of the vocabulary, got {padding}"
+        raise ModelError(msg)
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
-    return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
+    vocabulary = {"vocab_size": num_tokens} | {name: getattr(tokenizer, name) for name in names}
+    network = model.make_model(auto_class, **implied, **vocabulary)
+    known: Any = network
+    number = known.get_input_embeddings().num_embeddings
+    if model.tokenizer is not None and number < num_tokens:
+        says = f"at most {number} tokens, as many as the model, got {num_tokens}"
+        msg = f"`tokenizer` must have {says}"
+        raise ModelError(msg)
+    return network
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}
@@ -285,7 +335,7 @@ def fitting_length(data: DataSource, network: nn.Module) -> int:
         DataError: If ``data.sequence_length`` is larger than the number of positions.
     """
     if data.sequence_length is None:
-        limit = _num_positions(network)
+        limit = num_positions(network)
         return _DEFAULT_LENGTH if limit is None else min(_DEFAULT_LENGTH, limit)
     check_length(data.sequence_length, network)
     return data.sequence_length
@@ -299,7 +349,7 @@ def check_length(length: int, network: nn.Module) -> None:
     Raises:
         DataError: If `length` is larger than the number of positions.
     """
-    limit = _num_positions(network)
+    limit = num_positions(network)
     if limit is not None and length > limit:
         said = getattr(getattr(network, "config", None), "max_position_embeddings", None)
         msg = (
@@ -309,7 +359,8 @@ def check_length(length: int, network: nn.Module) -> None:
         raise DataError(msg)
 
 
-def _num_positions(network: nn.Module) -> int | None:
+def num_positions(network: nn.Module) -> int | None:
+    """Return the number of absolute positions of a model; ``None`` for a model without a limit."""
     tables = [
         module
         for name, module in network.named_modules()

@@ -12,13 +12,13 @@ from transformers import (
 
 from mfwrap.recipes.data.columns import PREFERENCES, TUNING, Columns, needed_columns
 from mfwrap.recipes.data.source import DataSource, Rows
-from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
+from mfwrap.recipes.models.settings import ModelSettings, fitting_length, make_text_model
 
 
 def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
     """Return the Trainer's keyword arguments for predicting the next token in texts."""
     tokenizer = model.make_tokenizer()
-    network = model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer))
+    network = make_text_model(model, AutoModelForCausalLM, tokenizer)
     length = fitting_length(data, network)
 
     def cut(texts: Dataset) -> Dataset:
@@ -50,7 +50,7 @@ def _tuning(model: ModelSettings, rows: Rows, needs: Sequence[Columns]) -> dict[
     tokenizer = model.make_tokenizer()
     columns = list(needed_columns(needs, rows.train.column_names) or ())
     return {
-        "model": model.make_model(AutoModelForCausalLM, **vocabulary_of(tokenizer)),
+        "model": make_text_model(model, AutoModelForCausalLM, tokenizer),
         **rows.prepared(lambda table: table.select_columns(columns)),
         "processing_class": tokenizer,
     }

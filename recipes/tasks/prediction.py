@@ -17,7 +17,12 @@ from transformers import (
 )
 
 from mfwrap.recipes.data.source import DataSource, Rows
-from mfwrap.recipes.models.settings import ModelSettings, fitting_length, vocabulary_of
+from mfwrap.recipes.models.settings import (
+    ModelError,
+    ModelSettings,
+    fitting_length,
+    make_text_model,
+)
 
 _IGNORED = -100
 
@@ -28,8 +33,8 @@ def build_sequence_classification(
     """Return the Trainer's keyword arguments for classifying texts; the metric is ``accuracy``."""
     tokenizer = model.make_tokenizer()
     labels = _labels(rows, "label")
-    network = model.make_model(
-        AutoModelForSequenceClassification, **labels.settings, **vocabulary_of(tokenizer)
+    network = make_text_model(
+        model, AutoModelForSequenceClassification, tokenizer, **labels.settings
     )
     length = fitting_length(data, network)
 
@@ -58,9 +63,7 @@ def build_token_classification(
     """
     tokenizer = model.make_tokenizer()
     labels = _labels(rows, "labels")
-    network = model.make_model(
-        AutoModelForTokenClassification, **labels.settings, **vocabulary_of(tokenizer)
-    )
+    network = make_text_model(model, AutoModelForTokenClassification, tokenizer, **labels.settings)
     length = fitting_length(data, network)
 
     def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,12 +125,18 @@ def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict
     Evaluation reports the metrics ``mse`` and ``r2``.
     """
     del data
+    num_features = len(rows.train[0]["features"])
+    given = (model.config or {}).get("num_features", num_features)
+    if given != num_features:
+        says = f"{num_features}, the number of features of a row, or left out, got {given!r:.80}"
+        msg = f"`config.num_features` must be {says}"
+        raise ModelError(msg)
 
     def kept(table: Dataset) -> Dataset:
         return table.select_columns(["features", "target"]).rename_column("target", "labels")
 
     return {
-        "model": model.make_model(None, num_features=len(rows.train[0]["features"])),
+        "model": model.make_model(None, num_features=num_features),
         **rows.prepared(kept),
         "data_collator": default_data_collator,
         "compute_metrics": regression_errors,

@@ -28,6 +28,7 @@ from mfwrap.recipes.data.built_in import (
     PythonTopicsSource,
 )
 from mfwrap.recipes.data.columns import (
+    IMAGE,
     LABEL,
     LABELS,
     NUMBER,
@@ -84,6 +85,9 @@ class Task:
 
     options: frozenset[str] = frozenset()
     """Optional keys of the section ``data`` that this task accepts, but not every other task."""
+
+    classes: str | None = None
+    """Column with a class, or a list of classes, in each row; ``None`` for a task without them."""
 
     uses_tokenizer: bool = True
     """Whether the recipe may set ``model.tokenizer``."""
@@ -182,6 +186,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "sequence_classification": Task(
             needs=({"text": TEXT, "label": LABEL},),
             build=build_sequence_classification,
+            classes="label",
             auto_class=AutoModelForSequenceClassification,
             options=frozenset({"sequence_length"}),
             peft_task_type="SEQ_CLS",
@@ -194,6 +199,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "token_classification": Task(
             needs=({"tokens": WORDS, "labels": LABELS},),
             build=build_token_classification,
+            classes="labels",
             auto_class=AutoModelForTokenClassification,
             options=frozenset({"sequence_length"}),
             peft_task_type="TOKEN_CLS",
@@ -202,8 +208,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             example_model="bert",
         ),
         "image_classification": Task(
-            needs=({"image": None, "label": LABEL},),
+            needs=({"image": IMAGE, "label": LABEL},),
             build=build_image_classification,
+            classes="label",
             auto_class=AutoModelForImageClassification,
             uses_tokenizer=False,
             mindformers_trainers=frozenset({"ImageClassificationTrainer", "image_classification"}),

@@ -3,12 +3,14 @@
 import json
 import re
 
+import PIL.Image
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Image, Value
 
 from mfwrap.recipe import RecipeError, parse_recipe
 from mfwrap.recipe.run import build_trainer
-from mfwrap.recipes.data.columns import LABEL, NUMBER, NUMBERS, TEXT, check_rows
+from mfwrap.recipes.data.columns import IMAGE as IMAGES
+from mfwrap.recipes.data.columns import LABEL, NUMBER, NUMBERS, TEXT, ClassCheck, check_rows
 from mfwrap.recipes.data.source import DataError
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
@@ -27,7 +29,7 @@ TURNS = [{"role": "user", "content": "a"}]
 IMAGE = [[0.0, 1.0], [1.0, 0.0]]
 
 
-def refusal_of(folder, task, rows, held_out=None, **data):
+def refusal_of(folder, task, rows, held_out=None, config=None, **data):
     """Build a Trainer on a file with invalid rows, and return the error message."""
     section = {"type": "json_lines", "path": str(folder / "rows.jsonl"), **data}
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -35,6 +37,7 @@ def refusal_of(folder, task, rows, held_out=None, **data):
         section["eval_path"] = str(folder / "held_out.jsonl")
         (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     model = MODELS.get(task, {"config": SMALL_LLAMA})
+    model = {"config": model["config"] | (config or {})}
     text = recipe_text(task=task, model=None, data=None)
     text += f"model: {json.dumps(model)}\ndata: {json.dumps(section)}\n"
     with pytest.raises(RecipeError) as caught:
@@ -95,6 +98,12 @@ def refusal_of(folder, task, rows, held_out=None, **data):
             "a number (like 1 in row 1) in each row of column `label`, got None",
         ),
         (
+            "image_classification",
+            {"image": IMAGE, "label": 1},
+            {"image": [[0.0, 1.0]], "label": 1},
+            "(as in row 1) in each row of column `image`, got [[0.0, 1.0]]",
+        ),
+        (
             "regression",
             {"features": [1.0, 2.0], "target": 1.0},
             {"features": [1.0, None], "target": 1.0},
@@ -146,6 +155,78 @@ def test_a_wrong_value_is_named(tmp_path, task, good, bad, says):
     assert f"{says} in row 3 (counted from 1), at {tmp_path}" in message
     assert message.endswith(".jsonl:3")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "rows", "says"),
+    [
+        (
+            "sequence_classification",
+            {"num_labels": 3},
+            [{"text": "a", "label": n} for n in (0, 1, 0, 5, 4, 3)],
+            r"at most 3 classes, as many as the model \(here \[0, 1, 5\]\), .*, got 4 in row 5 ",
+        ),
+        (
+            "token_classification",
+            {"id2label": {"0": "x", "1": "y"}},
+            [WORDS, WORDS | {"labels": ["y", "z"]}],
+            r"at most 2 classes, as many as the model \(here \['x', 'y'\]\), .* got 'z' in row 2 ",
+        ),
+        (
+            "token_classification",
+            {},
+            [{"tokens": [], "labels": []}, WORDS, WORDS | {"labels": [1, 2]}],
+            r"classes of one type, as in earlier rows \(\['x', 'y'\]\), .*, got 1 in row 3 ",
+        ),
+        (
+            "sequence_classification",
+            {},
+            [{"text": "a", "label": "x"}] * 3,
+            r"at least two classes, got \['x'\]",
+        ),
+    ],
+)
+def test_classes_that_a_model_cannot_have(tmp_path, task, config, rows, says):
+    """The error names the first row with a class too many, and the number of classes."""
+    message = refusal_of(tmp_path, task, rows, config=config)
+
+    assert re.match(rf"r\.yaml:\d+: data: must have {says}", message), message
+
+
+def test_the_classes_of_held_out_rows_count(tmp_path):
+    """Held-out rows and training rows together must not have more classes than the model."""
+    rows = [{"text": "a", "label": n} for n in (0, 1)]
+    held_out = [{"text": "a", "label": n} for n in (1, 2)]
+    task, config = "sequence_classification", {"num_labels": 2}
+
+    message = refusal_of(tmp_path, task, rows, held_out, config)
+    assert "got 2 in row 2 (counted from 1) of the held-out rows" in message
+
+
+def test_a_class_that_the_type_does_not_list():
+    """A row without a class, which has the number -1 by convention, is named."""
+    features = Features({"label": ClassLabel(names=["x", "y"])})
+    rows = Dataset.from_dict({"label": [0, 1, -1]}, features=features)
+
+    ClassCheck("label", 2).check(rows.select([0, 1]), {})
+    with pytest.raises(DataError, match=r"a class in \[0, 2\) .* got -1 in row 3"):
+        ClassCheck("label", None).check(rows, {})
+    with pytest.raises(DataError, match="at most 1 classes, as many as the model, got the type"):
+        ClassCheck("label", 1).check(rows, {})
+
+
+def test_images_are_compared_without_decoding_them(tmp_path):
+    """Size and mode are read from the header, so that a damaged image of the size passes."""
+    files = []
+    for number, size in enumerate([(4, 2), (4, 2), (2, 4)]):
+        files.append(str(tmp_path / f"{number}.png"))
+        PIL.Image.new("RGB", size).save(files[-1])
+    (tmp_path / "1.png").write_bytes((tmp_path / "0.png").read_bytes()[:-20])
+    rows = Dataset.from_dict({"image": files}, features=Features({"image": Image()}))
+
+    check_rows(rows.select([0, 1]), {"image": IMAGES}, {})
+    with pytest.raises(DataError, match=r"4 x 2 pixels, mode RGB \(as in row 1\) .* in row 3"):
+        check_rows(rows, {"image": IMAGES}, {})
 
 
 def test_the_name_is_that_of_the_data(tmp_path):

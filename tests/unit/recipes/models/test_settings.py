@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mfwrap.recipe import RecipeError
 from support.recipe_data import recipe_of, trainer_of
@@ -76,3 +77,52 @@ def test_a_package_without_it(name):
     model = {"path": name}
     with pytest.raises(RecipeError, match=r"model\.path: must be a folder of an installed"):
         recipe_of("causal_lm", {"type": "python_topics"}, model=model)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"vocab_size": 260}, "config.vocab_size: must be >= 261, as many as the tokenizer"),
+        ({"pad_token_id": 300}, "config.pad_token_id: must be < 261, the size of the vocabulary"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small(json_lines, config, says):
+    """A tokenizer that has tokens without a row in the model's embedding is refused."""
+    model = {"config": SMALL_LLAMA | config, "tokenizer": "bytes"}
+
+    with pytest.raises(RecipeError, match=rf"r:\d+: model\.{says}, got"):
+        trainer_of("causal_lm", json_lines([{"text": "abc"}] * 4), model=model)
+
+
+def test_a_tokenizer_that_a_checkpoint_does_not_fit(json_lines, tmp_path):
+    """A checkpoint with fewer embeddings than the tokenizer has tokens is refused."""
+    LlamaForCausalLM(LlamaConfig(**SMALL_LLAMA, vocab_size=100)).save_pretrained(tmp_path / "m")
+    model = {"path": str(tmp_path / "m"), "tokenizer": "bytes"}
+
+    with pytest.raises(RecipeError, match=r"model\.tokenizer: must have at most 100 tokens.*261$"):
+        trainer_of("causal_lm", json_lines([{"text": "abc"}] * 4), model=model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"num_labels": 1}, {"num_labels": "3"}, {"problem_type": "regression"}],
+)
+def test_labels_that_no_task_has(config):
+    """With one label, transformers would train a regression in silence."""
+    (key,) = config
+    model = {"config": SMALL_LLAMA | config, "tokenizer": "bytes"}
+
+    with pytest.raises(RecipeError, match=rf"model\.config\.{key}: must be .*, got "):
+        recipe_of("sequence_classification", {"type": "docstrings"}, model=model)
+
+
+@pytest.mark.parametrize("length", [33, None])
+def test_texts_for_tuning_fit_the_positions(length):
+    """TRL cuts texts to max_length, so a longer text fails whenever its batch comes."""
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    data, model = {"type": "json_lines", "path": __file__}, {"config": config}
+    says = r"training\.max_length: expected an integer <= 32, the number of positions"
+
+    assert recipe_of("supervised_tuning", data, model=model, max_length=32)
+    with pytest.raises(RecipeError, match=says):
+        recipe_of("supervised_tuning", data, model=model, max_length=length)

@@ -7,12 +7,13 @@ from datasets import Dataset
 from sklearn.metrics import mean_squared_error, r2_score
 from transformers import EvalPrediction
 
-from mfwrap.recipes.data.built_in import DigitsSource, PythonTokensSource
+from mfwrap.recipes.data.built_in import DiabetesSource, DigitsSource, PythonTokensSource
 from mfwrap.recipes.data.source import Rows
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelError, ModelSettings
 from mfwrap.recipes.tasks.prediction import (
     accuracy,
     build_image_classification,
+    build_regression,
     build_sequence_classification,
     build_token_classification,
     regression_errors,
@@ -69,6 +70,15 @@ def test_accuracy_ignores_what_is_no_target():
     labels = np.array([[1, -100], [1, 1]])
 
     assert accuracy(EvalPrediction(logits, labels)) == {"accuracy": 2 / 3}
+
+
+def test_a_number_of_features_that_the_data_do_not_have():
+    """A perceptron for rows of another length is refused."""
+    rows = Rows(Dataset.from_dict({"features": [[1.0, 2.0]], "target": [1.0]}), None)
+    model = ModelSettings(config={"model_type": "perceptron", "num_features": 3})
+
+    with pytest.raises(ModelError, match=r"^`config\.num_features` must be 2, .*, got 3$"):
+        build_regression(model, DiabetesSource(), rows)
 
 
 def test_regression_errors_are_those_of_scikit_learn():
