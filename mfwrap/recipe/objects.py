@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import json
+import os
 import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -213,7 +214,8 @@ class RecipeObjects:
             return
         folder = pathlib.Path(str(value)).absolute()
         try:
-            existing = next(one for one in (folder, *folder.parents) if one.exists())
+            # `lexists`: a link that leads nowhere is there, although `exists` says that it is not.
+            existing = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
             if existing.is_dir():
                 check_writable(existing)
                 return

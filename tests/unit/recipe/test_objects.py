@@ -142,3 +142,15 @@ def test_the_key_without_which_a_construction_succeeds(kind, settings, key):
 
     with pytest.raises(RecipeError, match=rf"^r\.yaml: optimizer\.{key}: invalid: "):
         objects.build(("optimizer",), make, settings)
+
+
+@pytest.mark.parametrize("target", ["link", "missing"])
+def test_an_output_folder_that_is_a_link_to_nothing(tmp_path, target):
+    """A link to itself or to a missing folder is refused: no folder can be made in its place."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    objects = RecipeObjects(RecipeDocument("r.yaml", {}, {}))
+
+    for folder in (link, link / "run"):
+        with pytest.raises(RecipeError, match=r"expected a writable folder, .*/link' is not a fol"):
+            objects.check_folder(("training", "output_dir"), str(folder))
