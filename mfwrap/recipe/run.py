@@ -244,7 +244,7 @@ def check_former_run(document: RecipeDocument, folder: Path) -> None:
     Raises:
         RecipeError: If the folder has a checkpoint.
     """
-    found = sorted(_checkpoints(folder), key=lambda path: int(path.name.rpartition("-")[2]))
+    found = _checkpoints(folder)
     if found:
         says = (
             f"must be a folder without checkpoints, got {folder} with {found[-1].name}; resume "
@@ -284,14 +284,15 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     removed: list[str] = []
     if overwrite:
-        checkpoints = [path for path in _checkpoints(folder) if path.parent == folder]
-        checkpoints += [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
-        models = [path for name in _MODELS if (path := folder / name).is_dir()]
-        # Before the records: if the process is killed in between, no checkpoint lacks its records.
-        remove_checkpoints([*checkpoints, *models], folder)
+        folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
+        folders += [path for name in _MODELS if (path := folder / name).is_dir()]
+        folders += [path for path in _checkpoints(folder) if path.parent == folder]
+        # The newest checkpoint is last, and the records follow: if the process is killed before,
+        # the earlier run can still be resumed without repeating a step.
+        remove_checkpoints(folders, folder)
         # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
         shutil.rmtree(staging_folder(folder), ignore_errors=True)
-        removed += [path.name for path in (*checkpoints, *models)]
+        removed += [path.name for path in folders]
     records = _matching(folder, _RECORD)
     files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
     for path in files:
@@ -301,7 +302,7 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints.
+    """Return a folder's checkpoints, in the order of their steps.
 
     They include checkpoints that a process had moved to the staging folder in order to replace
     them, and left there because the process was killed.
@@ -311,7 +312,8 @@ def _checkpoints(folder: Path) -> list[Path]:
         for one in staging_folder(folder).glob("replaced/*")
         if one.is_dir() and _CHECKPOINT.fullmatch(one.name)
     ]
-    return [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
+    found = [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
