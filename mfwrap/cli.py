@@ -354,12 +354,14 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
+    from mfwrap.checkpoints.folders import whole_file  # noqa: PLC0415  (slow)
+
     rank = os.environ.get("RANK", "0")
     file = Path(recipe.arguments.output_dir or "") / f"error_rank_{rank}.txt"
     where = ""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        with whole_file(file) as partial:
+            partial.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         where = f"; traceback in {file}"
     except OSError:  # the run may have failed because the disk is full
         traceback.print_exception(error)
