@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 
 from support.crash.command_line import Crashes
+from support.crash.contents import differences
 from support.crash.fork_server import ForkServer
-from support.crash.operations import MISSING_STRACE, Operation, inject, unsynced_at_commits
+from support.crash.operations import (
+    MISSING_STRACE,
+    Operation,
+    kill_points,
+    kinds_of_kill_points,
+    trace_arguments,
+    unsynced_at_commits,
+    written_in_place,
+)
 
 pytestmark = pytest.mark.skipif(bool(MISSING_STRACE), reason=MISSING_STRACE)
 
@@ -57,6 +66,24 @@ def test_synced_before_it_counts(first_run):
     assert unsynced_at_commits(first_run.operations) == []
 
 
+def test_no_file_is_written_under_its_final_name(first_run):
+    """Only records are written where readers see them, and they only grow."""
+    assert written_in_place(first_run.operations) == []
+
+
+def test_a_file_that_is_written_in_place_is_found():
+    """The check of `test_no_file_is_written_under_its_final_name` finds a file and a record."""
+    appended, emptied = "O_WRONLY|O_CREAT|O_APPEND", "O_WRONLY|O_CREAT|O_TRUNC"
+    found = [
+        Operation("openat", 1, ("run/a.jsonl",), succeeds=True, flags=appended),
+        Operation("openat", 2, ("run/b.jsonl",), succeeds=True, flags=emptied),
+        Operation("openat", 3, ("run/c.json.partial",), succeeds=True, flags=emptied),
+        Operation("write", 1, ("run/d.json",), succeeds=True),
+    ]
+
+    assert written_in_place(found) == [str(found[1]), str(found[3])]
+
+
 def test_a_rename_without_sync_is_found():
     """The check of `test_synced_before_it_counts` finds each kind of missing sync."""
     found = [
@@ -84,12 +111,23 @@ def test_a_rename_without_sync_is_found():
     ]
 
 
-@pytest.mark.parametrize("kind", ["killed", "failed"])
-def test_a_sample(first_run, kind):
-    """A run that is crashed at its second checkpoint resumes to the same files."""
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["plot", "report", "verify"])
+def test_a_command_writes_no_file_in_place(first_run, command):
+    """The page and the picture of a run are complete or absent; a check writes nothing."""
+    folder = first_run.finished("finished")
+    assert first_run.run(folder, (command, "run"), trace_arguments) == 0, first_run.output(folder)
+    found = first_run.trace(folder)
+    assert written_in_place(found) == []
+    assert bool(found) == (command != "verify")
+
+
+def test_a_sample(first_run):
+    """A run that is crashed at its second checkpoint, or by its last record, resumes the same."""
     moves = [each for each in first_run.operations if each.paths[-1] == "run/checkpoint-4"]
     writes = [each for each in first_run.operations if each.paths == ("run/metrics.jsonl",)]
-    assert faults(first_run, kind, [moves[0], writes[-1]]) == []
+    assert faults(first_run, "killed", moves[:1]) == []
+    assert faults(first_run, "failed", writes[-1:]) == []
 
 
 @pytest.mark.slow
@@ -97,7 +135,7 @@ def test_a_sample(first_run, kind):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_killed_at_each_operation(first_run, part):
     """Wherever a run is killed, it resumes to the same files."""
-    points = list(first_run.kill_points())
+    points = list(kill_points(first_run.operations))
     assert faults(first_run, "killed", points[part::PARTS]) == []
 
 
@@ -118,10 +156,9 @@ def copied(run: Path) -> Callable[[Path], None]:
 def resumed_run(server, tmp_path_factory, first_run):
     """Return crashes of a run that resumes after a kill during its second checkpoint."""
     (move,) = [each for each in first_run.operations if each.paths[-1] == "run/checkpoint-4"]
-    killed = first_run.new("killed")
-    assert first_run.run(killed, injection=inject(move, "signal=KILL")) < 0
+    killed, _ = first_run.crashed("killed", move, "signal=KILL")
     folder = tmp_path_factory.mktemp("resumed")
-    return Crashes(server, folder, resume=("--resume",), begin=copied(killed / "run"))
+    return Crashes(server, folder, further=("--resume",), begin=copied(killed / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +166,10 @@ def repeated_run(server, tmp_path_factory):
     """Return crashes of a run that resumes from an older checkpoint of its folder."""
     folder = tmp_path_factory.mktemp("repeated")
     settings = ("--set", "callbacks.2.keep_checkpoint_max=2")
-    finished = Crashes(server, folder, settings).finished("finished")
+    finished = Crashes(server, folder, settings=settings).finished("finished")
     resume = ("--resume", "run/checkpoint-2")
-    return Crashes(server, folder, settings, resume, copied(finished / "run"))
+    begin = copied(finished / "run")
+    return Crashes(server, folder, settings=settings, further=resume, begin=begin)
 
 
 @pytest.mark.slow
@@ -149,3 +187,63 @@ def test_crashed_while_it_begins(resumed_run, kind):
 def test_crashed_while_it_repeats_steps(repeated_run, kind):
     """A run that resumes from an older checkpoint and is crashed loses no step and no record."""
     assert faults(repeated_run, kind, before(repeated_run, "partial/checkpoint-4")) == []
+
+
+@pytest.fixture(scope="module", params=range(2))
+def rank_of_two(server, tmp_path_factory, request):
+    """Return crashes of one rank of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return Crashes(server, folder, num_ranks=2, rank=request.param)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(2))
+def test_a_rank_is_killed_after_each_kind_of_operation(rank_of_two, part):
+    """Wherever one of two ranks is killed, both resume to the same files."""
+    points = kinds_of_kill_points(rank_of_two.operations)
+    assert faults(rank_of_two, "killed", points[part::2]) == []
+
+
+@pytest.fixture(scope="module")
+def overwriting_run(server, tmp_path_factory):
+    """Return crashes of a run that overwrites a longer one with files of every kind."""
+    settings = ("--set", "callbacks.2.keep_checkpoint_max=3", "--set", "training.max_steps=6")
+    longer = Crashes(server, tmp_path_factory.mktemp("longer"), settings=settings)
+    folder = longer.finished("finished")
+    for command in (
+        (*longer.command, "--resume", "run/checkpoint-4"),  # sets checkpoint-6 aside
+        ("plot", "run"),
+        ("report", "run"),
+    ):
+        assert longer.run(folder, command) == 0, longer.output(folder)
+    begin = copied(folder / "run")
+    folder = tmp_path_factory.mktemp("new")
+    return Crashes(server, folder, further=("--overwrite",), begin=begin)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_overwritten(first_run, overwriting_run):
+    """A run that overwrites another one has the files of a run in an empty folder.
+
+    The newest checkpoint is removed last, and then the records: the earlier run can be resumed to
+    its end until then.
+    """
+    beginning = before(overwriting_run, "partial/checkpoint-2")
+    removed = [each.paths[0] for each in beginning if each.call in {"rename", "unlink"}]
+    assert set(removed[:3]) == {"run/abandoned-checkpoint-6", "run/model", "run/model_ema"}
+    assert removed[3:6] == ["run/checkpoint-2", "run/checkpoint-4", "run/checkpoint-6"]
+    assert differences(first_run.expected, overwriting_run.expected) == []
+    assert overwriting_run.names == first_run.names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_crashed_while_it_overwrites(overwriting_run, kind):
+    """A run that is crashed before its first checkpoint can be started again."""
+    found = before(overwriting_run, "partial/checkpoint-2")
+    last_of_each_kind = {each.kind: each for each in found}.values()
+    points = kinds_of_kill_points(found) if kind == "killed" else last_of_each_kind
+    assert faults(overwriting_run, kind, points) == []

@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,15 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from support.crash.contents import contents, differences
 from support.crash.fork_server import ForkServer, Task
-from support.crash.operations import FAILURES, Operation, inject, operations, trace_arguments
+from support.crash.operations import (
+    FAILURES,
+    Operation,
+    inject_nth,
+    inject_on_path,
+    operations,
+    trace_arguments,
+    written_in_place,
+)
 from support.crash.recipe import write_recipe, write_rows
 
 __all__ = ["Crashes"]
@@ -24,84 +32,114 @@ _FAILED = "mfwrap: the run failed: "
 class Crashes:
     """Run one command again and again, and crash each run at another operation.
 
+    A command on several ranks is crashed on one of them, and the others are killed as soon as it
+    has ended.
+
     Args:
         server: Server that runs the processes.
         folder: Empty folder for the runs.
         settings: Options of ``mfwrap train`` for the command and for resuming it.
-        resume: Further options of the command.
+        further: Further options of the command.
         begin: Function that fills the current folder of a run before the command runs; ``None``
             starts without a run folder.
+        num_ranks: Number of processes of the command.
+        rank: Rank that is traced and crashed.
     """
 
     def __init__(
         self,
         server: ForkServer,
         folder: Path,
+        *,
         settings: tuple[str, ...] = (),
-        resume: tuple[str, ...] = (),
+        further: tuple[str, ...] = (),
         begin: Callable[[Path], None] | None = None,
+        num_ranks: int = 1,
+        rank: int = 0,
     ) -> None:
         self._server, self._folder, self._begin = server, folder, begin
-        self._command = (*_TRAIN, *settings, *resume)
+        self._num_ranks, self._rank = num_ranks, rank
+        self.command = (*_TRAIN, *settings, *further)
         self._resume = (*_TRAIN, *settings, "--resume")
         if not (folder / "rows").exists():
             write_rows(folder)
 
     @functools.cached_property
-    def _expected(self) -> dict[str, Any]:
-        return contents(self.finished("alone") / "run")
+    def _alone(self) -> Path:
+        return self.finished("alone") / "run"
+
+    @functools.cached_property
+    def expected(self) -> dict[str, Any]:
+        """Contents of the run folder after the command has run to its end."""
+        return contents(self._alone)
+
+    @functools.cached_property
+    def names(self) -> set[str]:
+        """Names of all files and folders after the command has run to its end."""
+        return {path.relative_to(self._alone).as_posix() for path in self._alone.rglob("*")}
 
     @functools.cached_property
     def operations(self) -> list[Operation]:
         """All file operations of the command in the run folder."""
-        expected = self._expected  # the first run creates files that later ones only read
-        folder = self.finished("traced", "")
+        expected = self.expected  # the first run creates files that later ones only read
+        folder = self.finished("traced", trace_arguments)
         assert differences(expected, contents(folder / "run")) == []
-        return self._trace(folder)
+        return self.trace(folder)
 
-    def finished(self, name: str, injection: str | None = None) -> Path:
+    def finished(self, name: str, strace: Callable[[Path], tuple[str, ...]] | None = None) -> Path:
         """Return a new folder in which the command has run to its end."""
         folder = self.new(name)
-        assert self.run(folder, injection=injection) == 0, self.output(folder)
+        assert self.run(folder, strace=strace) == 0, self.output(folder)
         return folder
 
+    def crashed(self, name: str, operation: Operation, effect: str) -> tuple[Path, int]:
+        """Crash the command at an operation; return its current folder and its status.
+
+        Args:
+            name: Name of the new folder.
+            operation: One of `operations`.
+            effect: ``signal=...`` or ``error=...``.
+        """
+        folder = self.new(name)
+        inject = inject_on_path if self._num_ranks > 1 else inject_nth
+        status = self.run(folder, strace=functools.partial(inject, operation, effect))
+        self._check_crashed_at(folder, operation)
+        return folder, status
+
     def run(
-        self, folder: Path, command: tuple[str, ...] | None = None, injection: str | None = None
+        self,
+        folder: Path,
+        command: tuple[str, ...] | None = None,
+        strace: Callable[[Path], tuple[str, ...]] | None = None,
     ) -> int:
         """Run a command in a folder; return its exit status, or minus the signal that ended it.
 
         Args:
             folder: Current folder of the command.
             command: Arguments of ``mfwrap``; ``None`` for the command of the constructor.
-            injection: What strace does to the system calls; ``""`` traces them only, ``None`` runs
-                without strace.
+            strace: Returns the arguments of strace for the current folder; ``None`` runs without
+                strace.
         """
-        strace = () if injection is None else trace_arguments(folder / "trace.txt", injection)
         task = Task(
             program="support.crash.loops:command_line",
-            arguments=self._command if command is None else command,
+            arguments=self.command if command is None else command,
             folder=str(folder),
-            strace=strace,
+            num_ranks=self._num_ranks,
+            rank=self._rank,
+            strace=() if strace is None else strace(folder),
         )
-        return self._server.run(task)[0].status
+        ended = self._server.run(task)
+        # The others were killed if this rank has crashed.
+        own = ended[self._rank].status
+        return own or next((each.status for each in ended if each.status), 0)
 
     def output(self, folder: Path) -> str:
         """Return what the last command in a folder has printed."""
-        return (folder / "output_0.txt").read_text(encoding="utf-8")
-
-    def kill_points(self) -> Iterator[Operation]:
-        """Yield the operations before which the files differ from those before the last point."""
-        has_changed = True
-        for operation in self.operations:
-            if has_changed:
-                yield operation
-            has_changed = operation.changes_files
+        return (folder / f"output_{self._rank}.txt").read_text(encoding="utf-8")
 
     def faults_of_kill(self, operation: Operation) -> list[str]:
         """Kill the command just before an operation and resume it; return what is wrong then."""
-        folder = self.new("killed")
-        status = self.run(folder, injection=inject(operation, "signal=KILL"))
-        self._check_crashed_at(folder, operation)
+        folder, status = self.crashed("killed", operation, "signal=KILL")
         assert status < 0, self.output(folder)
         return self._faults_of_resume(folder)
 
@@ -111,9 +149,8 @@ class Crashes:
         The command may ignore the failure, for example of deleting a temporary file. If it does
         not, it must print one line with the name of the file and the reason.
         """
-        folder, name = self.new("failed"), FAILURES[operation.call]
-        status = self.run(folder, injection=inject(operation, f"error={name}"))
-        self._check_crashed_at(folder, operation)
+        name = FAILURES[operation.call]
+        folder, status = self.crashed("failed", operation, f"error={name}")
         faults = []
         if status != 0:
             lines = self.output(folder).splitlines()
@@ -128,25 +165,46 @@ class Crashes:
                 if not any(each in said for each in names)
             ]
             faults += [f"prints {line}" for line in lines if line.startswith("Traceback")]
+        # The run may have written a file about its error.
+        in_place = written_in_place(self.trace(folder))
+        faults += [f"is written where readers see it: {line}" for line in in_place]
         return faults + self._faults_of_resume(folder)
 
     def _faults_of_resume(self, folder: Path) -> list[str]:
         """Resume, or start again if there is no checkpoint yet, until the run has ended."""
         run = folder / "run"
-        has_checkpoint = run.is_dir() and get_last_checkpoint(str(run)) is not None
-        status = self.run(folder, self._resume if has_checkpoint else self._command)
+        # Checkpoints that are to be overwritten belong to another run.
+        has_checkpoint = not self._overwrites and run.is_dir() and get_last_checkpoint(str(run))
+        status = self.run(folder, self._resume if has_checkpoint else self.command)
         if status != 0:
             return [f"cannot be resumed: {self.output(folder)[-2000:]}"]
-        return differences(self._expected, contents(run))
+        return differences(self.expected, contents(run)) + self._old_files(run)
+
+    def _old_files(self, run: Path) -> list[str]:
+        """Return a line for each file that is left of the run that was to be overwritten."""
+        if not self._overwrites:
+            return []
+        found = {path.relative_to(run).as_posix() for path in run.rglob("*")}
+        return [f"{name}: must have been deleted" for name in sorted(found - self.names)]
+
+    @property
+    def _overwrites(self) -> bool:
+        return "--overwrite" in self.command
 
     def _check_crashed_at(self, folder: Path, operation: Operation) -> None:
         """Check that a run did the same operations as the traced run before it was crashed."""
-        number = self.operations.index(operation)
-        planned = [each.identity() for each in self.operations[: number + 1]]
-        done = [each.identity() for each in self._trace(folder)[: number + 1]]
-        assert done == planned, f"crashed at {done[-1]} instead of {operation}"
+        done = [each.identity() for each in self.trace(folder)]
+        if self._num_ranks > 1:
+            planned = [operation.identity_on_path()]
+            done = done[-1:]
+        else:
+            number = self.operations.index(operation) + 1
+            planned = [each.identity() for each in self.operations[:number]]
+            done = done[:number]
+        assert done == planned, f"crashed at {done[-1:]} instead of {operation}"
 
-    def _trace(self, folder: Path) -> list[Operation]:
+    def trace(self, folder: Path) -> list[Operation]:
+        """Return the operations of the last traced command in a folder."""
         return operations(folder / "trace.txt", folder / "run")
 
     def new(self, name: str) -> Path:

@@ -75,9 +75,13 @@ class Ended(NamedTuple):
 
 
 class ForkServer:
-    """The server process; runs tasks one at a time."""
+    """The server process; runs tasks one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        launcher: Command that starts the server, such as ``unshare``, with its options.
+    """
+
+    def __init__(self, launcher: tuple[str, ...] = ()) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": str(TESTS),
@@ -87,7 +91,7 @@ class ForkServer:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [*launcher, sys.executable, __file__],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

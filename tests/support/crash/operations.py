@@ -1,14 +1,17 @@
 """List the file operations of a run, and make one of them kill the run or fail.
 
-strace numbers a thread's calls of a system call from 1. A run with one thread is deterministic, so
-this number names the same operation in each repetition of a run.
+strace numbers a thread's calls of a system call from 1. A run on one rank is deterministic, so this
+number names the same operation in each repetition of a run. With several ranks the main thread also
+writes to sockets, in another order each time, so strace is told to count the calls on one path
+only.
 """
 
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +19,14 @@ __all__ = [
     "FAILURES",
     "MISSING_STRACE",
     "Operation",
-    "inject",
+    "inject_nth",
+    "inject_on_path",
+    "kill_points",
+    "kinds_of_kill_points",
     "operations",
     "trace_arguments",
     "unsynced_at_commits",
+    "written_in_place",
 ]
 
 
@@ -55,10 +62,16 @@ FAILURES = {
 """System calls that change or sync files, and the error with which each fails."""
 
 _UNCHANGING = ("fsync", "fdatasync")
+_WRITING = ("ftruncate", "openat", "pwrite64", "truncate", "write", "writev")
+_FLAGS = re.compile(r"O_[A-Z|_]+")
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
+_UNFINISHED = " <unfinished ...>"
+_RESUMED = re.compile(r"(?P<thread>\d+) +<\.\.\. \w+ resumed>(?P<rest>.*)")
 _DESCRIPTOR = re.compile(r"\d+<([^>]+)>")
 _IN_FOLDER = re.compile(r'(?:AT_FDCWD|\d+)<([^>]+)>, "([^"]+)"')
 _NAME = re.compile(r'"([^"]+)"')
+_DIGITS = re.compile(r"\d+")
+_REMOVED = re.compile(r"(?<=/removed/).*")
 _TEMPORARY = re.compile(r"\.tmp\w{6}$")
 """Name that safetensors draws at random for the file that it writes."""
 
@@ -74,10 +87,30 @@ class Operation(NamedTuple):
     """Files and folders, relative to the current folder of the run."""
 
     succeeds: bool
+    number_on_path: int = 1
+    """Number of the call among the calls of the same system call that name `watched`, from 1."""
+
+    flags: str = ""
+    """Flags of a call that opens a file, such as ``O_WRONLY|O_CREAT``."""
+
+    @property
+    def watched(self) -> str:
+        """Path by which strace recognizes the call: its first one whose name is not random.
+
+        It is the folder for a call that names a file by its folder's descriptor.
+        """
+        return next((each for each in _watching(self.call, self.paths) if not _is_random(each)), "")
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What the operation does, without the numbers in names and the names of removed files."""
+        return self.call, *(_REMOVED.sub("", _DIGITS.sub("", each)) for each in self.paths)
 
     @property
     def changes_files(self) -> bool:
         """Whether a kill after the operation leaves other files than a kill before it."""
+        if self.call == "openat":
+            return self.succeeds and not {"O_CREAT", "O_TRUNC"}.isdisjoint(self.flags.split("|"))
         return self.succeeds and self.call not in _UNCHANGING
 
     def __str__(self) -> str:
@@ -87,6 +120,10 @@ class Operation(NamedTuple):
         """Return what is the same in each repetition, also if the operation fails."""
         return self.call, self.number, self.paths
 
+    def identity_on_path(self) -> tuple[str, int, tuple[str, ...]]:
+        """Return the `identity` if only the calls that name `watched` are counted."""
+        return self.call, self.number_on_path, self.paths
+
     def names(self) -> list[str]:
         """Return names of which an error about the operation must hold one.
 
@@ -95,7 +132,7 @@ class Operation(NamedTuple):
         """
         paths = [Path(each) for each in self.paths]
         return [
-            path.parent.name if path.name == ".tmp" else path.name.removesuffix(".partial")
+            path.parent.name if _is_random(path) else path.name.removesuffix(".partial")
             for path in paths
         ]
 
@@ -154,26 +191,83 @@ def _moved(path: Path, source: Path, target: Path) -> Path:
     return target / path.relative_to(source) if path.is_relative_to(source) else path
 
 
-def trace_arguments(trace: Path, injection: str) -> tuple[str, ...]:
-    """Return the arguments of strace that write the calls of `FAILURES` to a file.
+def written_in_place(found: Iterable[Operation]) -> list[str]:
+    """Return the operations that write to a file under its final name, where readers may see it.
+
+    Records are allowed to grow, but not to be emptied.
+    """
+    return [
+        str(each)
+        for each in found
+        if each.succeeds
+        and each.call in _WRITING
+        and _is_final(path := Path(each.paths[0]))
+        and ("O_TRUNC" in each.flags or path.suffix != ".jsonl")
+    ]
+
+
+def kill_points(found: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield the operations before which the files differ from those before the last point."""
+    has_changed = True
+    for operation in found:
+        if has_changed:
+            yield operation
+        has_changed = operation.changes_files
+
+
+def kinds_of_kill_points(found: Iterable[Operation]) -> list[Operation]:
+    """Return an operation after each kind of change to the files.
+
+    The last change of each kind counts, because a checkpoint may exist by then. Operations that
+    strace cannot count on their path are passed over: those on files with a random name, and
+    creating folders, which is a race between ranks.
+    """
+    points: dict[tuple[str, ...], Operation] = {}
+    kinds: list[tuple[str, ...]] = []  # of the changes since the last point
+    for operation in found:
+        if operation.succeeds and operation.watched and operation.call != "mkdir":
+            points |= dict.fromkeys(kinds, operation)
+            kinds = []
+        if operation.changes_files:
+            kinds.append(operation.kind)
+    return list(dict.fromkeys(points.values()))
+
+
+def trace_arguments(folder: Path) -> tuple[str, ...]:
+    """Return the arguments of strace that write the calls of `FAILURES` to ``trace.txt``.
 
     Args:
-        trace: File for the trace.
-        injection: What strace does to the calls; ``""`` for nothing.
+        folder: Current folder of the process.
     """
     calls = ",".join(FAILURES)
-    injected = [f"--inject={injection}"] if injection else []
-    return ("-f", "-y", "-s", "0", "-o", str(trace), f"--trace={calls}", *injected)
+    return ("-f", "-y", "-s", "0", "-o", str(folder / "trace.txt"), f"--trace={calls}")
 
 
-def inject(operation: Operation, effect: str) -> str:
-    """Return strace's injection of an effect into an operation.
+def inject_nth(operation: Operation, effect: str, folder: Path) -> tuple[str, ...]:
+    """Return the arguments of strace that crash a process at an operation.
 
     Args:
-        operation: Operation of the run that will be traced.
+        operation: Operation of a run on one rank.
         effect: ``signal=...`` or ``error=...``. Both take effect before the operation is done.
+        folder: Current folder of the process.
     """
-    return f"{operation.call}:{effect}:when={operation.number}"
+    injection = f"--inject={operation.call}:{effect}:when={operation.number}"
+    return (*trace_arguments(folder), injection)
+
+
+def inject_on_path(operation: Operation, effect: str, folder: Path) -> tuple[str, ...]:
+    """Return the arguments of strace that crash a process at an operation on several ranks.
+
+    Only the calls that name the operation's `watched` path are counted and traced.
+
+    Args:
+        operation: Operation with a `watched` path.
+        effect: ``signal=...`` or ``error=...``. Both take effect before the operation is done.
+        folder: Current folder of the process.
+    """
+    paths = (operation.watched, folder / operation.watched)
+    injection = f"--inject={operation.call}:{effect}:when={operation.number_on_path}"
+    return (*trace_arguments(folder), *(f"--trace-path={each}" for each in paths), injection)
 
 
 def operations(trace: Path, folder: Path) -> list[Operation]:
@@ -183,21 +277,54 @@ def operations(trace: Path, folder: Path) -> list[Operation]:
         trace: File that strace wrote.
         folder: Folder inside the current folder of the traced process.
     """
-    lines = trace.read_text(encoding="utf-8", errors="replace").splitlines()
-    found, counts, main = [], dict.fromkeys(FAILURES, 0), lines[0].split()[0]
-    for line in lines:
-        match = _LINE.match(line)
-        if match is None:  # "+++ exited with 0 +++", or the rest of an unfinished call
-            continue
+    lines = _whole_lines(trace)
+    found: list[Operation] = []
+    counts: Counter[tuple[str, ...]] = Counter()
+    calls = [match for line in lines if (match := _LINE.match(line))]  # not "+++ exited with 0 +++"
+    for match in calls:
         call, rest = match["call"], match["rest"]
-        is_main = match["thread"] == main
-        counts[call] += is_main
+        is_main = match["thread"] == calls[0]["thread"]
         paths = _paths(call, rest, folder)
-        if not paths or (call == "openat" and "O_CREAT" not in rest):
+        if is_main:
+            counts.update([(call,), *((call, each) for each in _watching(call, paths))])
+        flags = _FLAGS.search(rest)[0] if call == "openat" else ""
+        if not paths or (call == "openat" and not _is_opened_to_write(flags)):
             continue
-        assert is_main, f"{line}: only operations of the main thread can be repeated"
-        found.append(Operation(call, counts[call], paths, succeeds=" = -1 " not in rest))
+        assert is_main, f"{match[0]}: only operations of the main thread can be repeated"
+        operation = Operation(call, counts[call,], paths, " = -1 " not in rest, flags=flags)
+        number = counts[call, operation.watched]
+        found.append(operation._replace(number_on_path=number))
     return found
+
+
+def _whole_lines(trace: Path) -> list[str]:
+    """Return the lines of a trace, with calls that another thread interrupted as one line."""
+    lines: list[str] = []
+    unfinished: dict[str, int] = {}  # place of the begin of each thread's call in `lines`
+    for line in trace.read_text(encoding="utf-8", errors="replace").splitlines():
+        if match := _RESUMED.match(line):
+            lines[unfinished.pop(match["thread"])] += match["rest"]
+            continue
+        if line.endswith(_UNFINISHED):
+            unfinished[line.split()[0]] = len(lines)
+        lines.append(line.removesuffix(_UNFINISHED))
+    return lines
+
+
+def _is_opened_to_write(flags: str) -> bool:
+    # A file of O_TMPFILE has no name.
+    return any(each in flags for each in ("O_WRONLY", "O_RDWR")) and "O_TMPFILE" not in flags
+
+
+def _watching(call: str, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths by which strace recognizes a call: of a renaming, the source."""
+    if call == "unlinkat":
+        return tuple(str(Path(each).parent) for each in paths)
+    return paths[:1] if call == "rename" else tuple(dict.fromkeys(paths))
+
+
+def _is_random(path: str | Path) -> bool:
+    return Path(path).name == ".tmp"
 
 
 def _is_final(path: Path) -> bool:
