@@ -1,4 +1,4 @@
-"""Train in a separate process, which prints its events so that a test can kill it at any of them.
+"""Train in a separate process, which prints its events so that a test can signal it at any of them.
 
 Run as a script, this module trains in a folder. It resumes from the folder's last checkpoint, if
 there is one.
@@ -16,7 +16,6 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap.trainer import MFTrainer
 from support.paths import TESTS
 from support.resumed_training import RunSettings, end_of, new_trainer, spoil_random_states
 
@@ -65,10 +64,6 @@ class Telling(TrainerCallback):
         if self._waits:
             sys.stdin.readline()
 
-    def on_optimizer_step(self, _args, state, _control, **_: Any) -> None:
-        """Print that the optimizer has run."""
-        _tell("optimizer", state.global_step)
-
     def on_step_end(self, _args, state, _control, **_: Any) -> None:
         """Print that the step is done."""
         _tell("step", state.global_step)
@@ -78,28 +73,6 @@ class Telling(TrainerCallback):
         _tell("saved", state.global_step)
 
 
-class TellingTrainer(MFTrainer):
-    """An `MFTrainer` that prints a line before it writes each file of a checkpoint."""
-
-    def save_model(self, *args: Any, **keywords: Any) -> None:
-        """Print a line, and save the model."""
-        _tell("model", self.state.global_step)
-        super().save_model(*args, **keywords)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        _tell("optimizer state", self.state.global_step)
-        super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        _tell("step state", self.state.global_step)
-        super()._save_scaler(output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        _tell("random states", self.state.global_step)
-        super()._save_rng_state(output_dir)
-        _tell("the rest", self.state.global_step)
-
-
 def _train_in(folder: Path) -> None:
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     settings = RunSettings(**task["settings"])
@@ -107,7 +80,6 @@ def _train_in(folder: Path) -> None:
     trainer = new_trainer(
         folder,
         settings,
-        kind=TellingTrainer,
         seed=0 if checkpoint is None else 1,
         callbacks=[Telling(waits=task["waits"])],
     )

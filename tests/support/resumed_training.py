@@ -227,7 +227,8 @@ class _Rest:
             "numpy generator": [numpy_state[1].tobytes(), *numpy_state[2:]],
             "torch generator": torch.random.get_rng_state(),
             "callbacks": json.dumps(
-                [each.state() for each in self._trainer.callback_handler.callbacks if _saves(each)]
+                [each.state() for each in self._trainer.callback_handler.callbacks if _saves(each)],
+                sort_keys=True,
             ),
         }
         if isinstance(self._trainer, MFTrainer):

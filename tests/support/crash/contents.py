@@ -15,9 +15,9 @@ __all__ = ["contents", "differences"]
 _TIMES = re.compile(r"runtime|per_second|throughput|_time$")
 """Names of numbers that depend on the clock."""
 
-_IGNORED = re.compile(r"error_rank_\d+\.txt|abandoned-.*")
-"""Traceback of a run that failed, which stays when the run is resumed, and checkpoints that a run
-has set aside."""
+_IGNORED = re.compile(r"error_rank_\d+\.txt|abandoned-.*|.*\.jsonl\.\d+")
+"""Traceback of a run that failed, which stays when the run is resumed, and checkpoints and records
+that a run has set aside."""
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
-    if path.suffix in {".bin", ".pt", ".pth"}:
+    if path.suffix in {".bin", ".pkl", ".pt", ".pth"}:
         # The test's own files. Some hold objects, such as the training arguments.
         loaded = torch.load(path, weights_only=False)
         return loaded if isinstance(loaded, (Mapping, Tensor)) else vars(loaded)

@@ -29,7 +29,7 @@ _PRELOADED = (
     "mfwrap.cli",
     "mfwrap.recipe.run",
     "mfwrap.recipe.training",
-    "support.crash.loops",
+    "support.crash.own_loops",
     "torch._dynamo",
 )
 """Modules that runs need. A run that imported them itself would take seconds longer."""

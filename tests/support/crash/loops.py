@@ -57,8 +57,10 @@ def trainer() -> None:
     if checkpoint is not None:
         spoil_random_states()
     run.train(resume_from_checkpoint=checkpoint)
-    # A run that is resumed after its last step loads no random states.
-    write_end({name: value for name, value in end_of(run).items() if "generator" not in name})
+    # A run that is resumed after its last step loads no random states. The Trainer saves the log of
+    # rank 0, so after a resume the other ranks have that log, too.
+    left_out = ("generator",) if run.args.process_index == 0 else ("generator", "/log")
+    write_end({name: value for name, value in end_of(run).items() if not name.endswith(left_out)})
 
 
 def monitors() -> list[Any]:

@@ -1,23 +1,18 @@
-"""A training that was killed or ended by SIGTERM resumes like an uninterrupted one."""
+"""A training that was ended by SIGTERM resumes like an uninterrupted one."""
 
 import functools
 import os
-import random
 import signal
 
 import pytest
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap.checkpoints.verification import check_checkpoint
 from support.killed_training import start_process
 from support.resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
 from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
-MOST_LINES = 26
-"""Number of lines that a run prints between a checkpoint and the second one after it."""
 
 
 def lasting(end):
@@ -50,32 +45,6 @@ def end_from_last_checkpoint(folder):
     trainer = new_trainer(folder, SETTINGS, seed=0 if last is None else 1)
     trainer.train(resume_from_checkpoint=last)
     return lasting(end_of(trainer))
-
-
-def survive(folder, num_kills, expected):
-    """Fail unless a run that is killed `num_kills` times at random moments ends as expected."""
-    draw = random.Random(0)  # noqa: S311  (test data, not cryptography)
-    num_runs, left = 0, num_kills
-    while left > 0:
-        run = folder / str(num_runs)
-        status, told = signalled(run, draw.randrange(1, MOST_LINES), signal.SIGKILL)
-        for checkpoint in run.glob("checkpoint-*"):
-            check_checkpoint(checkpoint)
-        if status == 0:
-            assert_same_state(expected, lasting(torch.load(run / "end.pt", weights_only=True)))
-            num_runs += 1
-            continue
-        assert status == -signal.SIGKILL, told
-        left -= 1
-    assert_same_state(expected, end_from_last_checkpoint(run))
-
-
-@pytest.mark.parametrize(
-    "num_kills", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
-)
-def test_killed(left_alone, tmp_path, num_kills):
-    """A run that was killed and resumed ends like an uninterrupted run."""
-    survive(tmp_path, num_kills, left_alone)
 
 
 def test_told_to_end(left_alone, tmp_path):
