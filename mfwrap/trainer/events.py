@@ -74,10 +74,18 @@ def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
 
 
 class StepCallbackHandler(CallbackHandler):
-    """Callback handler that passes the step's results to callbacks; see `add_step_to_events`."""
+    """Callback handler that passes the step's results to callbacks; see `add_step_to_events`.
+
+    If a checkpoint is due after the last step of an epoch, it also postpones the checkpoint until
+    callbacks and Trainer have done what they do at the end of the epoch. Stock transformers saves
+    first. A run that resumes from such a checkpoint begins with the next epoch, so the evaluation
+    and the log of the epoch would be lost.
+    """
 
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
+    postpones_save: bool = False
+    """Whether a checkpoint is due at the end of this epoch."""
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback; raise ``TypeError`` if it is not a transformers callback."""
@@ -87,7 +95,10 @@ class StepCallbackHandler(CallbackHandler):
     def call_event(
         self, event: str, args: Any, state: Any, control: TrainerControl, **keywords: Any
     ) -> TrainerControl:
-        """Call all callbacks; for ``on_step_end``, pass the step's output and report."""
+        """Call all callbacks; for ``on_step_end``, pass the step's output and report.
+
+        Changes ``control.should_save`` after the callbacks if a checkpoint is postponed.
+        """
         attached = self.trainer.attached
         # Right after `on_optimizer_step`, the Trainer reads whether the update was skipped. If not,
         # it steps the schedule. To know the true value, the host would have to synchronize with the
@@ -102,7 +113,18 @@ class StepCallbackHandler(CallbackHandler):
             event, args, state, control, **keywords
         )
         attached.answers_late = event == "on_optimizer_step"
+        if event == "on_step_end":
+            self.postpones_save = changed.should_save and _ends_epoch(state)
+            changed.should_save = changed.should_save and not self.postpones_save
+        elif event == "on_epoch_end" and self.postpones_save:
+            self.postpones_save, changed.should_save = False, True
         return changed
+
+
+def _ends_epoch(state: TrainerState) -> bool:
+    """Return whether the step is the last one of its epoch or of the training."""
+    is_complete = state.epoch is not None and float(state.epoch).is_integer()
+    return is_complete or state.global_step >= state.max_steps
 
 
 def check_callback(callback: object) -> None:
@@ -183,17 +205,14 @@ class TerminationCallback(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """If training is stopping, decide what is still done at the end of the epoch.
+        """If training stops in the middle of an epoch, cancel the evaluation and checkpoint here.
 
-        The last step has been saved already. If it was in the middle of the epoch, the epoch's
-        evaluation and checkpoint are cancelled. If it completed the epoch and an evaluation is due,
-        another checkpoint is saved after the evaluation.
+        The last step has been saved already. If it completed the epoch, its checkpoint is saved
+        after the evaluation.
         """
         del args
-        if self._termination.is_stopping:
-            if not float(state.epoch).is_integer():
-                control.should_evaluate = False
-            control.should_save = control.should_evaluate
+        if self._termination.is_stopping and not _ends_epoch(state):
+            control.should_evaluate = control.should_save = False
 
 
 def restore_in_place(callbacks: list[Any], saved: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]
 
 def send(handler: CallbackHandler, event: str) -> TrainerControl:
     """Send an event, and return the control that the callbacks changed."""
-    return handler.call_event(event, None, TrainerState(), TrainerControl())
+    return handler.call_event(event, None, TrainerState(max_steps=9, epoch=0.5), TrainerControl())
 
 
 def test_the_handler_keeps_its_own_class():
@@ -146,6 +146,20 @@ def test_callbacks_change_the_control():
 
     assert send(handler, "on_step_end").should_save
     assert not send(handler, "on_optimizer_step").should_save
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(1.5, 3), (2.0, 4), (1.5, 9)])
+def test_a_checkpoint_at_the_end_of_an_epoch_waits_for_the_evaluation(epoch, step):
+    """A checkpoint that is due after the last step is requested after ``on_epoch_end`` instead."""
+    handler, _, _ = handler_of(report())
+    state = TrainerState(max_steps=9, epoch=epoch, global_step=step)
+    events = ("on_step_end", "on_epoch_end", "on_epoch_end")
+    asked = [
+        handler.call_event(event, None, state, TrainerControl(should_save=saves)).should_save
+        for event, saves in zip(events, (True, False, False), strict=True)
+    ]
+
+    assert asked == ([True, False, False] if (epoch, step) == (1.5, 3) else [False, True, False])
 
 
 def test_the_monitors_with_files_or_values_are_monitor_callbacks():
@@ -244,12 +258,12 @@ def test_after_sigterm_a_step_asks_for_a_checkpoint_and_the_end(is_requested):
 
 
 @pytest.mark.parametrize(
-    ("epoch", "is_requested", "expected"),
-    [(1.5, True, False), (2.0, True, True), (1.5, False, True)],
-    ids=["in the middle", "at the end", "not stopping"],
+    ("epoch", "step", "is_requested", "expected"),
+    [(1.5, 3, True, False), (2.0, 3, True, True), (1.5, 9, True, True), (1.5, 3, False, True)],
+    ids=["in the middle", "at the end", "at the end of the training", "not stopping"],
 )
 def test_after_sigterm_an_epoch_that_is_not_complete_is_not_evaluated(
-    epoch, is_requested, expected
+    epoch, step, is_requested, expected
 ):
     """The evaluation and checkpoint of an epoch are cancelled only if the epoch is incomplete."""
     control = TrainerControl(should_evaluate=True, should_save=True)
@@ -257,8 +271,9 @@ def test_after_sigterm_an_epoch_that_is_not_complete_is_not_evaluated(
     with RankTermination() as termination:
         if is_requested:
             os.kill(os.getpid(), signal.SIGTERM)
-        termination.stops_after(3)
-        TerminationCallback(termination).on_epoch_end(None, TrainerState(epoch=epoch), control)
+        termination.stops_after(step)
+        state = TrainerState(epoch=epoch, global_step=step, max_steps=9)
+        TerminationCallback(termination).on_epoch_end(None, state, control)
 
     assert control.should_evaluate == control.should_save == expected
 
