@@ -28,6 +28,7 @@ from mfwrap.accelerate.classes import (
     restore_scheduler,
 )
 from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.accelerate.saving import whole_state
 from mfwrap.accelerate.setup import (
     EMA,
     attached_handler_class,
@@ -39,9 +40,10 @@ from mfwrap.accelerate.setup import (
 )
 from mfwrap.accelerate.state import check_saved_step, is_writer, load_step, save_step
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from mfwrap.checkpoints.folders import complete_move
+from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.verification import check_checkpoint
-from mfwrap.collectives import any_rank, raising_together
+from mfwrap.collectives import raising_together
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
@@ -87,7 +89,7 @@ class AttachedStep:
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device))
         """Step that the accelerator's calls run. A loop does not have to call it."""
         self._scaler = StepScaler(self, accelerator)
-        self._saved_folder: Path | None = None
+        self._saves_in: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
         self.numbers_micro_batches = False
@@ -274,32 +276,29 @@ class AttachedStep:
             if self._make_ema is not None:
                 self.ema = None
 
-    def saving(self, save: Callable[[], Any]) -> Any:
+    def saving(self, output_dir: Any, save: Callable[[str], Any]) -> Any:
         """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
-
-        Afterwards write the manifest. A checkpoint without its manifest counts as incomplete.
 
         If accelerate has no gradient scaler of its own, our scaler is removed during the call.
         Otherwise accelerate would write a scaler file that it could not load without mfwrap.
 
         Args:
-            save: Function that calls accelerate's ``save_state``.
+            output_dir: Folder that the loop gave; ``None`` if accelerate names its checkpoints.
+            save: Function that calls accelerate's ``save_state`` with a folder.
+
+        Returns:
+            Folder of the checkpoint.
         """
         if self.ema is not None:
             self.ema.refuse_inside_swap("save_state")
-        self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
-        try:
-            saved = save()
-        finally:
-            self._accelerator.scaler = self._scaler
-        folder, self._saved_folder = self._saved_folder, None
-        if folder is not None:
-            # Used as a barrier: the manifest lists the files of all processes.
-            any_rank(flag=False, device=self._accelerator.device)
-            with raising_together():
-                if is_writer(self._accelerator):
-                    write_manifest(folder)
-        return saved
+        with whole_state(self._accelerator, output_dir) as (written, final):
+            self._saves_in = final.parent
+            self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
+            try:
+                save(str(written))
+            finally:
+                self._accelerator.scaler = self._scaler
+        return final
 
     def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
         """Verify a checkpoint, call accelerate's ``load_state``, then load the step's own files.
@@ -320,7 +319,10 @@ class AttachedStep:
         if folder is not None:
             with raising_together():
                 if self._accelerator.is_local_main_process:
-                    check_checkpoint(Path(folder).expanduser())
+                    path = Path(folder).expanduser()
+                    # A process may have been killed while it replaced the checkpoint.
+                    complete_move(path.absolute().parent)
+                    check_checkpoint(path)
         self._accelerator.scaler = None
         self.is_loading = True
         try:
@@ -336,13 +338,13 @@ class AttachedStep:
 
     def _on_save(self, models: object, weights: object, output_dir: str) -> None:
         del models, weights
-        self._saved_folder = Path(output_dir)
+        folder = Path(output_dir)
         each_node = self._accelerator.project_configuration.save_on_each_node
         if is_writer(self._accelerator):
             # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
-            (self._saved_folder / MANIFEST).unlink(missing_ok=True)
-        self.save_files(self._saved_folder, each_node=each_node)
-        save_records(self._saved_folder)
+            (folder / MANIFEST).unlink(missing_ok=True)
+        self.save_files(folder, each_node=each_node)
+        save_records(folder, self._saves_in)
 
     def save_files(self, folder: Path, *, each_node: bool = False) -> None:
         """Flush the step, then write loss scale, counts and average into a checkpoint.

@@ -151,10 +151,13 @@ class AttachedAccelerator:
         for each in optimizer:
             windows[unwrapped_optimizer(each)].unscale()
 
-    def save_state(self, *args: Any, **keywords: Any) -> Any:
-        """Save as accelerate does, and write the step's state to its own files."""
+    def save_state(self, output_dir: Any = None, *args: Any, **keywords: Any) -> Any:
+        """Save as accelerate does, and write the step's state to its own files.
+
+        An older checkpoint is replaced or deleted after the new one is complete, see `whole_state`.
+        """
         save = super().save_state  # type: ignore[misc]  # (the accelerator's own method)
-        return self.attachment.saving(lambda: save(*args, **keywords))
+        return self.attachment.saving(output_dir, lambda folder: save(folder, *args, **keywords))
 
     def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
         """Verify the checkpoint, load as accelerate does, and restore the step's state.

@@ -23,14 +23,21 @@ def newest_named_automatically(configuration: ProjectConfiguration) -> Path | No
         ``<project_dir>/checkpoints/checkpoint_<number>`` with the highest number. ``None`` if
         accelerate does not name checkpoints itself, or there is no checkpoint.
     """
-    if not configuration.automatic_checkpoint_naming or configuration.project_dir is None:
+    if not configuration.automatic_checkpoint_naming:
         return None
+    return next(reversed(named_automatically(configuration)), None)
+
+
+def named_automatically(configuration: ProjectConfiguration) -> list[Path]:
+    """Return ``<project_dir>/checkpoints/checkpoint_<number>``, in the order of the numbers."""
+    if configuration.project_dir is None:
+        return []
     numbered = {
         int(match[1]): path
         for path in (Path(configuration.project_dir) / "checkpoints").glob("*")
         if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))
     }
-    return numbered[max(numbered)] if numbered else None
+    return [numbered[number] for number in sorted(numbered)]
 
 
 def is_writer(accelerator: Accelerator, *, each_node: bool | None = None) -> bool:

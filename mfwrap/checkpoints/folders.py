@@ -112,6 +112,45 @@ def move_into_place(written: Path, final: Path) -> None:
     shutil.rmtree(staging_folder(parent), ignore_errors=True)
 
 
+def move_files_into_place(written: Path, final: Path, *, last: str) -> None:
+    """Sync a folder to disk and move its files into an existing folder, whose other files stay.
+
+    If the process is killed during the call, the file `last` is missing in `final`.
+
+    Args:
+        written: Complete folder on the disk of `final`.
+        final: Folder that gets the files. Files of the same name are replaced.
+        last: Name of the file that is deleted first and moved last.
+    """
+    _sync_all(written)
+    (final / last).unlink(missing_ok=True)
+    sync(final)
+    for path in [each for each in sorted(written.rglob("*")) if each.is_file()]:
+        place = final / path.relative_to(written)
+        if place != final / last:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
+            sync(place.parent)
+    (written / last).replace(final / last)
+    sync(final)
+
+
+def is_replaceable(folder: Path) -> bool:
+    """Return whether `move_into_place` can replace a folder, which may be missing.
+
+    It cannot replace a link, a mount point, a folder that contains the current folder, or a folder
+    in a folder without write permission.
+    """
+    if folder.is_symlink() or folder.is_mount():
+        return False
+    if folder.exists() and not folder.is_dir():
+        return False
+    found = folder.absolute().parent
+    while not found.exists():
+        found = found.parent
+    return os.access(found, os.W_OK) and not Path.cwd().is_relative_to(folder.resolve())
+
+
 def complete_move(parent: Path) -> None:
     """Finish each `move_into_place` in `parent` that was killed between its two renames."""
     staging = staging_folder(parent)

@@ -235,20 +235,6 @@ def test_a_damaged_checkpoint_of_automatic_names(tmp_path):
     assert str(said.value).endswith(str(newest.with_name("checkpoint_9")))
 
 
-def test_a_save_that_breaks_off(tmp_path, monkeypatch):
-    """A checkpoint that was not written to its end is refused, also if it replaces another one."""
-    run = AttachedRun()
-    run.accelerator.save_state(tmp_path)
-    run.train(0, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", None)
-        with pytest.raises(TypeError):
-            run.accelerator.save_state(tmp_path)
-
-    with pytest.raises(ValueError, match=r"mfwrap_manifest\.json is missing"):
-        run.accelerator.load_state(tmp_path)
-
-
 @pytest.mark.parametrize("each_node", [False, True])
 def test_the_only_process_saves_whoever_is_asked_to(tmp_path, each_node):
     """A single process writes mfwrap's files with and without ``save_on_each_node``."""

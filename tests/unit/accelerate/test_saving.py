@@ -1,0 +1,132 @@
+"""`save_state` of an attached accelerator never leaves a loop without a complete checkpoint."""
+
+import shutil
+
+import pytest
+from accelerate.utils import ProjectConfiguration
+
+from mfwrap.checkpoints.folders import staging_folder
+from mfwrap.checkpoints.verification import verify
+from support.attached_runs import AttachedRun, RunSettings
+from support.ranks.saving import save_in_one_folder
+from support.training_state import assert_same_state
+
+
+class Breaking:
+    """An object whose state cannot be saved; accelerate saves it last."""
+
+    def state_dict(self):
+        """Raise an error."""
+        raise InterruptedError
+
+    def load_state_dict(self, state):
+        """Do nothing."""
+
+
+def interrupted_save(run, *arguments):
+    """Save again, and break off after accelerate has written weights and optimizer."""
+    run.accelerator.register_for_checkpointing(Breaking())
+    with pytest.raises(InterruptedError):
+        run.accelerator.save_state(*arguments)
+    run.accelerator._custom_objects.clear()
+
+
+def test_an_interrupted_save_into_the_same_folder(tmp_path):
+    """The older checkpoint stays complete until the new one is complete."""
+    run = AttachedRun()
+    run.train(0, 1)
+    run.accelerator.save_state(tmp_path / "latest")
+    saved = run.state()
+    run.train(1, 3)
+    interrupted_save(run, tmp_path / "latest")
+
+    run.accelerator.load_state(tmp_path / "latest")
+    assert_same_state(saved, run.state())
+    run.train(1, 2)
+    assert run.accelerator.save_state(tmp_path / "latest") == tmp_path / "latest"
+    newer = run.state()
+    run.accelerator.load_state(tmp_path / "latest")
+    assert_same_state(newer, run.state())
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_an_interrupted_save_with_a_limit(tmp_path):
+    """Checkpoints beyond `total_limit` are deleted after the new one is complete."""
+    project = ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+    )
+    run = AttachedRun(project_config=project)
+    run.accelerator.save_state()
+    interrupted_save(run)
+
+    checkpoints = tmp_path / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint_0"]
+    run.accelerator.load_state()
+    assert run.accelerator.save_state() == checkpoints / "checkpoint_1"
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint_1"]
+    assert verify(checkpoints / "checkpoint_1").caveat is None
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    project.iteration = 1
+    with pytest.raises(ValueError, match="checkpoint_1 already exists; set"):
+        run.accelerator.save_state()
+
+
+def test_killed_between_two_renames(tmp_path):
+    """If the older checkpoint has been set aside, `load_state` puts the new one in place."""
+    run = AttachedRun()
+    for number, name in enumerate(("old", "new")):
+        run.train(number, number + 1)
+        run.accelerator.save_state(tmp_path / name)
+    saved = run.state()
+    staging = staging_folder(tmp_path)
+    (staging / "replaced").mkdir(parents=True)
+    shutil.move(tmp_path / "old", staging / "replaced" / "latest")
+    shutil.move(tmp_path / "new", staging / "latest")
+
+    resumed = AttachedRun(RunSettings(seed=1))
+    resumed.accelerator.load_state(tmp_path / "latest")
+    assert_same_state(saved, resumed.state())
+
+
+def test_other_files_of_a_folder(tmp_path):
+    """Other files of the folder stay and may change; an interrupted save changes nothing."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    run = AttachedRun()
+    for text in ("first", "second"):
+        run.train(0, 1)
+        (folder / "notes.txt").write_text(text, encoding="utf-8")
+        run.accelerator.save_state(folder)
+        saved = run.state()
+        assert (folder / "notes.txt").read_text(encoding="utf-8") == text
+    run.train(1, 2)
+    interrupted_save(run, folder)
+
+    run.accelerator.load_state(folder)
+    assert_same_state(saved, run.state())
+    assert (folder / "notes.txt").is_file()
+
+
+def test_a_link_is_written_in_place(tmp_path):
+    """A link stays; a save into it that was interrupted is refused."""
+    (tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / "state"
+    folder.symlink_to(tmp_path / "elsewhere")
+    run = AttachedRun()
+    for _ in range(2):
+        run.accelerator.save_state(folder)
+        run.accelerator.load_state(folder)
+    interrupted_save(run, folder)
+
+    assert folder.is_symlink()
+    with pytest.raises(ValueError, match=r"mfwrap_manifest\.json is missing"):
+        run.accelerator.load_state(folder)
+
+
+def test_two_ranks_replace_a_checkpoint(two_ranks, tmp_path):
+    """The files of all ranks are in the checkpoint that replaces an older one."""
+    first, second = two_ranks.run(save_in_one_folder, str(tmp_path / "latest"))
+
+    assert first == second
+    assert {"random_states_0.pkl", "random_states_1.pkl", "mfwrap_manifest.json"} <= set(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
