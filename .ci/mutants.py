@@ -23,6 +23,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -152,12 +153,18 @@ def _test(folder: Path, job: Job) -> int:
     arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     # hypothesis is imported already; pytest warns that it cannot rewrite the plugin's asserts.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    arguments += ["-m", "not slow and not cuda", f"--basetemp={folder.with_suffix('.tmp')}"]
+    arguments += ["-m", "not slow and not cuda"]
+    # pytest empties its folder at each start, and tests keep paths of an earlier start in caches.
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     results = _Results()
     ends = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
     # Most mutants fail a test of the first file, so do not collect the other files before.
-    for tests in filter(None, ([job.first] if job.first else [], job.tests[:1], job.tests[1:])):
-        status = pytest.main([*arguments, *tests], plugins=[results])
+    parts = ([job.first] if job.first else [], job.tests[:1], job.tests[1:])
+    for number, tests in enumerate(filter(None, parts)):
+        basetemp = f"--basetemp={temporary / str(number)}"
+        status = pytest.main([*arguments, basetemp, *tests], plugins=[results])
         is_missing = tests == [job.first] and status == pytest.ExitCode.USAGE_ERROR
         # A file may hold slow tests only: then pytest runs no test.
         if status not in ends and not is_missing:
