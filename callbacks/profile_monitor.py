@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.collectives import this_rank
 
 
@@ -126,9 +127,10 @@ class ProfileMonitor(TrainerCallback):
             profiler.stop()
 
     def _write(self, profiler: profile, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / "trace.json"))
+        with whole_file(folder / "trace.json") as partial:
+            profiler.export_chrome_trace(str(partial))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=100)
-        (folder / "operators.txt").write_text(table, encoding="utf-8")
+        with whole_file(folder / "operators.txt") as partial:
+            partial.write_text(table, encoding="utf-8")
         run_logger(__name__).info("Profile written to %s", folder)

@@ -397,9 +397,14 @@ def _write_new(file: Path, text: str) -> None:
     Raises:
         RecipeError: If the file exists or cannot be written.
     """
+    from mfwrap.checkpoints.folders import whole_file  # noqa: PLC0415  (slow)
+
+    if os.path.lexists(file):
+        msg = f"cannot write {file}: File exists"
+        raise RecipeError(msg)
     try:
-        with file.open("x", encoding="utf-8") as new:
-            new.write(text)
+        with whole_file(file) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         msg = f"cannot write {file}: {error.strerror}"
         raise RecipeError(msg) from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -186,6 +187,20 @@ def test_init(recipe, capsys):
     assert code == 2
     assert err == "mfwrap: cannot write regression.yaml: File exists\n"
     assert call(capsys, "init", "regression", "--output", "b.yaml")[0] == 0
+
+
+def test_init_on_a_full_disk(recipe, capsys):
+    """A recipe that cannot be written whole is not written at all, so init can be repeated."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        code, _, err = call(capsys, "init", "regression")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert (code, err) == (2, "mfwrap: cannot write regression.yaml: File too large\n")
+    assert not list(Path().glob("regression*"))
+    assert call(capsys, "init", "regression")[0] == 0
 
 
 @pytest.fixture
