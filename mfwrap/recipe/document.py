@@ -99,9 +99,10 @@ class RecipeDocument:
             name: Name of the file, for error messages.
 
         Raises:
-            RecipeError: If the text is not a YAML mapping, repeats a key, has a tag for anything
-                but plain values, such as ``!!binary``, has more than 50 nested levels or, with
-                aliases and merge keys expanded, more than 10,000 values, or holds a secret.
+            RecipeError: If the text is not a YAML mapping, repeats a key, holds a secret, or has a
+                tag for a value that is not plain, such as ``!!binary``. Also if it has more than 50
+                nested levels, or more than 10,000 keys and values after aliases and merge keys are
+                expanded.
         """
         places: dict[Path, str] = {}
         data = _read(text, name, places, (), empty={})
@@ -386,7 +387,7 @@ class _Reader:
             elif kind == "null" and text.lower() in {"", "~", "null"}:
                 return None
         except ValueError:
-            pass  # Reported below, like the other texts that do not fit their tag.
+            pass  # The error below is also that of other texts that do not fit their tag.
         raise self._error(node, path, f"{says}, got {shown('***' if is_secret(path) else text)}")
 
     def _text(self, node: yaml.ScalarNode, path: Path) -> str:
@@ -394,9 +395,7 @@ class _Reader:
         text = str(node.value)
         for character in text:
             if character == "\0" or "\ud800" <= character <= "\udfff":
-                raise self._error(
-                    node, path, f"expected text without the character {character!r}, got it"
-                )
+                raise self._error(node, path, f"expected text without the character {character!r}")
         return text
 
     def _count(self, node: yaml.Node, path: Path) -> None:

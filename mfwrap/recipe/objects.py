@@ -118,8 +118,9 @@ class RecipeObjects:
         except RecipeError:
             raise
         except REFUSALS as error:
-            # Processes may have to meet in `make`, for example to set up their process group, so an
-            # error that can have another cause than the settings is not followed by a second call.
+            # Call `make` again only after an error that a setting must have caused. After any other
+            # error the other processes may not call `make` again, but `make` may wait for them, for
+            # example to set up the process group.
             is_by_settings = not isinstance(error, (MemoryError, OSError, RuntimeError))
             retry = (lambda others: make(**others)) if is_by_settings else None
             raise self.refusal(path, settings, error, retry) from error
@@ -204,7 +205,7 @@ class RecipeObjects:
             raise self._invalid(path, value, error, None) from error
 
     def check_folder(self, path: Path, value: object) -> None:
-        """Raise `RecipeError` if a path is no writable folder, and none can be made there.
+        """Raise `RecipeError` if a path is not a writable folder and cannot become one.
 
         Args:
             path: Path of the value in the recipe.
@@ -214,7 +215,7 @@ class RecipeObjects:
             return
         folder = pathlib.Path(str(value)).absolute()
         try:
-            # `lexists`: a link that leads nowhere is there, although `exists` says that it is not.
+            # Use `lexists`: for a link whose target is missing, `exists` returns False.
             existing = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
             if existing.is_dir():
                 check_writable(existing)
@@ -242,7 +243,8 @@ class RecipeObjects:
             path: Path of the section.
             settings: Arguments of the constructor.
             error: Error that the constructor raised.
-            retry: Calls the constructor with some of the settings. Without it, no key is tried.
+            retry: Function that calls the constructor with some of the settings; ``None`` if the
+                constructor must not be called again.
         """
         text = one_line(str(error)) or type(error).__name__
         named = _NAMED_FIRST.fullmatch(text)
@@ -285,7 +287,7 @@ class RecipeObjects:
 
 
 def _of_file(settings: Mapping[str, Any], error: Exception) -> str | None:
-    """Return the key whose value is the file that an `OSError` is about; ``None`` without one."""
+    """Return the key whose value is the file in an `OSError`; ``None`` if there is no such key."""
     file = getattr(error, "filename", None)
     if not isinstance(error, OSError) or file is None:
         return None
@@ -302,8 +304,8 @@ def _cause(
 ) -> str | None:
     """Return the key without which a failed construction succeeds; ``None`` if it is uncertain.
 
-    If there are several such keys, the message must contain the key or its value: a key comes
-    before a value, and a long key before a short one.
+    If the construction succeeds without any one of several keys, the key that the message names
+    counts, the longest first, or else the key whose value the message contains.
     """
 
     def is_cause(key: str) -> bool:

@@ -214,7 +214,7 @@ def check_max_length(
 
 @contextmanager
 def data_errors(objects: RecipeObjects) -> Iterator[None]:
-    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` with the bad key."""
+    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` that names the key."""
     try:
         yield
     except ModelError as error:

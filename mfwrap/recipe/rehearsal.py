@@ -61,7 +61,7 @@ def rehearse(recipe: Recipe) -> str | None:
 
 
 def _try_with_all_rows(recipe: Recipe) -> None:
-    """Try the step with all rows: the first ones may be too few, as for one packed sequence."""
+    """Try the step with all rows: the first rows may be too few to fill one packed sequence."""
     try:
         _try_step(recipe, None)
     except RecipeError:
@@ -86,7 +86,7 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> None:
         overrides = _overrides(recipe, folder, max_rows)
         trainer, recorder = build_trainer(read_document(recipe.document.overridden(overrides)))
         collate = trainer.data_collator
-        # The length of the training stays, so that its schedule is the recipe's.
+        # Keep the length of the training, which the schedule depends on.
         trainer.data_collator = lambda rows: collate(rows[:_BATCH])
         trainer.add_callback(_OneStep())
         trainer.train()

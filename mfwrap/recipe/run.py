@@ -287,8 +287,8 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
         folders += [path for name in _MODELS if (path := folder / name).is_dir()]
         folders += [path for path in _checkpoints(folder) if path.parent == folder]
-        # The newest checkpoint is last, and the records follow: if the process is killed before,
-        # the earlier run can still be resumed without repeating a step.
+        # Remove the newest checkpoint last, and the records after it: if the process is killed
+        # before that, the earlier run can still be resumed without repeating a step.
         remove_checkpoints(folders, folder)
         # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
         shutil.rmtree(staging_folder(folder), ignore_errors=True)
@@ -304,8 +304,8 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
 def _checkpoints(folder: Path) -> list[Path]:
     """Return a folder's checkpoints, in the order of their steps.
 
-    They include checkpoints that a process had moved to the staging folder in order to replace
-    them, and left there because the process was killed.
+    If a process was killed while it replaced a checkpoint, the checkpoint may be in the staging
+    folder. Such checkpoints are included.
     """
     replaced = [
         one

@@ -148,7 +148,7 @@ _AT_MOST: Mapping[str, float] = {
     "dataloader_num_workers": 1_000,
     "max_length": 2**31,
 }
-"""Maximum of each field. Above it, training fails or never begins. It refuses infinity, too."""
+"""Maximum of each field. Above it, training fails or never begins. Infinity is above it, too."""
 
 _LESS_THAN: Mapping[str, float] = {
     "adam_beta1": 1,
@@ -165,7 +165,7 @@ def _check_range(objects: RecipeObjects, path: Path, key: str, value: Any) -> No
         objects: Builder for the recipe.
         path: Path of the number.
         key: Field of ``TrainingArguments`` that gets the number.
-        value: The number. Another value is accepted.
+        value: The number. A value that is not a number is accepted.
     """
     if not _is_number(value):
         return
