@@ -127,7 +127,7 @@ class RunningNorms:
     def gather(self) -> None:
         """Gather the means of all ranks, so that `state_dict` has them. Call it on every rank.
 
-        Each rank has its own norms, but a checkpoint's state is that of the saving rank.
+        Each rank has its own norms, but a Trainer saves only the state of one rank.
         """
         self._of_ranks = gather_on_all(torch.stack((self._mean, self._weight)))
 
@@ -147,10 +147,10 @@ class RunningNorms:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; a group whose name is not in the state starts empty.
 
-        A rank takes its own row. If fewer ranks saved the state, rank ``r`` of ``n`` saved ranks
-        and more takes row ``r % n``: the norms of another rank are the best estimate of its own.
+        Each rank loads the row that it saved. If the state has only ``n`` rows and the run has more
+        ranks, rank ``r`` loads row ``r % n``: another rank's norms are the best estimate.
         """
-        # Older states have only one rank's numbers, without a dimension of ranks.
+        # States of older versions have the numbers of one rank only, without a dimension of ranks.
         means, weights = (
             torch.tensor(state[key]).reshape(-1, len(state["names"]))
             for key in ("means", "weights")

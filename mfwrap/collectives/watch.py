@@ -156,7 +156,7 @@ class RankWatch:
                 raise
             message = str(error).partition("\n")[0]
             self._end = f"{_HAS_RAISED} {type(error).__name__} in update {self._begun}: {message}"
-            # Without the store nothing can be learned: the process that hosts it has ended.
+            # If the process that hosts the store has ended, the other ranks cannot be asked.
             with contextlib.suppress(distributed.DistError):
                 self._publish()
                 missing = [
@@ -173,8 +173,8 @@ class RankWatch:
         """Wait until all ranks have ended their training; call it where the ranks meet anyway.
 
         Raises:
-            RuntimeError: If another rank has begun an update that this rank does not have, so that
-                it waits for this rank.
+            RuntimeError: If another rank has begun a further update, for which this rank has no
+                batch. The other rank would wait for this rank forever.
         """
         with contextlib.suppress(distributed.DistError):
             self._store.set(self._ending(self._rank), str(self._done))
@@ -187,7 +187,7 @@ class RankWatch:
                 if is_same and status.begun > self._done:
                     self._refuse_end(rank, status)
                 if is_same and status.end:
-                    # The rank has raised an error. The next collective says so.
+                    # The rank has raised an error. This rank's next collective raises, too.
                     return
 
     def _refuse_end(self, rank: int, status: RankStatus) -> None:
@@ -206,14 +206,14 @@ class RankWatch:
         try:
             return has_keys(self._store, [self._ending(rank)], _SECONDS_BETWEEN_LOOKS)
         except distributed.DistError:
-            # The store is gone, and with it the process that hosts it.
+            # The store is gone, because the process that hosts it has ended.
             return True
 
     def ask(self) -> dict[int, RankStatus]:
         """Ask the other ranks where they are; return the status of each.
 
-        A rank that does not answer within some seconds has a status without a place: the last one
-        that it published.
+        If a rank does not answer within some seconds, its status is the one that it published last,
+        which has no place.
         """
         with self._lock:
             number = self._question

@@ -37,7 +37,7 @@ class RankGuard:
 
     @contextlib.contextmanager
     def updating(self, *, ends: bool) -> Iterator[None]:
-        """Do an update, or a part of it, within the block; explain an error that leaves it.
+        """Do an update, or a part of it, within the block; add a note on other ranks to errors.
 
         Costs a few microseconds on the host. Only the first update communicates.
 
@@ -80,7 +80,8 @@ def rank_guard(
     if parts:
         group = parts[0].process_group
         return None if len(ranks_of(group)) == 1 else RankGuard(group, facts, warned)
-    # Shards with replicas have a group for each dimension of their mesh, and none for the mesh.
+    # Shards with replicas have one group for each dimension of their mesh, but no group for the
+    # whole mesh. If the mesh spans all ranks, use the group of all ranks.
     if any(len(unit.ranks) == num_ranks() for unit in sharded.units):
         return RankGuard(None, facts, warned)
     return None

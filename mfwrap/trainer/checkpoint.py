@@ -115,7 +115,7 @@ class Checkpoints:
         is_last = asked_for is True
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
         complete_move(run_folder)
-        # A killed process leaves half-written and half-deleted checkpoints there.
+        # Remove half-written and half-deleted checkpoints of a process that was killed.
         shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
         found = asked_for
         if is_last:
@@ -134,10 +134,10 @@ class Checkpoints:
         return Path(found).name
 
     def restore_records(self, checkpoint: Path | None) -> None:
-        """Cut the record files of the run back to a checkpoint, on every rank.
+        """Truncate the record files of the run to their lengths at a checkpoint, on every rank.
 
-        If the run has checkpoints of later steps, they are renamed first: they belong to steps that
-        the run is about to repeat, and whose records it no longer has.
+        If the run has checkpoints of later steps, they are renamed first: the run is about to
+        repeat these steps, and their records are removed.
 
         Args:
             checkpoint: Checkpoint that the training resumes from; ``None`` for a training from the
@@ -151,7 +151,8 @@ class Checkpoints:
                 self._set_aside_later(checkpoint)
             resume_run(checkpoint, run_folder, step)
             if is_inside and self._trainer.args.should_save:
-                # The process may have been killed between a checkpoint and this deletion.
+                # The earlier process may have been killed after it saved a checkpoint and before it
+                # removed the old ones. Remove them now.
                 self._remove_old(run_folder, kept=checkpoint)
 
     def _set_aside_later(self, checkpoint: Path) -> None:
