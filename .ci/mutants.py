@@ -1,7 +1,7 @@
 """Measure what the tests notice: plant small faults into the core, and count those that fail tests.
 
     python .ci/mutants.py                    # as `make mutants` does
-    python .ci/mutants.py --resume           # go on with an interrupted run
+    python .ci/mutants.py --resume           # continue an interrupted run
     python .ci/mutants.py --only step/update # only mutants whose key contains this text
 
 `mutations.py` makes the mutants. First, the tests of the core run on unmutated code, to measure how
@@ -160,7 +160,7 @@ def _test(folder: Path, job: Job) -> int:
     temporary.mkdir()
     results = _Results()
     ends = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
-    # Most mutants fail a test of the first file, so do not collect the other files before.
+    # Most mutants fail a test of the first file, so collect the other files only after it.
     parts = ([job.first] if job.first else [], job.tests[:1], job.tests[1:])
     for number, tests in enumerate(filter(None, parts)):
         basetemp = f"--basetemp={temporary / str(number)}"
@@ -212,7 +212,7 @@ def users() -> dict[str, list[Path]]:
 
 
 def tests_of(path: Path) -> list[Path]:
-    """Return the test files of a source file's name, those in the folder of its package first."""
+    """Return the test files that are named after a source file, those of its package first."""
     own = ROOT.joinpath("tests", "unit", *path.relative_to(ROOT).parts[1:-1])
     named = [
         test

@@ -64,7 +64,7 @@ class Overlay:
         return self.folder.joinpath(*(() if parts[0] == "mfwrap" else ("mfwrap",)), *parts)
 
     def hold(self, mutant: Mutant | None) -> None:
-        """Put a mutant in the place of the link to its file, and take away the mutant before it."""
+        """Replace the link of a mutant's file by the mutated file; restore the previous link."""
         if self._mutated is not None:
             self._replace(self._mutated, None)
         self._mutated = None if mutant is None else ROOT / mutant.path

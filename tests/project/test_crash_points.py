@@ -1,8 +1,8 @@
-"""Killed or failing at any of its file operations, `mfwrap train` loses nothing.
+"""`mfwrap train` loses nothing if it is killed at a file operation, or if the operation fails.
 
 A run of the command line with all monitors is traced once. Then it is repeated for each operation
-on a file of its run folder: the operation kills the process, or it fails. The crashed run is
-resumed, and all files are compared with those of a run that was not crashed.
+on a file of its run folder: the process is killed at the operation, or the operation fails. The
+crashed run is resumed, and all files are compared with those of a run that was not crashed.
 """
 
 import shutil
@@ -62,7 +62,7 @@ def before(crashes: Crashes, name: str) -> list[Operation]:
 
 
 def test_synced_before_it_counts(first_run):
-    """Nothing gets its final name, and no checkpoint is removed, before all of it is on disk."""
+    """Files are synced before they get their final names and before a checkpoint is removed."""
     assert unsynced_at_commits(first_run.operations) == []
 
 

@@ -1,4 +1,4 @@
-"""Killed at random moments and resumed, each kind of training ends with the same files and states.
+"""A training that is killed at random moments and resumed ends with the same files and states.
 
 One rank of each run is killed after a random CPU time, again and again, and the run is resumed
 until it ends. Then a new run begins, until the number of kills is reached.

@@ -138,13 +138,13 @@ class Crashes:
         return (folder / f"output_{self._rank}.txt").read_text(encoding="utf-8")
 
     def faults_of_kill(self, operation: Operation) -> list[str]:
-        """Kill the command just before an operation and resume it; return what is wrong then."""
+        """Kill the command just before an operation, resume it, and return what is wrong."""
         folder, status = self.crashed("killed", operation, "signal=KILL")
         assert status < 0, self.output(folder)
         return self._faults_of_resume(folder)
 
     def faults_of_failure(self, operation: Operation) -> list[str]:
-        """Make an operation fail and resume the command; return what is wrong then.
+        """Make an operation fail, resume the command, and return what is wrong.
 
         The command may ignore the failure, for example of deleting a temporary file. If it does
         not, it must print one line with the name of the file and the reason.

@@ -125,7 +125,7 @@ class Operation(NamedTuple):
         return self.call, self.number_on_path, self.paths
 
     def names(self) -> list[str]:
-        """Return names of which an error about the operation must hold one.
+        """Return names, one of which an error about the operation must contain.
 
         For a temporary file they are the name of the final file, or of the folder if the temporary
         name is random.
@@ -138,7 +138,7 @@ class Operation(NamedTuple):
 
 
 def unsynced_at_commits(found: Iterable[Operation]) -> list[str]:
-    """Return what would be lost if the power failed just after an operation that relies on it.
+    """Return a line for each file or name that an operation relies on before it is synced.
 
     - A file or folder gets its final name before its content is synced.
     - A checkpoint gets its final name before the records are synced.
@@ -175,7 +175,7 @@ def unsynced_at_commits(found: Iterable[Operation]) -> list[str]:
 
 
 def _relied_on(path: Path, target: Path, files: set[Path], names: set[Path]) -> set[Path]:
-    """Return the unsynced files and names that must not be lost when `path` is renamed."""
+    """Return the unsynced files and names that must be on disk before `path` is renamed."""
     lost: set[Path] = set()
     if _is_final(target):
         lost |= {each for each in files if each.is_relative_to(path)}

@@ -36,11 +36,12 @@ from support.recipe_texts import RECIPE, SMALL_LLAMA
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MORE = 5.0
-"""Seconds of CPU time by which the commands may exceed those of the unmutated recipe. It is not the
-time of a clock, so that other processes do not make a test fail."""
+"""Seconds of CPU time by which the commands may exceed those of the unmutated recipe. Wall-clock
+time would let a test fail because of other processes."""
 
 LONGEST = 240.0
-"""Seconds after which the commands hang in any case: a command that waits takes no CPU time."""
+"""Seconds of wall-clock time after which the commands count as hung, because a command that waits
+takes no CPU time."""
 
 SMALL = {
     "data": {"max_train_samples": 12, "max_eval_samples": 4},
@@ -149,7 +150,7 @@ def mutated(draw: random.Random, name: str) -> tuple[bytes, bytes]:
 
 
 class HangError(BaseException):
-    """Commands hang. No library catches this exception, because it is not an `Exception`."""
+    """The commands hang. Not an `Exception`, so that no library catches it."""
 
 
 @contextlib.contextmanager
