@@ -321,7 +321,7 @@ class Checkpoints:
                     newest = newest_whole_checkpoint(Path(best).parent)
                     msg = (
                         f"cannot load the best model from {best}: {error}; newest intact "
-                        f"checkpoint: {newest}"
+                        f"checkpoint: {newest or 'none'}"
                     )
                     raise ValueError(msg) from error
 

@@ -76,10 +76,9 @@ def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
 class StepCallbackHandler(CallbackHandler):
     """Callback handler that passes the step's results to callbacks; see `add_step_to_events`.
 
-    If a checkpoint is due after the last step of an epoch, it also postpones the checkpoint until
-    callbacks and Trainer have done what they do at the end of the epoch. Stock transformers saves
-    first. A run that resumes from such a checkpoint begins with the next epoch, so the evaluation
-    and the log of the epoch would be lost.
+    If a checkpoint is due after the last step of an epoch, the handler postpones the checkpoint
+    until the epoch's evaluation and log are done. A stock Trainer saves first. A run that resumes
+    from such a checkpoint begins with the next epoch, so it would lack this evaluation and log.
     """
 
     trainer: "MFTrainerMixin"

@@ -236,7 +236,7 @@ class ModelSettings(Section):
                 msg = f"`config.num_labels` must be >= 2, the number of classes, got {value!r:.80}"
                 raise ValueError(msg)
             if key == "problem_type" and value not in {None, "single_label_classification"}:
-                says = "'single_label_classification', which the tasks of recipes are, or left out"
+                says = "'single_label_classification' (the only kind in recipes) or left out"
                 msg = f"`config.problem_type` must be {says}, got {value!r:.80}"
                 raise ValueError(msg)
             if key not in known:
