@@ -43,7 +43,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.checkpoints.folders import complete_move
 from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.verification import check_checkpoint
-from mfwrap.collectives import raising_together
+from mfwrap.collectives import raising_together, rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
@@ -201,6 +201,8 @@ class AttachedStep:
         """Record the DistributedDataParallel modules of a prepared model."""
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
+        # Start the watch of the ranks, so that it answers even if this rank never gets a batch.
+        rank_watch()
 
     def build(self, *, final: bool = False) -> None:
         """Add the prepared optimizers to the step; create the average if `attach` got a callable.

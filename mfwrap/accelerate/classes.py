@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
+from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.preflight import Facts, num_batches, step_facts
@@ -180,8 +181,11 @@ class AttachedAccelerator:
         return freed
 
     def end_training(self) -> None:
-        """Flush the step, then end as accelerate does."""
+        """Flush the step, tell the other ranks of the end, then end as accelerate does."""
         self.attachment.flush()
+        watch = rank_watch()
+        if watch is not None:
+            watch.leave("has ended its training")
         super().end_training()  # type: ignore[misc]  # (the accelerator's own method)
 
 

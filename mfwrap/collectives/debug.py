@@ -28,36 +28,16 @@ from typing import Any, final
 from torch import Tensor, distributed
 
 from mfwrap.collectives import calls
+from mfwrap.collectives.messages import has_keys
 from mfwrap.collectives.places import is_skipped, named_ranks, place_of
-from mfwrap.collectives.watch import has_keys, rank_watch
+from mfwrap.collectives.progress import COLLECTIVES
+from mfwrap.collectives.watch import rank_watch
 
 VARIABLE = "MFWRAP_DEBUG_COLLECTIVES"
 """Environment variable that turns the comparison on: ``1`` for on, ``0`` or empty for off."""
 
 SECONDS_BEFORE_REPORT = 5.0
 """Time after which a rank that has not started the collective is reported."""
-
-_COMPARED: dict[str, str | None] = {
-    "all_gather": "tensor",
-    "all_gather_into_tensor": "input_tensor",
-    "all_gather_object": None,
-    "all_reduce": "tensor",
-    "all_to_all": None,
-    "all_to_all_single": None,
-    "barrier": None,
-    "broadcast": "tensor",
-    "broadcast_object_list": None,
-    "gather": "tensor",
-    "gather_object": None,
-    "monitored_barrier": None,
-    "reduce": "tensor",
-    "reduce_scatter": None,
-    "reduce_scatter_tensor": "input",
-    "scatter": "tensor",
-    "scatter_object_list": None,
-}
-"""Functions of ``torch.distributed`` that are compared, and the parameter that must have the same
-shape and dtype on all ranks."""
 
 _logger = logging.getLogger("mfwrap")
 
@@ -91,7 +71,7 @@ def compare_if_asked() -> None:
         raise ValueError(msg)
     if value != "1" or not distributed.is_available():
         return
-    for name, parameter in _COMPARED.items():
+    for name, parameter in COLLECTIVES.items():
         function = getattr(distributed, name)
         if not hasattr(function, "is_compared"):
             setattr(distributed, name, _compared(function, parameter))
@@ -222,8 +202,9 @@ class Comparison:
         """Wait until all ranks have written their keys; log a warning about missing ranks.
 
         Raises:
-            RuntimeError: If a missing rank has raised an error, does not answer two questions in a
-                row, or is still missing after the timeout.
+            RuntimeError: If a missing rank has raised an error, is in an update that this rank does
+                not do, does not answer two questions in a row, or is still missing after the
+                timeout.
         """
         waited, patience = 0.0, SECONDS_BEFORE_REPORT
         while not has_keys(self._store, list(keys.values()), patience):
@@ -243,7 +224,10 @@ class Comparison:
                 status[r].answers for r in missing
             )
             has_failed = any(status[rank].has_failed for rank in missing)
-            if has_failed or is_silent or waited >= self._timeout:
+            never_come = watch is not None and watch.never_come(
+                call.name.partition(" ")[0], {rank: status[rank] for rank in missing}
+            )
+            if has_failed or is_silent or never_come or waited >= self._timeout:
                 raise RuntimeError(report)
             _logger.warning(report)
             patience = min(patience * 2, self._timeout - waited)

@@ -1,4 +1,4 @@
-"""Notice ranks that leave a training or fall behind, and say where they are.
+"""Notice ranks that leave a training or fall behind, say where they are, and end deadlocks.
 
 A rank that waits inside a collective cannot tell why: the call is in C++, and no Python code of the
 waiting thread runs until the backend's timeout. So each rank has a thread that exchanges short
@@ -6,77 +6,48 @@ messages with the other ranks through the key-value store of ``torch.distributed
 steps themselves only count updates: they neither communicate nor synchronize for this purpose.
 
 Each thread does two things every second: it publishes the number of its rank's update, and it looks
-for a question. When an update takes long, the thread of the waiting rank asks; each thread answers
-with the place of its main thread in the program.
+for a question. When an update or a collective takes long, the thread of the waiting rank asks; each
+thread answers with the place of its main thread in the program.
+
+If the answers prove that two ranks wait for each other forever, the thread ends the process of one
+of them. Nothing less wakes a rank: aborting a process group of gloo has no effect on a thread that
+waits in it. The connections of the process are closed then, so the collectives of the other ranks
+raise an error.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Never, final
 
 from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks, this_rank
+from mfwrap.collectives.messages import RankMessages, has_keys
 from mfwrap.collectives.places import main_thread_place, named_ranks
+from mfwrap.collectives.progress import Progress, RankStatus
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-_SECONDS_FOR_ANSWERS = 4.0
-_HAS_RAISED = "has raised"
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+_LOOKS_BETWEEN_QUESTIONS = 5
+_SECONDS_TO_CONFIRM = 2.0
+_SECONDS_TO_READ = 2.0
+_SECONDS_TO_RAISE = 8.0
 SECONDS_BEFORE_REPORT = 15.0
-"""Time after which an update counts as waiting for other ranks."""
+"""Time after which an update or a collective counts as waiting for other ranks."""
 
 _logger = logging.getLogger("mfwrap")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStatus:
-    """What one rank says about itself."""
-
-    training: int = 0
-    """Number of the training in this process; 0 for a loop without `RankWatch.training`."""
-
-    begun: int = 0
-    """Number of updates that the rank has begun."""
-
-    done: int = 0
-    """Number of updates that the rank has finished."""
-
-    end: str = ""
-    """How the rank's training ended; empty while it trains."""
-
-    place: str = ""
-    """Where the rank's main thread is; empty if the rank has not answered."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error has ended the rank's last update."""
-        return self.end.startswith(_HAS_RAISED)
-
-    @property
-    def answers(self) -> bool:
-        """Whether the rank has answered, or has said that its training has ended."""
-        return bool(self.place or self.end)
-
-    def description(self, rank: int) -> str:
-        """Return the status of a rank in words."""
-        where = f"in update {self.begun}" if self.begun > self.done else f"after update {self.done}"
-        if self.end:
-            return f"rank {rank} {self.end}"
-        if not self.place:
-            return f"rank {rank} does not answer and was last seen {where}"
-        return f"rank {rank} is {where}, at {self.place}"
-
-
 @final
 class RankWatch:
-    """Count this rank's updates, and report the ranks for which an update waits.
+    """Count this rank's updates, report the ranks for which it waits, and end deadlocks.
 
     A report is one sentence in the log (logger ``mfwrap``) of every rank whose process still runs.
 
@@ -92,14 +63,15 @@ class RankWatch:
         self._rank = rank
         self._ranks = range(num_ranks)
         self._members: Sequence[int] = self._ranks
-        self._training = self._begun = self._done = 0
-        self._end = ""
+        self._progress = Progress(distributed.group.WORLD)
+        self._messages = RankMessages(
+            self._store, rank, num_ranks, lambda: self._progress.answer(main_thread_place())
+        )
         self._published: RankStatus | None = None
-        self._question = 0
-        self._unread: list[int] = []
-        self._lock = threading.Lock()
+        self._waits_in: tuple[int, ...] = ()
         self._since = time.monotonic()
         self._patience = SECONDS_BEFORE_REPORT
+        self._deadlock = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mfwrap-watch", daemon=True)
         self._thread.start()
@@ -108,10 +80,22 @@ class RankWatch:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread; tell the other ranks that this rank has ended."""
         atexit.unregister(self.close)
         self._is_over.set()
         self._thread.join()
+        self.leave("has ended its program")
+
+    def leave(self, what: str) -> None:
+        """Tell the other ranks that this rank does no further update.
+
+        Args:
+            what: What the rank has done, for example ``has ended its training``.
+        """
+        self._progress.leave(what)
+        # Without the store nobody can be told: the process that hosts it has ended.
+        with contextlib.suppress(distributed.DistError):
+            self._publish()
 
     def begin_update(self, members: Sequence[int] | None = None) -> None:
         """Note that an update has begun; only sets attributes.
@@ -119,14 +103,13 @@ class RankWatch:
         Args:
             members: Ranks that take part in the update; ``None`` for all ranks.
         """
-        self._begun = self._done + 1
-        self._end = ""
+        self._progress.begin_update()
         if members is not None:
             self._members = members
 
     def end_update(self) -> None:
-        """Note that the update has ended; only sets an attribute."""
-        self._done = self._begun
+        """Note that the update has ended; only sets attributes."""
+        self._progress.end_update()
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -134,10 +117,8 @@ class RankWatch:
 
         All ranks must enter and leave the block equally often.
         """
-        self._begun = self._done = 0
-        self._end = ""
+        self._progress.begin_training()
         self._members = self._ranks
-        self._training += 1
         with self.explaining():
             yield
 
@@ -151,23 +132,33 @@ class RankWatch:
         try:
             yield
         except Exception as error:
-            if self._end:
+            if self._progress.end:
                 # An inner block has explained the error.
                 raise
-            message = str(error).partition("\n")[0]
-            self._end = f"{_HAS_RAISED} {type(error).__name__} in update {self._begun}: {message}"
-            # If the process that hosts the store has ended, the other ranks cannot be asked.
-            with contextlib.suppress(distributed.DistError):
-                self._publish()
-                missing = [
-                    status.description(rank)
-                    for rank, status in self.ask().items()
-                    # An error that is the same on all ranks needs no explanation.
-                    if (status.end or not status.answers) and status.end != self._end
-                ]
-                if missing:
-                    error.add_note(f"Other ranks: {'; '.join(missing)}.")
+            self._progress.fail(error)
+            note = f"{self._deadlock}." if self._deadlock else self._missing()
+            if note:
+                error.add_note(note)
             raise
+
+    def _missing(self) -> str:
+        """Return which ranks have failed, ended or do not answer; empty if there is none."""
+        end = self._progress.end
+        try:
+            self._publish()
+            found = self._messages.ask()
+        except distributed.DistError:
+            return (
+                "Other ranks: the key-value store of torch.distributed cannot be reached. The "
+                "process that hosts it, rank 0 or the launcher, has probably ended."
+            )
+        missing = [
+            status.description(rank)
+            for rank, status in found.items()
+            # An error that is the same on all ranks needs no explanation.
+            if (status.end or not status.answers) and status.end != end
+        ]
+        return f"Other ranks: {'; '.join(missing)}." if missing else ""
 
     def end_training(self) -> None:
         """Wait until all ranks have ended their training; call it where the ranks meet anyway.
@@ -177,30 +168,36 @@ class RankWatch:
                 batch. The other rank would wait for this rank forever.
         """
         with contextlib.suppress(distributed.DistError):
-            self._store.set(self._ending(self._rank), str(self._done))
-            self._end = f"has ended its training after update {self._done}"
-            self._publish()
+            self._store.set(self._ending(self._rank), str(self._progress.done))
+        self.leave("has ended its training")
+        own = self._progress.status()
         for rank in self._ranks:
+            looks = silences = 0
             while not self._has_ended(rank):
-                status = self._last_seen(rank)
-                is_same = status.training == self._training
-                if is_same and status.begun > self._done:
+                looks += 1
+                if looks % _LOOKS_BETWEEN_QUESTIONS == 0:
+                    silences += not self.ask()[rank].answers
+                    if silences > 1:
+                        # Its process has ended or hangs. The next collective shows which.
+                        return
+                status = self._messages.last_seen(rank)
+                is_same = status.training == own.training
+                if is_same and status.begun > own.done:
                     self._refuse_end(rank, status)
                 if is_same and status.end:
                     # The rank has raised an error. This rank's next collective raises, too.
                     return
 
-    def _refuse_end(self, rank: int, status: RankStatus) -> None:
+    def _refuse_end(self, rank: int, status: RankStatus) -> Never:
         msg = (
-            f"rank {self._rank} has no batch for update {self._done + 1}, but rank {rank} has "
-            f"begun update {status.begun}; give every rank the same number of batches"
+            f"rank {self._rank} has no batch for update {self._progress.done + 1}, but rank {rank} "
+            f"has begun update {status.begun}; give every rank the same number of batches"
         )
-        self._end = f"has ended its training after update {self._done}"
-        self._tell(msg)
+        self._messages.tell(msg)
         raise RuntimeError(msg)
 
     def _ending(self, rank: int) -> str:
-        return f"ending/{self._training}/{rank}"
+        return f"ending/{self._progress.status().training}/{rank}"
 
     def _has_ended(self, rank: int) -> bool:
         try:
@@ -210,125 +207,124 @@ class RankWatch:
             return True
 
     def ask(self) -> dict[int, RankStatus]:
-        """Ask the other ranks where they are; return the status of each.
+        """Ask the other ranks where they are; return the status of each."""
+        return self._messages.ask()
 
-        If a rank does not answer within some seconds, its status is the one that it published last,
-        which has no place.
+    def never_come(self, function: str, statuses: Mapping[int, RankStatus]) -> bool:
+        """Return whether a rank can never come to the collective that this rank is about to start.
+
+        Args:
+            function: Function of torch that starts the collective.
+            statuses: Status of each rank that has not come.
         """
-        with self._lock:
-            number = self._question
-            self._store.set(f"question/{number}", "")
-            self._answer()
-        others = [rank for rank in self._ranks if rank != self._rank]
-        found: dict[int, RankStatus] = {}
-        deadline = time.monotonic() + _SECONDS_FOR_ANSWERS
-        for rank in others:
-            seen = self._last_seen(rank)
-            key = f"answer/{number}/{rank}"
-            # A rank that has ended may have no thread any more, so do not wait for its answer.
-            seconds = 0.0 if seen.end else deadline - time.monotonic()
-            if has_keys(self._store, [key], seconds):
-                seen = RankStatus(**json.loads(self._store.get(key)))
-            found[rank] = seen
-        return found
+        own = self._progress.answer_in_next_collective(function)
+        return any(
+            (status.is_in_update or status.is_in_forward) and status.is_deadlocked_with(own)
+            for status in statuses.values()
+        )
 
     def _run(self) -> None:
         try:
             while distributed.is_initialized() and _default_store() is self.belongs_to:
                 self._publish()
-                self._read_reports()
-                with self._lock:
-                    while self._store.check([f"question/{self._question}"]):
-                        self._answer()
-                self._report_waiting()
+                self._messages.read_reports()
+                self._messages.answer_all()
+                self._look_for_missing()
+                self._end_if_deadlocked()
                 if self._is_over.wait(_SECONDS_BETWEEN_LOOKS):
                     return
+            self.leave("has left its process group")
         except distributed.DistError:
             # The process that hosts the store has ended. The main thread's next collective raises.
             return
 
-    def _status(self, place: str = "") -> RankStatus:
-        return RankStatus(
-            training=self._training,
-            begun=self._begun,
-            done=self._done,
-            end=self._end,
-            place=place,
-        )
-
     def _publish(self) -> None:
-        status = self._status()
+        status = self._progress.status()
         if status != self._published:
-            self._since = time.monotonic()
-            self._patience = SECONDS_BEFORE_REPORT
-            self._store.set(f"seen/{self._rank}", json.dumps(asdict(status)))
+            self._messages.publish(status)
             self._published = status
 
-    def _last_seen(self, rank: int) -> RankStatus:
-        key = f"seen/{rank}"
-        if not self._store.check([key]):
-            return RankStatus()
-        return RankStatus(**json.loads(self._store.get(key)))
-
-    def _answer(self) -> None:
-        status = self._status(main_thread_place())
-        self._store.set(f"answer/{self._question}/{self._rank}", json.dumps(asdict(status)))
-        self._unread.append(self._question)
-        self._question += 1
-
-    def _report_waiting(self) -> None:
-        """Report the ranks that have not begun this rank's update, if the update takes long."""
-        begun, waited = self._begun, time.monotonic() - self._since
-        if begun == self._done or self._end or waited < self._patience:
+    def _look_for_missing(self) -> None:
+        """If this rank has waited for long, report missing ranks, and end a deadlock."""
+        if self._deadlock:
+            return
+        waits_in = self._progress.waits_in()
+        if waits_in != self._waits_in:
+            self._waits_in = waits_in
+            self._since = time.monotonic()
+            self._patience = SECONDS_BEFORE_REPORT
+        waited = time.monotonic() - self._since
+        if not waits_in or waited < self._patience:
             return
         # Ask again later: another rank may fall behind, and an update may just be long.
         self._patience *= 2
+        own = self._progress.answer(main_thread_place())
+        statuses = {rank: each for rank, each in self.ask().items() if rank in self._members}
         behind = {
             rank: status
-            for rank, status in self.ask().items()
-            if rank in self._members
-            and ((status.training, status.begun) < (self._training, begun) or status.end)
+            for rank, status in statuses.items()
+            if own.is_in_update
+            and ((status.training, status.begun) < (own.training, own.begun) or status.end)
         }
-        if behind and begun == self._begun:
+        if behind and waits_in == self._progress.waits_in():
             places = "; ".join(status.description(rank) for rank, status in behind.items())
-            self._tell(
-                f"rank {self._rank} has waited {waited:.0f} s in update {begun} for "
+            self._messages.tell(
+                f"rank {self._rank} has waited {waited:.0f} s in update {own.begun} for "
                 f"{named_ranks(behind)}: {places}"
             )
+        deadlocked = [r for r, status in statuses.items() if own.is_deadlocked_with(status)]
+        if deadlocked and not self._is_over.wait(_SECONDS_TO_CONFIRM):
+            self._confirm_deadlock(own, {rank: statuses[rank] for rank in deadlocked})
 
-    def _tell(self, report: str) -> None:
-        """Write a report to the logs of all ranks."""
-        with self._lock:
-            number = self._question
-            self._store.set(f"report/{number}", report)
-            self._store.set(f"question/{number}", "")
-            self._answer()
-            self._unread.remove(number)
-        _logger.warning(report)
+    def _confirm_deadlock(self, own: RankStatus, others: Mapping[int, RankStatus]) -> None:
+        """Announce a deadlock if no rank has moved since it was found."""
+        later = self.ask()
+        if own != self._progress.answer(main_thread_place()):
+            return
+        stuck = {rank: status for rank, status in others.items() if later[rank] == status}
+        if not stuck:
+            return
+        places = "; ".join(status.description(rank) for rank, status in stuck.items())
+        where = f"in update {own.begun}" if own.is_in_update else f"at {own.place}"
+        report = (
+            f"deadlock: rank {self._rank} waits {where} for {named_ranks(stuck)}, but {places}. "
+            "Neither can go on, so the processes end. Give every rank the same number of batches, "
+            "and start the same collectives on all ranks"
+        )
+        # Several ranks may find the deadlock. Only the first one announces it.
+        # End the rank in the training: an error that the other rank is handling is not lost then.
+        chosen = next((r for r, status in stuck.items() if status.is_in_forward), self._rank)
+        content = json.dumps({"report": report, "rank": chosen})
+        self._store.compare_set("deadlock", "", content)
 
-    def _read_reports(self) -> None:
-        """Log the reports of other ranks."""
-        for number in list(self._unread):
-            key = f"report/{number}"
-            if self._store.check([key]):
-                self._unread.remove(number)
-                _logger.warning(self._store.get(key).decode())
-        del self._unread[:-4]
+    def _end_if_deadlocked(self) -> None:
+        """End this process if it can only wait forever."""
+        if not self._deadlock:
+            if not self._store.check(["deadlock"]):
+                return
+            found = json.loads(self._store.get("deadlock"))
+            self._deadlock = found["report"]
+            _logger.critical(self._deadlock)
+            # When that rank has ended, the main threads of the others raise an error, unless the
+            # backend does not notice its end.
+            is_chosen = self._rank == found["rank"]
+            self._since = time.monotonic()
+            self._patience = _SECONDS_TO_READ if is_chosen else _SECONDS_TO_RAISE
+        waits_in = self._progress.waits_in()
+        if not waits_in or waits_in != self._waits_in:
+            self._waits_in = ()
+        elif time.monotonic() - self._since > self._patience:
+            self.leave(f"was ended because of a deadlock, at {main_thread_place()},")
+            _end_process()
 
 
-def has_keys(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until a store has some keys; return whether it has them after at most some seconds.
-
-    Unlike the store's own ``wait``, this leaves the connection free for other threads in between,
-    and writes no warnings to stderr.
-    """
-    deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
+def _end_process() -> Never:
+    """End this process at once; print where its threads are."""
+    with contextlib.suppress(Exception):
+        faulthandler.dump_traceback(file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 _current: RankWatch | None = None

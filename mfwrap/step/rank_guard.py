@@ -47,18 +47,22 @@ class RankGuard:
         Raises:
             RuntimeError: If the ranks disagree before the first update.
         """
-        if not self.is_checked:
-            check_ranks_agree(self._facts(), group=self._group, warned=self._warned)
-            self.is_checked = True
         watch = rank_watch()
         if watch is None:
+            self._check()
             yield
             return
         watch.begin_update(self._ranks)
         with watch.explaining():
+            self._check()
             yield
         if ends:
             watch.end_update()
+
+    def _check(self) -> None:
+        if not self.is_checked:
+            check_ranks_agree(self._facts(), group=self._group, warned=self._warned)
+            self.is_checked = True
 
 
 def rank_guard(
@@ -69,13 +73,15 @@ def rank_guard(
 ) -> RankGuard | None:
     """Return the guard of a network; ``None`` if no other rank takes part in its updates.
 
+    Start the watch of the ranks, which then answers even if this rank never gets a batch.
+
     Args:
         parts: The network's DistributedDataParallel modules.
         sharded: The network's sharded parts.
         facts: As in `RankGuard`.
         warned: As in `RankGuard`.
     """
-    if num_ranks() == 1:
+    if rank_watch() is None and num_ranks() == 1:
         return None
     if parts:
         group = parts[0].process_group

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "start_ranks"]
 
 NUM_RANKS = 2
 _MODULES = ["mfwrap.trainer", "mfwrap.callbacks", "support.ranks.processes"]
@@ -26,6 +27,19 @@ def run_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> li
         Exit status of each rank; ``None`` for a rank that had not ended after 60 seconds. Such a
         rank is killed.
     """
+    ranks = start_ranks(folder, program, *arguments)
+    statuses = []
+    for process in ranks:
+        process.join(60)
+        statuses.append(process.exitcode)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return statuses
+
+
+def start_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
+    """Start the processes as `run_ranks` does, and return them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_MODULES)
     # Importing the modules takes seconds, which must not count: wait until they are imported.
@@ -38,14 +52,7 @@ def run_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> li
     ]
     for process in ranks:
         process.start()
-    statuses = []
-    for process in ranks:
-        process.join(60)
-        statuses.append(process.exitcode)
-    for process in ranks:
-        process.kill()
-        process.join()
-    return statuses
+    return ranks
 
 
 def _run(rank: int, folder: Path, program: Callable[..., None], arguments: tuple[Any, ...]) -> None:

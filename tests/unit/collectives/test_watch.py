@@ -1,33 +1,9 @@
 """A rank that leaves a training, falls behind or dies is named by the other ranks."""
 
 import pytest
-from torch import distributed
 
-from mfwrap.collectives.watch import RankStatus, has_keys, rank_watch
+from mfwrap.collectives.watch import rank_watch
 from support.ranks.watches import fall_behind, leave_early
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (RankStatus(begun=6, done=5), "rank 1 does not answer and was last seen in update 6"),
-        (RankStatus(begun=5, done=5), "rank 1 does not answer and was last seen after update 5"),
-        (RankStatus(begun=6, done=5, place="a.py:3 in f"), "rank 1 is in update 6, at a.py:3 in f"),
-        (RankStatus(end="has raised ValueError", place="x"), "rank 1 has raised ValueError"),
-    ],
-)
-def test_a_status_in_words(status, words):
-    """What a rank does is said in one clause."""
-    assert status.description(1) == words
-
-
-def test_keys_that_are_missing():
-    """Waiting for a key ends when the key is there, or when the time is over."""
-    store = distributed.HashStore()
-    store.set("here", "")
-
-    assert has_keys(store, ["here"], 10.0)
-    assert not has_keys(store, ["here", "missing"], 0.0)
 
 
 def test_one_rank_has_no_watch():

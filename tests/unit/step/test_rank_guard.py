@@ -1,11 +1,20 @@
 """The cell and attached loops compare the ranks before the first update, and watch them after."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from torch import nn
 
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import rank_guard
+from support.paths import TESTS
+from support.ranks import early_ends
 from support.ranks.guards import LOOPS, fail_alone, train_apart
+
+HANGS_SECONDS = 30
+"""A rank that has not ended by then hangs. Deadlocks are ended after 20 to 25 seconds."""
 
 
 def test_one_rank_needs_no_guard():
@@ -31,3 +40,36 @@ def test_a_rank_that_fails_alone(two_ranks):
     assert own == "the batch is damaged"
     assert notes.startswith("Other ranks: rank 1 has raised ValueError in update ")
     assert notes.endswith(": the batch is damaged.")
+
+
+@pytest.fixture(scope="module")
+def early_end(tmp_path_factory):
+    """Run all cases of the program at once, without the comparison of collectives."""
+    folder = tmp_path_factory.mktemp("early_ends")
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "MFWRAP_DEBUG_COLLECTIVES": "0"}
+    subprocess.run([sys.executable, early_ends.__file__, folder], env=environment, check=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", early_ends.CASES, ids=", ".join)
+def test_data_that_end_early(early_end, case):
+    """Ranks that can never go on end with a reason; a rank that is only slow is waited for."""
+    _, end = case
+    ranks = early_ends.read_results(early_end, case)
+    statuses = [each.status for each in ranks]
+
+    assert max(each.seconds for each in ranks) < HANGS_SECONDS
+    if end == "evaluates":
+        assert statuses == [0, 0]
+        assert not any("deadlock" in each.log for each in ranks)
+    elif end == "exits":
+        assert statuses == [1, 0]
+        assert "Connection" in ranks[0].error
+    else:
+        assert statuses == [1, 1]
+        assert all("deadlock: rank " in each.log for each in ranks)
+        place = "all_gather_object" if end == "gathers" else "barrier"
+        assert f"{place} called at ranks/early_ends.py:" in ranks[0].log
+        if end == "fails and meets":
+            assert "ValueError: the shard is damaged" in ranks[1].error
