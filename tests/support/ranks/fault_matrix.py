@@ -23,7 +23,8 @@ NUM_UPDATES = 8
 MOMENTS = {"logged": 3, "saved": 4, "plain": 5, "evaluated": 7}
 """Number of the update that a fault strikes, by what the Trainer does after that update."""
 
-FAULTS = ("overflow", "spike", "NaN loss", "exception", "SIGTERM", "kill")
+FAULTS = ("overflow", "spike", "NaN loss", "checked NaN loss", "exception", "SIGTERM", "kill")
+"""What strikes a rank. The monitor raises an error after a checked NaN loss, on this rank only."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class _Faulty(nn.Module):
         if self.fault in ("SIGTERM", "kill"):
             number = signal.SIGTERM if self.fault == "SIGTERM" else signal.SIGKILL
             os.kill(os.getpid(), number)
-        if self.fault == "NaN loss":
+        if self.fault.endswith("NaN loss"):
             return loss + torch.full((), float("nan"))
         return loss * {"overflow": float("inf"), "spike": 1e6}.get(self.fault, 1.0)
 
@@ -105,7 +106,7 @@ def _train(rank: int, folder: Path, fault: str, update: int, struck: list[int]) 
         train_dataset=_rows(0),
         eval_dataset=_rows(1),
         callbacks=[
-            TrainingStateMonitor(),
+            TrainingStateMonitor(check_for_nan_in_loss_and_grad=fault == "checked NaN loss"),
             MFLossMonitor(),
             CheckpointMonitor(save_checkpoint_steps=4),
         ],

@@ -1,6 +1,7 @@
 """Run a program on two ranks in processes of their own, which may die or hang."""
 
 import os
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,9 +29,9 @@ def run_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> li
         rank is killed.
     """
     ranks = start_ranks(folder, program, *arguments)
-    statuses = []
+    statuses, deadline = [], time.monotonic() + 60
     for process in ranks:
-        process.join(60)
+        process.join(max(0.0, deadline - time.monotonic()))
         statuses.append(process.exitcode)
     for process in ranks:
         process.kill()

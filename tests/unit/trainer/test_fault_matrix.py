@@ -4,6 +4,9 @@ import pytest
 
 from support.ranks.fault_matrix import FAULTS, MOMENTS, NUM_UPDATES, train_with_fault
 
+ENDING = ("exception", "checked NaN loss", "kill")
+"""Faults that end the training of a rank."""
+
 
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("struck", [[1], [0, 1]], ids=["one rank", "all ranks"])
@@ -19,7 +22,12 @@ def test_a_fault_at_a_step(tmp_path, fault, moment, struck):
             assert outcome.status == -9
         elif fault == "exception" and rank in struck:
             assert outcome.error == "ValueError: the batch is damaged"
-        elif fault in ("exception", "kill"):
+        elif fault == "checked NaN loss" and rank in struck:
+            step = MOMENTS[moment]
+            assert (
+                outcome.error == f"ValueError: the training stops: the loss of step {step} is nan"
+            )
+        elif fault in ENDING:
             assert outcome.error.startswith("RuntimeError: ")
             cause = "does not answer" if fault == "kill" else "has raised ValueError in update"
             assert f"rank 1 {cause}" in outcome.notes
@@ -29,8 +37,8 @@ def test_a_fault_at_a_step(tmp_path, fault, moment, struck):
         stopped = outcomes[0].step
         assert stopped in (MOMENTS[moment], MOMENTS[moment] + 1)
         assert (tmp_path / "run" / f"checkpoint-{stopped}" / "trainer_state.json").is_file()
-    elif fault not in ("exception", "kill"):
+    elif fault not in ENDING:
         assert outcomes[0].step == NUM_UPDATES
-    if fault not in ("exception", "kill"):
+    if fault not in ENDING:
         assert outcomes[0].step == outcomes[1].step
         assert outcomes[0].weights == outcomes[1].weights
