@@ -16,6 +16,7 @@ from mfwrap.callbacks import (
 )
 from support.attached_runs import AttachedRun
 from support.checkpoint_folders import copied, damages
+from support.ranks.damage import DAMAGED, resume_damaged
 from support.resumed_training import RunSettings, StopAfter, new_trainer
 from support.training_state import assert_same_state
 
@@ -96,3 +97,15 @@ def test_a_checkpoint_of_an_attached_loop(tmp_path, number):
 
     refused(tmp_path / "step_4", tmp_path / "damaged", number, resume)
     assert_same_state(saved, run.state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_on_two_ranks(two_ranks, tmp_path, name):
+    """A flipped bit in a file that one rank reads makes both ranks raise the same error."""
+    first, second = two_ranks.run(resume_damaged, name, str(tmp_path))
+
+    assert first == second
+    for file, damaged, said in first:
+        assert f"{damaged}: {file} " in said
+        assert f"newest intact checkpoint before it: {damaged[:-1]}1" in said
