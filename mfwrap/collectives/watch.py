@@ -72,6 +72,7 @@ class RankWatch:
         self._since = time.monotonic()
         self._patience = SECONDS_BEFORE_REPORT
         self._deadlock = ""
+        self._has_lost_store = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mfwrap-watch", daemon=True)
         self._thread.start()
@@ -84,7 +85,8 @@ class RankWatch:
         atexit.unregister(self.close)
         self._is_over.set()
         self._thread.join()
-        self.leave("has ended its program")
+        if not self._has_lost_store:
+            self.leave("has ended its program")
 
     def leave(self, what: str) -> None:
         """Tell the other ranks that this rank does no further update.
@@ -236,7 +238,7 @@ class RankWatch:
             self.leave("has left its process group")
         except distributed.DistError:
             # The process that hosts the store has ended. The main thread's next collective raises.
-            return
+            self._has_lost_store = True
 
     def _publish(self) -> None:
         status = self._progress.status()
