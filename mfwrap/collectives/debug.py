@@ -197,6 +197,9 @@ class Comparison:
                 "same collectives in the same order"
             )
             raise RuntimeError(msg)
+        watch = rank_watch()
+        if watch is not None:
+            watch.go_on()
 
     def _wait(self, number: int, call: CollectiveCall, keys: dict[int, str]) -> None:
         """Wait until all ranks have written their keys; log a warning about missing ranks.

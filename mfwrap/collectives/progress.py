@@ -191,10 +191,20 @@ class Progress:
         self._of_updates[-1][2] = self._collectives()
         self.done = self.begun
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error has ended the last update."""
+        return self.status().has_failed
+
     def fail(self, error: Exception) -> None:
         """Note that an error has ended the training."""
         message = str(error).partition("\n")[0]
         self.end = f"{_HAS_RAISED} {type(error).__name__} in update {self.begun}: {message}"
+
+    def go_on(self) -> None:
+        """Forget an error that has ended an update: this rank has met the other ranks again."""
+        self.end = ""
+        self.begun = self.done
 
     def leave(self, what: str) -> None:
         """Note that the rank has ended its training, for example by ``has ended its program``."""

@@ -88,6 +88,13 @@ class RankWatch:
         if not self._has_lost_store:
             self.leave("has ended its program")
 
+    def go_on(self) -> None:
+        """Note that this rank has met the other ranks again after an error, which is forgotten."""
+        if self._progress.has_failed:
+            self._progress.go_on()
+            # A rank that asks does not wait for the answer of a rank that has failed.
+            self._publish()
+
     def leave(self, what: str) -> None:
         """Tell the other ranks that this rank does no further update.
 

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.accelerate import attach
+from mfwrap.collectives import gather_objects
 from support.attached_runs import new_accelerator
 
 __all__ = ["LOOPS", "fail_alone", "train_apart"]
@@ -73,4 +74,6 @@ def fail_alone(rank: int) -> str:
         network.error = ValueError("the batch is damaged")
     with pytest.raises((RuntimeError, ValueError)) as caught:
         step(torch.ones(1, 2))
+    # The program goes on after the error: the ranks meet again.
+    gather_objects(rank)
     return str(caught.value) if rank == 1 else " ".join(caught.value.__notes__)

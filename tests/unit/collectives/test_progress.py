@@ -111,6 +111,19 @@ def test_no_deadlock(own, other):
     assert not waiting.is_deadlocked_with(dataclasses.replace(IN_BARRIER, **other))
 
 
+def test_an_error_is_forgotten_when_the_ranks_meet_again():
+    """A rank that has raised and goes on is no longer described as failed."""
+    progress = Progress(None)
+    progress.begin_update()
+    progress.fail(ValueError("the batch is damaged"))
+    failed = progress.status()
+
+    progress.go_on()
+
+    assert failed.has_failed
+    assert progress.status() == RankStatus()
+
+
 def test_functions_of_torch():
     """The functions that are recognized exist in torch, with the parameters that are compared."""
     for name, parameter in COLLECTIVES.items():
