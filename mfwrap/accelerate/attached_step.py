@@ -274,7 +274,8 @@ class AttachedStep:
         finally:
             self.step.clear()
             self._distributed_parts.clear()
-            self.ranks.clear()
+            # The models that are prepared next are compared across ranks again.
+            self.ranks = LoopRanks(self._accelerator, self._distributed_parts, self.config)
             if self._make_ema is not None:
                 self.ema = None
 

@@ -17,6 +17,7 @@ How accelerate's calls reach the step:
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -417,21 +418,22 @@ class LoopRanks:
         self._accelerator = accelerator
         self._parts = parts
         self._config = config
-        self._guard: RankGuard | None = None
-        self._has_begun = False
         self.are_checked = False
         """Whether the ranks have been compared already, as `MFTrainer` does."""
 
     def updating(self, *, ends: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for an update or a part of it; see `RankGuard.updating`."""
-        if not self._has_begun:
-            self._has_begun = True
-            sharded = ShardedParts(*self._accelerator._models)
-            # A loop may draw as many batches as it likes, so their numbers may differ.
-            self._guard = rank_guard(self._parts, sharded, self._facts, warned=["data"])
-            if self._guard is not None:
-                self._guard.is_checked = self.are_checked
         return contextlib.nullcontext() if self._guard is None else self._guard.updating(ends=ends)
+
+    @functools.cached_property
+    def _guard(self) -> RankGuard | None:
+        # The first update reads this property, when all models are prepared.
+        sharded = ShardedParts(*self._accelerator._models)
+        # A loop may draw as many batches as it likes, so their numbers may differ.
+        guard = rank_guard(self._parts, sharded, self._facts, warned=["data"])
+        if guard is not None:
+            guard.is_checked = self.are_checked
+        return guard
 
     def _facts(self) -> Facts:
         accelerator = self._accelerator
@@ -441,8 +443,3 @@ class LoopRanks:
             for index, each in enumerate(accelerator._dataloaders)
         }
         return step_facts(accelerator._models, optimizers, self._config) | {"data": lengths}
-
-    def clear(self) -> None:
-        """Forget the models; the next update checks the ranks again."""
-        self._guard = None
-        self._has_begun = self.are_checked = False

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -15,7 +16,7 @@ from mfwrap.accelerate import attach
 from mfwrap.collectives import gather_objects
 from support.attached_runs import new_accelerator
 
-__all__ = ["LOOPS", "fail_alone", "train_apart"]
+__all__ = ["LOOPS", "fail_alone", "loop_apart", "train_apart"]
 
 
 class _Network(nn.Module):
@@ -42,6 +43,10 @@ def _cell(network: _Network, lr: float, group: Any = None) -> Callable[[Tensor],
 def _attached(network: _Network, lr: float) -> Callable[[Tensor], Any]:
     accelerator = new_accelerator()
     attach(accelerator)
+    return _prepared(accelerator, network, lr)
+
+
+def _prepared(accelerator: Accelerator, network: _Network, lr: float) -> Callable[[Tensor], Any]:
     wrapped, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=lr))
 
     def step(inputs: Tensor) -> None:
@@ -56,9 +61,24 @@ LOOPS: dict[str, Callable[..., Callable[[Tensor], Any]]] = {"cell": _cell, "atta
 """Functions that return a training step, by name."""
 
 
-def train_apart(rank: int, name: str) -> str:
-    """Train with another learning rate on each rank; return the message of the error."""
-    step = LOOPS[name](_Network(), 0.1 + 0.1 * rank)
+def train_apart(rank: int) -> str:
+    """Train a cell with another learning rate on each rank; return the message of the error."""
+    step = _cell(_Network(), 0.1 + 0.1 * rank)
+    with pytest.raises(RuntimeError) as caught:
+        step(torch.ones(1, 2))
+    return str(caught.value)
+
+
+def loop_apart(rank: int) -> str:
+    """Train an attached loop like `train_apart`, and return the message of the error.
+
+    Before that, train with the same learning rate on both ranks, and free the accelerator's memory.
+    """
+    accelerator = new_accelerator()
+    attach(accelerator)
+    _prepared(accelerator, _Network(), 0.1)(torch.ones(1, 2))
+    accelerator.free_memory()
+    step = _prepared(accelerator, _Network(), 0.1 + 0.1 * rank)
     with pytest.raises(RuntimeError) as caught:
         step(torch.ones(1, 2))
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""The cell and attached loops compare the ranks before the first update, and watch them after."""
+"""The cell compares the ranks before the first update, and watches them after it."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import rank_guard
 from support.paths import TESTS
 from support.ranks import early_ends
-from support.ranks.guards import LOOPS, fail_alone, train_apart
+from support.ranks.guards import fail_alone, train_apart
 
 HANGS_SECONDS = 30
 """A rank that has not ended by then hangs. Deadlocks are ended after 20 to 25 seconds."""
@@ -23,10 +23,9 @@ def test_one_rank_needs_no_guard():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
-def test_ranks_that_differ(two_ranks, name):
+def test_ranks_that_differ(two_ranks):
     """Before the first update, both ranks raise the same error."""
-    first, second = two_ranks.run(train_apart, name)
+    first, second = two_ranks.run(train_apart)
 
     assert first == second
     assert "optimizer: lr of group 0 is 0.1 on rank 0 but 0.2 on rank 1" in first
