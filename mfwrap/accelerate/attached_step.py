@@ -339,8 +339,7 @@ class AttachedStep:
             resume_records(path)
         return loaded
 
-    def _on_save(self, models: object, weights: object, output_dir: str) -> None:
-        del models, weights
+    def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
         folder = Path(output_dir)
         each_node = self._accelerator.project_configuration.save_on_each_node
         if is_writer(self._accelerator):
@@ -362,8 +361,7 @@ class AttachedStep:
         """
         save_step(folder, self.step, is_writer=is_writer(self._accelerator, each_node=each_node))
 
-    def _on_load(self, models: object, input_dir: str) -> None:
-        del models
+    def _on_load(self, _models: object, input_dir: str) -> None:
         # Check before accelerate loads anything, so that an error leaves the run unchanged.
         self.build(final=True)
         check_saved_step(Path(input_dir), self.step, self.ema)

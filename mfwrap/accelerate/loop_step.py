@@ -320,12 +320,12 @@ class SharedAverage:
     def __init__(self, ema: ExponentialMovingAverage) -> None:
         self._ema = ema
         self._num_parts = 0
-        self._applied: dict[int, Tensor] = {}
+        self._applied: dict[AveragePart, Tensor] = {}
 
     def part(self) -> "AveragePart":
         """Register one more optimizer; return the object to which it reports its updates."""
         self._num_parts += 1
-        return AveragePart(self, self._num_parts - 1)
+        return AveragePart(self)
 
     @property
     def has_parts(self) -> bool:
@@ -336,11 +336,11 @@ class SharedAverage:
         """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
         self._ema.refuse_inside_swap(method)
 
-    def gather(self, part: int, applied: Tensor) -> None:
+    def gather(self, part: "AveragePart", applied: Tensor) -> None:
         """Note an update of one optimizer; after one of every optimizer, update the average.
 
         Args:
-            part: Number of the optimizer, counted from 0.
+            part: Object to which the optimizer reports its updates.
             applied: Whether the optimizer's update was applied, shape ``()``, bool.
         """
         if part in self._applied:
@@ -365,9 +365,8 @@ class SharedAverage:
 class AveragePart:
     """Report the updates of one optimizer to a `SharedAverage`."""
 
-    def __init__(self, average: SharedAverage, part: int) -> None:
+    def __init__(self, average: SharedAverage) -> None:
         self._average = average
-        self._part = part
 
     def refuse_inside_swap(self, method: str) -> None:
         """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
@@ -375,4 +374,4 @@ class AveragePart:
 
     def update(self, applied: Tensor) -> None:
         """Note an update of this optimizer."""
-        self._average.gather(self._part, applied)
+        self._average.gather(self, applied)

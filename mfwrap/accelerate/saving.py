@@ -58,7 +58,6 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
     project = Path(accelerator.project_dir) if is_named else None
     final = Path(output_dir) if project is None else _next_named(accelerator, project)
     parent = final.absolute().parent if project is None else project.absolute()
-    may_stage = True
     with raising_together():
         if accelerator.is_local_main_process:
             if is_named and final.exists():
@@ -69,7 +68,7 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
                 raise ValueError(msg)
             complete_move(final.absolute().parent)
             shutil.rmtree(staging_folder(parent), ignore_errors=True)
-            may_stage = is_replaceable(final)
+        may_stage = is_replaceable(final)
     choices = gather_objects((str(final), may_stage))
     stages = len(dict(choices)) == 1 and all(each for _, each in choices)
     written = staging_folder(parent) / final.name if stages else final
