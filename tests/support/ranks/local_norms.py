@@ -18,7 +18,9 @@ from support.small_networks import Classifier, LinearProbe, labelled_batches
 __all__ = [
     "HOOKS",
     "OPTIONS",
+    "STEPS_OF_5",
     "Parts",
+    "assert_own_norms",
     "share",
     "train_by_hand_without_no_sync",
     "train_gan",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 LOSS_SCALE = 2.0**10
+STEPS_OF_5 = torch.tensor([5.0, 10.0])
+"""Gradient norms on ranks 0 and 1, whose inputs are (3, 4) times 1 and 2."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -276,3 +280,27 @@ def train_gan(rank: int) -> dict[str, Any]:
         optimizer.step()
         local_norms.append(step.last_output.local_norm)
     return {"local_norms": torch.stack(local_norms)}
+
+
+def _own_norms(results: dict[str, Any], rank: int) -> Tensor:
+    """Return the expected local norms of a rank, computed in float64 with plain torch."""
+    norms = []
+    for step, weights in enumerate(results["before"]):
+        network = Classifier().double()
+        for parameter, weight in zip(network.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        inputs, labels = share(step, rank)
+        network(inputs.double(), labels).backward()
+        norms.append(torch.stack([parameter.grad.norm() for parameter in network.parameters()]))
+    return torch.stack(norms)
+
+
+def assert_own_norms(results: list[dict[str, Any]]) -> None:
+    """Fail unless each rank has its own local norms, and all ranks have the same global norms."""
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(
+            result["local_norms"].double(), _own_norms(result, rank), rtol=1e-5, atol=0
+        )
+    first, second = results
+    assert not torch.allclose(first["local_norms"], second["local_norms"], rtol=0.01)
+    assert torch.equal(first["global_norms"], second["global_norms"])

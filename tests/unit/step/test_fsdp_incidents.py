@@ -10,7 +10,6 @@ from support.fsdp.incidents import (
     call_a_module_twice,
     count_host_reads,
     count_messages,
-    evaluate_with_averages,
     fail_in_a_micro_batch,
     forget_norms,
     keep_the_state,
@@ -87,15 +86,6 @@ def test_a_forward_that_raises_leaves_nothing_behind(ranks):
     """Gradients of a step whose forward raises do not leak into the next step."""
     for rank in ranks.run(fail_in_a_micro_batch):
         assert rank == {"is as if it had not been tried": True}
-
-
-def test_averages_on_shards_swap_and_show_in_every_forward(ranks):
-    """The start and the end of a swap, and a copy of averages, take effect in the next forward.
-
-    This holds even if FSDP keeps parameters gathered after a forward without backward.
-    """
-    for rank in ranks.run(evaluate_with_averages):
-        assert rank == dict.fromkeys(rank, True)
 
 
 def test_norms_count_every_element_once(ranks):

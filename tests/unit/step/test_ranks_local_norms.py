@@ -6,44 +6,13 @@ import torch
 from support.ranks.local_norms import (
     HOOKS,
     OPTIONS,
-    share,
-    train_by_hand_without_no_sync,
-    train_gan,
+    STEPS_OF_5,
+    assert_own_norms,
     train_partly_distributed,
-    train_with_handler,
     train_with_hook,
     train_with_options,
     train_with_unused,
 )
-from support.small_networks import Classifier
-
-NUM_STEPS = 3
-STEPS_OF_5 = torch.tensor([5.0, 10.0])
-"""Gradient norms on ranks 0 and 1, whose inputs are (3, 4) times 1 and 2."""
-
-
-def own_norms(results, rank):
-    """Return the expected local norms of a rank, computed in float64 with plain torch."""
-    norms = []
-    for step, weights in enumerate(results["before"]):
-        network = Classifier().double()
-        for parameter, weight in zip(network.parameters(), weights, strict=True):
-            parameter.data.copy_(weight)
-        inputs, labels = share(step, rank)
-        network(inputs.double(), labels).backward()
-        norms.append(torch.stack([parameter.grad.norm() for parameter in network.parameters()]))
-    return torch.stack(norms)
-
-
-def assert_own_norms(results):
-    """Fail unless each rank has its own local norms, and all ranks have the same global norms."""
-    for rank, result in enumerate(results):
-        torch.testing.assert_close(
-            result["local_norms"].double(), own_norms(result, rank), rtol=1e-5, atol=0
-        )
-    first, second = results
-    assert not torch.allclose(first["local_norms"], second["local_norms"], rtol=0.01)
-    assert torch.equal(first["global_norms"], second["global_norms"])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -105,42 +74,3 @@ def test_a_nan_in_what_is_not_reduced_skips_on_all_ranks(two_ranks):
         assert not any(map(torch.equal, weights[2], weights[3]))
     reduced = [[each[-1][i] for i in (0, 2)] for each in (r["weights"] for r in results)]
     assert all(map(torch.equal, *reduced))
-
-
-@pytest.mark.parametrize(
-    ("name", "hook"),
-    [
-        ("none", "allreduce_hook"),
-        ("plain", "allreduce_hook"),
-        ("fp16", "fp16_compress_hook"),
-        ("given", "fp16_compress_hook"),
-        ("given, plain", "fp16_compress_hook"),
-    ],
-)
-def test_in_an_accelerate_loop(two_ranks, name, hook):
-    """Local norms are right with and without accelerate's handler; detaching removes the hook."""
-    results = two_ranks.run(train_with_handler, name)
-
-    assert_own_norms(results)
-    for result in results:
-        assert result["hook"] == hook
-        assert result["seen after detaching"] == 0
-        assert set(result["handlers"]) <= {"DistributedDataParallelKwargs"}
-
-
-def test_the_last_reduction_counts(two_ranks):
-    """Local norms include gradients that an earlier backward has already reduced.
-
-    The first backward reduces 5 and 10 to 7.5, and the second adds 50 or 100.
-    """
-    results = two_ranks.run(train_by_hand_without_no_sync)
-
-    torch.testing.assert_close(results[0]["local_norm"], torch.tensor([7.5 + 50.0]))
-    torch.testing.assert_close(results[1]["local_norm"], torch.tensor([7.5 + 100.0]))
-
-
-def test_of_two_optimizers_in_one_part(two_ranks):
-    """Each optimizer reports the norms of its own parameters from its last backward."""
-    for rank, result in enumerate(two_ranks.run(train_gan)):
-        turns = torch.tensor([[1.0], [2 * 2.0], [3.0], [2 * 4.0]])
-        torch.testing.assert_close(result["local_norms"], STEPS_OF_5[rank] * turns)
