@@ -114,6 +114,37 @@ def test_the_scaler_takes_accelerates_wrapper():
     assert scaler.get_scale() == SCALE
     scaler.update(4.0)
     assert scaler.get_scale() == 4
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
+    assert scaler.get_scale() == 8
+
+
+def test_each_of_several_optimizers_has_one_report():
+    """`last_reports` has one entry for each prepared optimizer."""
+    accelerator = new_accelerator()
+    attached = attach(accelerator)
+    network = nn.Linear(2, 1)
+    accelerator.prepare(network, *(SGD([weight], lr=0.5) for weight in network.parameters()))
+
+    assert attached.last_reports == (None, None)
+
+
+def test_clamping_hides_no_infinite_gradient_from_a_plain_backward():
+    """Clipping by value does not hide an overflow, even if it comes before the first backward.
+
+    The optimizer's weight is in no prepared model, so `prepare` does not add the optimizer yet, and
+    a plain `loss.backward` does not, either.
+    """
+    accelerator = new_accelerator()
+    attach(accelerator)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = accelerator.prepare(SGD([weight], lr=0.5))
+
+    (weight * torch.tensor([1.0, torch.inf])).sum().backward()
+    accelerator.clip_grad_value_([weight], 1.0)
+    optimizer.step()
+
+    assert optimizer.step_was_skipped
+    assert torch.equal(weight, torch.ones(2))
 
 
 def test_zeroing_gradients_gives_up_what_is_known_of_them():
@@ -149,3 +180,18 @@ def test_the_loss_of_a_last_window_of_one_micro_batch(num_batches):
             optimizer.zero_grad()
 
     assert step.last_output.loss == loss
+
+
+def test_the_loss_of_micro_batches_that_the_loop_counts():
+    """Without `accumulate`, the reported loss is the mean over `gradient_accumulation_steps`."""
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
+    step = attach(accelerator)
+    network = nn.Linear(1, 1)
+    network, optimizer = accelerator.prepare(network, SGD(network.parameters()))
+
+    losses = [network(torch.full((1, 1), value)).sum() for value in (1.0, 2.0)]
+    for loss in losses:
+        accelerator.backward(loss)
+    optimizer.step()
+
+    assert step.last_output.loss == sum(losses) / 2

@@ -371,12 +371,13 @@ def test_norm_and_update_are_torchs(indices, norm_type, may_fold):
     weights.assert_steps_are_torchs()
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("indices", [[0, 1], [0, 2]], ids=str)
-def test_clipping_twice_is_clipping_twice(indices):
-    """A second clip of other parameters by another limit gives torch's result."""
+def test_clipping_twice_is_clipping_twice(indices, norm_type):
+    """A second clip of other parameters by another limit and norm gives torch's result."""
     weights = Weights()
 
-    weights.clip(indices, 1.0)
+    weights.clip(indices, 1.0, norm_type=norm_type)
     ours, theirs = weights.clip([0], 0.1)
 
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

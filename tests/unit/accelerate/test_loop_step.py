@@ -127,7 +127,7 @@ def test_one_skip_too_many_still_resolves_schedules():
 
 def test_each_optimizer_has_its_own_report_and_the_last_is_the_steps():
     """Each optimizer has its own report and counts, and the step returns the latest report."""
-    training = Training(num_networks=2)
+    training = Training(num_networks=2, max_consecutive_skips=None)
     training.update(NAN)
     first = training.step.last_report
     training.step.scaled(training.networks[1](torch.ones(1, 2)).sum()).backward()

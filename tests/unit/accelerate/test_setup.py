@@ -264,6 +264,18 @@ def test_a_callable_average_needs_exactly_one_network(num_networks):
         begin()
 
 
+def test_a_callable_average_gets_the_model_that_is_trained():
+    """A prepared model without parameters in an optimizer has no average."""
+    accelerator = new_accelerator()
+    step = attach(accelerator, ema=ExponentialMovingAverage)
+    teacher, network = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    accelerator.prepare(teacher, network, SGD(network.parameters(), lr=0.1))
+
+    assert step.ema.follows(network.parameters())
+    assert not step.ema.follows(teacher.parameters())
+
+
 OPTIMIZERS = {
     "LBFGS": (TypeError, "got LBFGS", lambda network: LBFGS(network.parameters())),
     "idle fused SGD": (
