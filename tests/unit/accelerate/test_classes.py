@@ -118,6 +118,19 @@ def test_the_scaler_takes_accelerates_wrapper():
     assert scaler.get_scale() == 8
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_after_zeroing_changes_nothing(set_to_none):
+    """A step without a backward since `zero_grad` is allowed, as in torch."""
+    prepared = Prepared()
+    prepared.backward()
+    prepared.optimizer.zero_grad(set_to_none)
+    before = prepared.network.weight.detach().clone()
+
+    prepared.optimizer.step()
+
+    assert torch.equal(prepared.network.weight, before)
+
+
 def test_each_of_several_optimizers_has_one_report():
     """`last_reports` has one entry for each prepared optimizer."""
     accelerator = new_accelerator()
