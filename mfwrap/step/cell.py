@@ -262,7 +262,6 @@ class MFTrainOneStepCell(LossScaleHooks):
         self._update = StepUpdate(
             parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
         )
-        self._loss_scale = loss_scale
         super().__init__(network, inner, loss_scale)
         self._accumulate = GradientAccumulation(
             network, per_token=calculate_per_token_loss, accelerator=accelerator

@@ -133,7 +133,7 @@ class TrainedParameters:
     @property
     def are_current(self) -> bool:
         """Whether the optimizer still holds the parameters that it held at construction."""
-        return _same_objects(_held_by(self._optimizer), self._held)
+        return list(map(id, _held_by(self._optimizer))) == list(map(id, self._held))
 
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
         """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
@@ -272,10 +272,6 @@ class TrainedParameters:
 
 def _held_by(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _select(

@@ -71,8 +71,4 @@ def agreement_of(
 
 def _reduced_by(part: DistributedDataParallel) -> list[nn.Parameter]:
     ignored = part.parameters_to_ignore
-    return [
-        parameter
-        for name, parameter in part.module.named_parameters()
-        if name not in ignored and parameter.requires_grad
-    ]
+    return [p for name, p in part.module.named_parameters() if name not in ignored]
