@@ -1,7 +1,6 @@
 """`StepConfig` has the documented defaults, and refuses invalid settings at construction."""
 
 import dataclasses
-import inspect
 import math
 from fractions import Fraction
 
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap import MFTrainOneStepCell, StepConfig
+from mfwrap import StepConfig
 
 # The documented defaults. If MindFormers has the setting, the default is the same as in
 # MindFormers.
@@ -35,14 +34,6 @@ FLAGS = [
 def test_defaults_are_the_contracts():
     """Without arguments, every setting has its documented default."""
     assert dataclasses.asdict(StepConfig()) == DEFAULTS
-
-
-def test_the_cell_has_the_same_settings_and_defaults():
-    """Each setting is a keyword of the cell with the same default."""
-    parameters = inspect.signature(MFTrainOneStepCell).parameters
-
-    for name, default in DEFAULTS.items():
-        assert parameters[name].default == default, name
 
 
 def test_settings_cannot_be_changed():

@@ -13,6 +13,7 @@ from mfwrap import (
     DynamicLossScaleUpdateCell,
     LocalNormStepOutput,
     MFTrainOneStepCell,
+    StepConfig,
     StepOutput,
     StepReport,
 )
@@ -35,6 +36,11 @@ def test_the_output_is_mindformers_5_tuple():
     assert type(output) is StepOutput
     assert output._fields == ("loss", "overflow", "loss_scale", "learning_rate", "global_norm")
     assert output == (loss, overflow, loss_scale, learning_rate, global_norm)
+
+
+def test_settings_have_the_defaults_of_the_config():
+    """Each setting of `StepConfig` is an argument of the cell with the same default."""
+    assert build().config == StepConfig()
 
 
 def test_with_local_norms_the_output_is_mindformers_7_tuple():

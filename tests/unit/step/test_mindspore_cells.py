@@ -319,12 +319,13 @@ class TestSeams:
             assert overflow.item()
         assert not cell.get_overflow_status(False, (good, good, [])).item()  # noqa: FBT003  (MindSpore's signature)
 
-    def test_what_holds_no_tensors_is_refused(self):
-        """A number as `compute_output` raises a TypeError that names the argument."""
+    @pytest.mark.parametrize("value", [3.0, "ab", ["ab"]], ids=repr)
+    def test_what_holds_no_tensors_is_refused(self, value):
+        """A number or text as `compute_output` raises a TypeError that names the argument."""
         cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
 
         with pytest.raises(TypeError, match="`compute_output` must hold tensors"):
-            cell.get_overflow_status(False, 3.0)  # noqa: FBT003  (MindSpore's signature)
+            cell.get_overflow_status(False, value)  # noqa: FBT003  (MindSpore's signature)
 
     def test_process_loss_scale_changes_the_scale_and_returns_the_flag(self):
         """``process_loss_scale`` updates the scale by its rule and returns the flag."""

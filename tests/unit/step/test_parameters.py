@@ -119,6 +119,7 @@ def test_a_pattern_whose_parameters_are_frozen_later_drops_out():
     assert ours.groups().names == ("body",)
     network.requires_grad_(requires_grad=False)
     assert ours.groups().names == ()
+    assert ours.groups().members.shape == (0, 0)
     assert sums_by_group(torch.ones(3), ours.groups().members).shape == (0,)
 
 

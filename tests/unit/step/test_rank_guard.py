@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.rank_guard import rank_guard
+from mfwrap.step.rank_guard import RankGuard, rank_guard
 from support.paths import TESTS
 from support.ranks import early_ends
 from support.ranks.guards import fail_alone, train_apart
@@ -20,6 +20,17 @@ HANGS_SECONDS = 30
 def test_one_rank_needs_no_guard():
     """Without other ranks there is nothing to compare."""
     assert rank_guard([], ShardedParts(nn.Linear(2, 1)), dict) is None
+
+
+def test_ranks_are_compared_before_the_first_update_only(monkeypatch):
+    """The facts are taken once, however many updates follow."""
+    monkeypatch.setenv("MFWRAP_DEBUG_COLLECTIVES", "0")
+    taken = []
+    guard = RankGuard(None, lambda: taken.append("facts") or {})
+
+    for _ in range(3):
+        with guard.updating(ends=True):
+            assert taken == ["facts"]
 
 
 @pytest.mark.slow

@@ -6,10 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfwrap.step.forward import Normalizer
 from mfwrap.step.update import measure
 from mfwrap.tensors.norm_groups import group_parameters
+from mfwrap.tensors.sharded_norms import SquareReduction
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
@@ -114,6 +120,33 @@ def test_a_normalizer_divides_beside_the_scale():
     assert result.global_norm == 1
     assert result.local_norm == 2.5
     assert result.has_targets
+
+
+@pytest.fixture
+def _one_rank():
+    """Run as the only rank of a process group."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_partial_normalizer_is_summed_with_the_shards():
+    """A partial divisor takes part in the sum over the shards; without a divisor it is the scale.
+
+    The local divisor is this rank's own, so it stays as it is.
+    """
+    mesh = init_device_mesh("cpu", (1,))
+    shard = torch.tensor([30.0, 40.0])
+    gradient = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
+    reduction = SquareReduction.among([gradient])
+    normalizer = Normalizer(torch.tensor(5.0), torch.tensor(2.0), is_partial=True)
+
+    result = measured([gradient], 10.0, normalizer=normalizer, reduction=reduction)
+    assert (result.divisor, result.global_norm, result.local_norm) == (50, 1, 2.5)
+
+    result = measured([gradient], 10.0, reduction=reduction)
+    assert (result.divisor, result.global_norm, result.local_norm) == (10, 5, 5)
 
 
 def test_without_targets_the_norms_are_zero():

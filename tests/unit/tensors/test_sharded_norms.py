@@ -8,11 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all, tensor_norms
+from mfwrap.tensors.sharded_norms import (
+    SquareReduction,
+    has_non_finite,
+    square_of_all,
+    tensor_norms,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -96,3 +101,46 @@ def test_sharded_tensors_on_one_rank():
     assert torch.equal(square_of_all(sharded, CPU), square_of_all(whole, CPU))
     assert not has_non_finite(sharded, CPU)
     assert has_non_finite([*sharded, torch.full((), math.nan)], CPU)
+
+
+@pytest.fixture
+def _first_of_four():
+    """Run as rank 0 of four in a process group that sends nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_first_of_four")
+@pytest.mark.parametrize(
+    ("dims", "placements", "expected"),
+    [
+        ((), (), 1 / 8),
+        (("replicas", "shards"), (Shard(0), Shard(0)), 1),
+        (("replicas", "shards"), (Replicate(), Shard(0)), 1 / 2),
+        (("replicas", "shards"), (Replicate(), Replicate()), 1 / 4),
+        (("shards",), (Shard(0),), 1 / 4),
+        (("shards",), (Replicate(),), 1 / 8),
+    ],
+    ids=["plain", "sharded", "sharded, two copies", "four copies", "half", "half, two copies"],
+)
+def test_equal_values_are_divided_by_the_number_of_their_ranks(dims, placements, expected):
+    """A rank contributes its share of a value, so that the sum over ranks counts the value once.
+
+    Two of the four ranks sum first, then all. A value that both sums contain is divided by two for
+    the first sum if both ranks hold it, and by four for the second. The process group sends
+    nothing, so the result is the contribution of one rank.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    half, whole = torch.ones(1), torch.ones(4)
+    tensors = [
+        DTensor.from_local(half, mesh["shards"], [Shard(0)], run_check=False),
+        DTensor.from_local(whole, mesh, [Shard(0), Shard(0)], run_check=False),
+        DTensor.from_local(whole, mesh[dims], placements, run_check=False) if dims else whole,
+    ]
+
+    reduction = SquareReduction.among(tensors)
+
+    squares, partial_sum = reduction(torch.ones(3), torch.ones(()))
+    assert squares.tolist() == [1 / 4, 1, expected]
+    assert partial_sum == 1

@@ -77,6 +77,17 @@ def test_a_value_that_is_distributed_like_its_target_is_not_copied():
 
 
 @pytest.mark.usefixtures("_second_of_four")
+def test_a_value_that_is_distributed_differently_from_its_target_is_gathered():
+    """The whole value is gathered; a sharded target then gets its own rows, a plain one all."""
+    mesh = init_device_mesh("cpu", (4,))
+    value = sharded(mesh, WHOLE, Replicate())
+    target = sharded(mesh, torch.zeros(1, 2), Shard(0))
+
+    assert torch.equal(placed_like(value, target), WHOLE[1:2])
+    assert torch.equal(placed_like(value, torch.zeros(4, 2)), WHOLE)
+
+
+@pytest.mark.usefixtures("_second_of_four")
 def test_groups_of_a_mesh():
     """A mesh of all ranks uses the world group; a slice along one dimension uses its own group."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
