@@ -63,9 +63,7 @@ def check_trainer_ranks(
     facts = step_facts([model], optimizers, settings) | {
         "data": numbers,
         "training arguments": setting_facts(args, _MAY_DIFFER),
-        "callbacks": {
-            "list of mfwrap's callbacks": ", ".join(type(each).__name__ for each in own) or "empty"
-        },
+        "callbacks": {"list of mfwrap's callbacks": str([type(each).__name__ for each in own])},
     }
     problems = []
     if args.should_save and args.save_strategy != "no":

@@ -56,7 +56,7 @@ APART = {
     "length of the data": ({}, "number of updates is 10 on rank 0 but 8 on rank 1"),
     "callbacks": (
         {},
-        "callbacks: list of mfwrap's callbacks is MFLossMonitor on rank 0 but empty on rank 1",
+        "callbacks: list of mfwrap's callbacks is ['MFLossMonitor'] on rank 0 but [] on rank 1",
     ),
     "argument": (
         {"save_steps": [3, 4]},
