@@ -10,7 +10,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.verification import verify
-from mfwrap.trainer import MFTrainer, MonitorCallback
+from mfwrap.trainer import MFTrainer
 from support.resumed_training import (
     PLAIN,
     RunSettings,
@@ -117,25 +117,6 @@ def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path):
     trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(2)])
 
     assert "left.bin" not in files(tmp_path / "checkpoint-2")
-
-
-class Resumed(MonitorCallback):
-    """Record the checkpoints from which a training resumes."""
-
-    def __init__(self) -> None:
-        self.folders: list[Path] = []
-
-    def resume_from(self, folder: Path) -> None:
-        self.folders.append(folder)
-
-
-def test_a_monitor_gets_the_checkpoint_that_is_resumed(tmp_path):
-    """A monitor gets the checkpoint's folder once in a resumed training, and never in a new one."""
-    first, again = Resumed(), Resumed()
-    trained(tmp_path, EVERY_OTHER, callbacks=[first, StopAfter(2)])
-    resume(tmp_path / "checkpoint-2", tmp_path, EVERY_OTHER, callbacks=[again, StopAfter(4)])
-
-    assert (first.folders, again.folders) == ([], [tmp_path / "checkpoint-2"])
 
 
 def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):

@@ -2,9 +2,12 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mfwrap import (
@@ -15,9 +18,10 @@ from mfwrap import (
 )
 from mfwrap.callbacks import History
 from mfwrap.schedules.deferred import DeferredSchedule
-from mfwrap.trainer import MFTrainer
+from mfwrap.trainer import MFTrainer, MonitorCallback
 from mfwrap.trainer.mixin import loop_settings
 from support.trainer_runs import new_trainer, tiny_llama, train
+from support.training_state import assert_same_state
 
 
 def arguments() -> TrainingArguments:
@@ -215,3 +219,60 @@ def test_a_callback_of_model_is_refused(give):
 
     with pytest.raises(TypeError, match=r"`callbacks` must hold .* got .*as_trainer_callback"):
         give(args)
+
+
+class Noise(Dataset):
+    """Eight rows that are drawn again at each read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"inputs": torch.rand(3)}
+
+
+class Noisy(nn.Module):
+    """A linear network whose loss depends on a random number that each forward draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs):
+        return {"loss": (self.layer(inputs) * torch.rand(())).square().mean()}
+
+
+class Resumed(MonitorCallback):
+    """Record the checkpoints from which a training resumes."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+
+    def resume_from(self, folder: Path) -> None:
+        self.folders.append(folder)
+
+
+def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
+    """A resumed training draws the same random numbers; monitors get the checkpoint once.
+
+    An empty ``resume_from_checkpoint`` trains from the start.
+    """
+    weights, monitors = [], []
+    for checkpoint in ("", str(tmp_path / "checkpoint-2")):
+        monitors.append(Resumed())
+        trainer = new_trainer(
+            MFTrainer,
+            tmp_path,
+            model=Noisy(),
+            data=Noise(),
+            callbacks=monitors[-1:],
+            extras={"data_collator": None},
+            gradient_accumulation_steps=1,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        weights.append(trainer.model.state_dict())
+
+    assert_same_state(*weights)
+    assert [each.folders for each in monitors] == [[], [tmp_path / "checkpoint-2"]]
