@@ -1,4 +1,4 @@
-"""Resuming from a damaged checkpoint, or from a checkpoint of another network, raises an error."""
+"""A checkpoint that is damaged or of another network, or cannot be written, raises an error."""
 
 import json
 import pickle
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from mfwrap import ExponentialMovingAverage
+from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.trainer import MFTrainer
 from support.checkpoint_folders import list_sizes_only, split_weights
 from support.resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
@@ -203,6 +204,26 @@ def test_no_such_folder(written, tmp_path):
 
     with pytest.raises(ValueError, match=r"checkpoint-5: there is no such folder; .*checkpoint-4$"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "save_strategy"), [(MFTrainer, "steps"), (MFTrainer, "no"), (Trainer, "no")]
+)
+def test_a_folder_that_cannot_be_written(kind, save_strategy, tmp_path):
+    """A training that saves or has a monitor ends before its first step; MFTrainer checks first."""
+    monitors = [TrainingStateMonitor(weight_state_format="jsonl")] if save_strategy == "no" else []
+    folder = tmp_path / "run"
+    trainer = new_trainer(
+        folder, PLAIN, kind=kind, callbacks=monitors, save_strategy=save_strategy, max_steps=1
+    )
+    folder.rmdir()
+    folder.touch()
+
+    with pytest.raises(OSError, match=f"cannot write to the folder {folder}: File exists"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    # All ranks check before any rank builds its optimizer. A monitor checks on its own rank only.
+    assert (trainer.optimizer is None) == (kind is MFTrainer)
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -1,6 +1,7 @@
 """MFTrainer keeps the stock Trainer's checkpoints and records the same best checkpoint."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,36 @@ def test_a_resume_completes_an_interrupted_rotation(tmp_path, who):
     resume(tmp_path / "checkpoint-4", tmp_path, PLAIN, max_steps=4, **limit)
 
     assert [path.name for path in tmp_path.glob("checkpoint*-*")] == ["checkpoint-4"]
+
+
+def checkpoints(folder):
+    """Return the names of all checkpoints in a folder."""
+    return sorted(path.name for path in folder.glob("*checkpoint*-*"))
+
+
+def test_a_resume_from_an_older_checkpoint(tmp_path):
+    """Later checkpoints are renamed before any rank goes on; other folders' are left alone."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    settings = {"max_steps": 1, "save_total_limit": 1, "gradient_accumulation_steps": 1}
+    trained(own, PLAIN, **settings)
+    for later in ("checkpoint-2", "checkpoint-3"):
+        shutil.copytree(own / "checkpoint-1", own / later)
+    shutil.copytree(own, other)
+
+    # The training has made its last step, so it saves nothing.
+    resume(other / "checkpoint-1", own, PLAIN, **settings)
+    names = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert checkpoints(own) == checkpoints(other) == names
+
+    trainer = new_trainer(own, PLAIN, **settings)
+    wait, at_barriers = trainer.accelerator.wait_for_everyone, []
+
+    def noted_wait():
+        at_barriers.append(checkpoints(own))
+        wait()
+
+    trainer.accelerator.wait_for_everyone = noted_wait
+    trainer.train(resume_from_checkpoint=str(own / "checkpoint-1"))
+    renamed = ["abandoned-checkpoint-2", "abandoned-checkpoint-3", "checkpoint-1"]
+    assert at_barriers == [renamed]
+    assert checkpoints(own) == renamed

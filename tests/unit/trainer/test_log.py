@@ -9,12 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.log import StepLog
-from support.trainer_runs import Counting, Run, new_trainer, spoilt_llama, tiny_llama, train, values
+from support.trainer_runs import (
+    Counting,
+    Run,
+    new_trainer,
+    padded,
+    spoilt_llama,
+    tiny_llama,
+    train,
+    values,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -114,6 +123,28 @@ def test_targets_are_counted_for_a_loss_function_of_the_user(tmp_path):
     assert len(set(counts)) > 1
     expected = (sum(sums) - sums[1]) / (sum(counts) - counts[1])
     assert values(run, "loss") == pytest.approx([expected], rel=1e-6)
+
+
+class Ranks(TrainingArguments):
+    """Arguments of a training on one rank or two."""
+
+    num_ranks = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.num_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "share"), [(1, 0.25), (2, 0.5)])
+def test_the_share_of_a_micro_batch(num_ranks, share):
+    """One rank counts targets; several ranks weigh micro-batches equally, without a collective."""
+    args = Ranks("unused", use_cpu=True, report_to="none", gradient_accumulation_steps=2)
+    args.num_ranks = num_ranks
+    trainer = MFTrainer(tiny_llama(), args)
+    trainer.current_gradient_accumulation_steps = 2
+    five_targets = padded([Counting(1, length=6)[0]])
+
+    assert trainer._losses.share_of_update(five_targets, torch.tensor(20)) == share
 
 
 def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):

@@ -1,70 +1,19 @@
-"""The records of a run belong to its checkpoints: on several ranks, after a kill, on resuming."""
+"""The records of a run belong to its checkpoints: after an error, after a kill, on resuming."""
 
 import functools
 import random
-import re
 
 import pytest
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
-from mfwrap.callbacks import CheckpointMonitor, MetricsRecorder, TrainingStateMonitor
+from mfwrap.callbacks import CheckpointMonitor, MetricsRecorder
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support import resumed_training
-from support.ranks.monitors import refuse_a_folder, save_an_overflow
 from support.recorded_training import LOOPS, records_in, run
 from support.resumed_training import end_of
 from support.trainer_runs import new_trainer, train
 from support.training_state import assert_same_state
-
-
-def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path):
-    """All ranks look for the culprit before one rank saves; all records precede the checkpoint.
-
-    A training that resumes from the checkpoint has each step once in the files of all ranks, and
-    the monitors of each rank continue with the state of that rank.
-    """
-    first, second = two_ranks.run(save_an_overflow, str(tmp_path))
-
-    expected = [{"step": 4, "kind": "loss_not_finite", "ranks": [1]}]
-    assert first["anomalies"] == second["anomalies"] == expected
-    assert first["num_losses"] == 4
-    files = [
-        "local_norms",
-        "local_norms_rank1",
-        "metrics",
-        "training_state",
-        "training_state_rank1",
-    ]
-    for name, steps in (("steps", [1, 2, 3, 4]), ("resumed", [1, 2, 3, 4, 5, 6])):
-        expected_steps = {f"{file}.jsonl": steps for file in files}
-        assert first[name] == {"anomalies.jsonl": [4], **expected_steps}
-    for unbroken, resumed in (first["states"], second["states"]):
-        assert resumed == unbroken
-
-
-def test_a_folder_that_one_rank_cannot_write(two_ranks, tmp_path):
-    """All ranks raise the same error before the first step, and no rank waits for another."""
-    folder = re.escape(str(tmp_path / "file" / "1"))
-    message = rf"\[Errno \d+\] cannot write to the folder {folder}: Not a directory; choose .*"
-    first, second = two_ranks.run(refuse_a_folder, str(tmp_path))
-
-    assert first == second
-    assert re.fullmatch(message, first)
-
-
-@pytest.mark.parametrize("kind", [MFTrainer, Trainer])
-def test_a_folder_that_cannot_be_written(kind, tmp_path):
-    """A training whose run folder cannot be written ends before its first step."""
-    trainer = new_trainer(
-        kind, tmp_path / "run", callbacks=[TrainingStateMonitor(weight_state_format="jsonl")]
-    )
-    (tmp_path / "run").rmdir()
-    (tmp_path / "run").touch()
-
-    with pytest.raises(OSError, match=f"cannot write to the folder {tmp_path / 'run'}: File exi"):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 def test_a_second_training_in_the_same_folder(tmp_path):
