@@ -58,9 +58,12 @@ def test_a_checkpoint_of_accelerate_alone_starts_a_new_count(tmp_path):
 
 @pytest.mark.parametrize("loss_scale", ["none", "dynamic", "number"])
 def test_the_scale_of_accelerates_scaler_is_taken_over(tmp_path, loss_scale):
-    """The loss scale continues from ``scaler.pt`` if the checkpoint contains that file."""
+    """The loss scale continues from ``scaler.pt`` if the checkpoint contains that file.
+
+    A dynamic scale also continues the count of steps towards its growth.
+    """
     settings = RunSettings(precision="fp16", loss_scale="none", ema=False)
-    # The second of three updates overflows, which halves the scale.
+    # The second of three updates overflows, which halves the scale. The third one counts.
     alone = saved_by(tmp_path, settings, attached=False, last=3)
     reached = alone.accelerator.scaler.get_scale()
     run = AttachedRun(RunSettings(precision="fp16", loss_scale=loss_scale, ema=False, seed=1))
@@ -70,6 +73,8 @@ def test_the_scale_of_accelerates_scaler_is_taken_over(tmp_path, loss_scale):
 
     assert reached == 2.0**11
     assert run.step.loss_scale.item() == reached
+    if loss_scale != "number":
+        assert run.accelerator.scaler.state_dict()["_growth_tracker"] == 1
     assert_same_state(alone.trained(), run.trained())
 
 
