@@ -1,6 +1,7 @@
 """Program that each rank runs to test `ReplicaCheck` and `CheckpointMonitor`."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def run_rank(rank: int, folder: str) -> None:
             results[name] = _check(rank, Path(folder) / name, **case)
         except RuntimeError as error:
             results[name] = str(error)
-    results["saves"] = _saves(rank)
+    results["saves"] = _saves(rank, Path(folder) / "saves")
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     distributed.destroy_process_group()
 
@@ -63,7 +64,7 @@ def _check(
     return steps
 
 
-def _saves(rank: int) -> list[int]:
+def _saves(rank: int, folder: Path) -> list[int]:
     """Return the steps at which a `CheckpointMonitor` with a time interval saves.
 
     The clocks of the ranks run at different speeds.
@@ -71,7 +72,9 @@ def _saves(rank: int) -> list[int]:
     now = [0.0]
     monitor = CheckpointMonitor(save_checkpoint_seconds=10, clock=lambda: now[0])
     state, control = TrainerState(max_steps=20), TrainerControl()
-    arguments: Any = type("Arguments", (), {"save_total_limit": None})()
+    arguments: Any = SimpleNamespace(
+        save_total_limit=None, output_dir=str(folder), device=torch.device("cpu")
+    )
     monitor.on_train_begin(arguments, state)
     saved = []
     for step in range(1, 13):
