@@ -141,17 +141,17 @@ class SkippableOptimizer:
         flag, value = torch.stack((skip.float(), one if divisor is None else divisor)).tolist()
         if flag:
             return
-        gradients = [
-            parameter.grad
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        # torch refuses an empty list.
-        if value != 1 and gradients:
-            # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the gradients'
-            # dtype, and in float16 the inverse of a large scale becomes 0.
-            torch._foreach_div_(local_tensors(gradients), value)
+        if value != 1:
+            gradients = [
+                parameter.grad
+                for group in self.optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            if gradients:  # torch refuses an empty list
+                # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the
+                # gradients' dtype, and in float16 the inverse of a large scale becomes 0.
+                torch._foreach_div_(local_tensors(gradients), value)
         with self._unfused_where_momentum_begins_late(), self._shards():
             self.optimizer.step()
 
