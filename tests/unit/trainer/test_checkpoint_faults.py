@@ -183,6 +183,22 @@ def test_a_damaged_best_checkpoint(tmp_path):
     assert str(said.value).endswith(f"newest intact checkpoint: {tmp_path / 'checkpoint-4'}")
 
 
+def test_no_best_checkpoint(tmp_path):
+    """A training that ends before its first evaluation has no best weights to load."""
+    trainer = trained(
+        tmp_path,
+        PLAIN,
+        max_steps=1,
+        gradient_accumulation_steps=1,
+        eval_strategy="steps",
+        eval_delay=2,
+        load_best_model_at_end=True,
+    )
+
+    assert trainer.state.global_step == 1
+    assert trainer.state.best_model_checkpoint is None
+
+
 def test_no_whole_one_before(written, tmp_path):
     """If no earlier checkpoint is intact, the error says so and offers no later checkpoint."""
     shutil.copytree(written / "checkpoint-6", tmp_path / "checkpoint-6")

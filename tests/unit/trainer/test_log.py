@@ -215,6 +215,7 @@ def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
     expected = [*means, losses.mean(12, 14, 15)]
     assert values(run, "loss") == pytest.approx([sum(means) / 3], rel=1e-6)
     assert run.result.training_loss == pytest.approx(sum(expected) / 4, rel=1e-6)
+    assert run.log[-1]["train_loss"] == run.result.training_loss
 
 
 def test_without_the_filter_a_bad_loss_is_logged_as_it_is(tmp_path):
@@ -246,7 +247,7 @@ def test_a_loss_that_the_user_logs_stays_as_it_is(tmp_path):
     run, _ = spoilt_run(tmp_path, [])
     run.trainer.log({"loss": 2.0})
 
-    assert run.log[-1]["loss"] == 2.0
+    assert run.log[-1] == {"loss": 2.0, "step": 4, "epoch": run.trainer.state.epoch}
 
 
 def test_a_loss_that_the_user_logs_meanwhile_changes_no_other(tmp_path):
