@@ -47,8 +47,11 @@ def _apart(rank: int, name: str) -> dict[str, Any]:
     is_uneven = name == "length of the data" or name in EPOCHS_APART
     rows = ROWS[: 40 - 8 * rank] if is_uneven else ROWS
     width = 2 + rank if name == "shape" else 2
-    monitors = [MFLossMonitor()] if name == "callbacks" and rank == 0 else []
-    return {"model": Line(width), "train_dataset": rows, "callbacks": monitors}
+    callbacks: list[TrainerCallback] = []
+    if rank == 0:
+        # Callbacks of others may differ, such as a progress bar on one rank.
+        callbacks = [MFLossMonitor() if name == "callbacks" else TrainerCallback()]
+    return {"model": Line(width), "train_dataset": rows, "callbacks": callbacks}
 
 
 APART = {
