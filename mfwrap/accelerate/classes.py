@@ -168,7 +168,6 @@ class AttachedAccelerator:
             ValueError: If the checkpoint is damaged. Nothing has been loaded then.
         """
         load = super().load_state  # type: ignore[misc]  # (the accelerator's own method)
-        self.attachment.build(final=True)
         if input_dir is None:
             input_dir = newest_named_automatically(self.project_configuration)
         return self.attachment.loading(input_dir, lambda: load(input_dir, *args, **keywords))
