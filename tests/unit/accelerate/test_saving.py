@@ -71,8 +71,9 @@ def test_an_interrupted_save_with_a_limit(tmp_path):
         run.accelerator.save_state()
 
 
-def test_killed_between_two_renames(tmp_path):
-    """If the older checkpoint has been set aside, `load_state` puts the new one in place."""
+@pytest.mark.parametrize("saves_again", [False, True])
+def test_killed_between_two_renames(tmp_path, saves_again):
+    """If the older checkpoint has been set aside, a load or a save puts the new one in place."""
     run = AttachedRun()
     for number, name in enumerate(("old", "new")):
         run.train(number, number + 1)
@@ -82,6 +83,8 @@ def test_killed_between_two_renames(tmp_path):
     (staging / "replaced").mkdir(parents=True)
     shutil.move(tmp_path / "old", staging / "replaced" / "latest")
     shutil.move(tmp_path / "new", staging / "latest")
+    if saves_again:
+        interrupted_save(run, tmp_path / "latest")
 
     resumed = AttachedRun(RunSettings(seed=1))
     resumed.accelerator.load_state(tmp_path / "latest")
