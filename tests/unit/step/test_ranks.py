@@ -49,6 +49,16 @@ def test_a_parameter_outside_of_the_part_needs_agreement():
     assert isinstance(agreement(network), RankAgreement)
 
 
+def test_one_rank_needs_no_agreement():
+    """A process group of one rank needs no agreement, even on a parameter outside the part."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        part = DistributedDataParallel(nn.Linear(2, 2))
+        assert agreement(nn.Sequential(part, nn.Linear(2, 2))) is None
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.usefixtures("four_ranks")
 def test_a_frozen_parameter_outside_of_the_part_needs_none():
     """A frozen parameter outside DistributedDataParallel needs no agreement."""
