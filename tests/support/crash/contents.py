@@ -15,9 +15,9 @@ __all__ = ["contents", "differences"]
 _TIMES = re.compile(r"runtime|per_second|throughput|_time$")
 """Names of numbers that depend on the clock."""
 
-_IGNORED = re.compile(r"error_rank_\d+\.txt|abandoned-.*|.*\.jsonl\.\d+")
-"""Traceback of a run that failed, which stays when the run is resumed, and checkpoints and records
-that a run has set aside."""
+_IGNORED = re.compile(r"error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl\.\d+")
+"""Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
+run is resumed, and checkpoints and records that a run has set aside."""
 
 
 def contents(folder: Path) -> dict[str, Any]:
