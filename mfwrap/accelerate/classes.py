@@ -116,6 +116,8 @@ class AttachedAccelerator:
         """Run backward as accelerate does; explain an error that another rank has caused."""
         with self.attachment.ranks.updating(ends=False):
             super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
+        for window in self.attachment.step.windows.values():
+            window.after_backward()
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2

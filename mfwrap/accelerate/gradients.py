@@ -15,7 +15,7 @@ the last micro-batch, and finds the gradients still scaled. Any other clip chang
 place, as torch does. Before a second clip, the folded clip is applied in place. Between a folded
 clip and the step the gradients must not change.
 
-A maintainer must keep these four properties:
+A maintainer must keep these five properties:
 
 - The reported norms are from before any clipping, even if a loop clips several times (``_first``).
 - The overflow flag is recorded before any change that could hide the overflow (`note_overflow`).
@@ -24,6 +24,9 @@ A maintainer must keep these four properties:
 - Gradients are unscaled at most once, and a folded clip is applied at most once. A later backward
   adds gradients that are scaled and not clipped, so `before_backward` first applies a folded clip
   and scales the present gradients again.
+- With a loss scale, gradients that the last step has used are not used again
+  (`holds_used_gradients`). That step has divided them by the scale, unless it was skipped, which
+  the host does not know.
 - Nothing here synchronizes with the device. Whether gradients have changed is read from torch's
   version counters, which are on the host.
 """
@@ -80,6 +83,9 @@ class OptimizerWindow:
         self._is_clipped = False
         self.is_unscaled = False
         """Whether the gradients were divided by the loss scale, in place."""
+        # The gradients that the last step has used, as they are after the last backward, which may
+        # have added to them. None if there are none, because the loop has zeroed them.
+        self._kept: _Fingerprint | None = None
         self.update.forget_local_squares()
         self._used = self._seen = self._fingerprint()
 
@@ -109,6 +115,10 @@ class OptimizerWindow:
         present = self.update.parameters.present_gradients()
         return bool(present) and not self._are_as_at(self._used)
 
+    def holds_used_gradients(self) -> bool:
+        """Return whether the gradients contain those that the optimizer's last step has used."""
+        return self._kept is not None and bool(self.update.parameters.present_gradients())
+
     def before_backward(self, loss: Tensor, micro_batch: int | None) -> None:
         """Note the loss of the next backward, and prepare present gradients for accumulation.
 
@@ -117,6 +127,9 @@ class OptimizerWindow:
             micro_batch: Number of the micro-batch; consecutive calls with the same number count
                 as one micro-batch. ``None`` if the loop does not number its micro-batches.
         """
+        if self._kept is not None and not self._are_as_at(self._kept):
+            # The loop has zeroed the gradients without `AttachedOptimizer.zero_grad`.
+            self._kept = None
         if self._measured is not None:
             # The loop has clipped or unscaled the gradients, and now accumulates more. Backward
             # will add gradients that are scaled but not clipped. So apply a folded clip to the
@@ -132,6 +145,11 @@ class OptimizerWindow:
         self._losses.append(loss)
         if self._micro_batches[-1:] != [micro_batch]:
             self._micro_batches.append(micro_batch)
+
+    def after_backward(self) -> None:
+        """Note that backward has added to the gradients."""
+        if self._kept is not None:
+            self._kept = self._fingerprint()
 
     def _scale_again(self) -> None:
         multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
@@ -256,6 +274,7 @@ class OptimizerWindow:
         loss = self._loss(accumulation_steps, measured.global_norm.device)
         self.last_report = self.update.apply(loss, measured, coefficient)
         self.open()
+        self._kept = self._used or None
         return self.last_report
 
     def _loss(self, accumulation_steps: int, device: torch.device) -> Tensor:

@@ -151,12 +151,20 @@ class LoopStep:
             accumulation_steps: Number by which the loop has divided each loss.
 
         Raises:
-            RuntimeError: If the optimizer's gradients come from a loss that was not scaled, if they
-                have changed since they were clipped, or if ``max_consecutive_skips`` updates in a
+            RuntimeError: If the optimizer's gradients come from a loss that was not scaled, if the
+                loss scale is not 1 and they contain gradients of its last update, if they have
+                changed since they were clipped, or if ``max_consecutive_skips`` updates in a
                 row were skipped.
         """
         window = self.windows[optimizer]
         unscaled = not window.has_backward and window.has_unused_gradients()
+        if not unscaled and not self.loss_scale.is_one and window.holds_used_gradients():
+            msg = (
+                "`optimizer.step` found gradients that its last call has already divided by the "
+                "loss scale, and would divide them again; call `accelerator.backward` before each "
+                "`optimizer.step`, and `optimizer.zero_grad` after it"
+            )
+            raise RuntimeError(msg)
         if unscaled and not self.loss_scale.is_one:
             msg = (
                 "`optimizer.step` found gradients that do not come from "

@@ -63,6 +63,71 @@ def test_gradients_of_an_unscaled_loss_are_refused(loss_scale):
     )
 
 
+ADDED = {
+    "nothing added": 0,
+    "one micro-batch added": 1,
+    "two micro-batches added": 2,
+}
+each_optimizer = pytest.mark.parametrize("optimizer", ["fused AdamW", "SGD"])
+
+
+@pytest.mark.parametrize("num_added", ADDED.values(), ids=ADDED)
+@each_optimizer
+def test_gradients_are_not_divided_by_the_scale_twice(optimizer, num_added):
+    """A step raises if its gradients contain those of the last step, which were not zeroed."""
+    run = AttachedRun(RunSettings(loss_scale="number", optimizer=optimizer))
+    run.accelerator.backward(run.network(*BATCH))
+    run.optimizer.step()
+    for _ in range(num_added):
+        run.accelerator.backward(run.network(*BATCH))
+
+    refused_update(run, RuntimeError, "has already divided by the loss scale", run.optimizer.step)
+
+    run.optimizer.zero_grad()
+    run.train(0, 1)
+
+
+ZEROINGS = {
+    "optimizer": lambda run: run.optimizer.zero_grad(),
+    "optimizer, in place": lambda run: run.optimizer.zero_grad(set_to_none=False),
+    "network": lambda run: run.network.zero_grad(),
+    "network, in place": lambda run: run.network.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("zero", ZEROINGS.values(), ids=ZEROINGS)
+@each_optimizer
+def test_gradients_may_be_zeroed_after_another_networks_backward(optimizer, zero):
+    """Gradients of the last step, and what another loss adds to them, may be zeroed in any way."""
+    runs = [
+        AttachedRun(RunSettings(loss_scale=scale, optimizer=optimizer))
+        for scale in ("none", "number")
+    ]
+    for run in runs:
+        for _ in range(3):
+            run.accelerator.backward(run.network(*BATCH))
+            run.optimizer.step()
+            run.accelerator.backward(run.network(*BATCH) * 2)
+            zero(run)
+
+    alone, run = runs
+    for weight, expected in zip(run.network.parameters(), alone.network.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_without_a_scale_gradients_may_be_used_again():
+    """At scale 1, a second step without a new backward is that of accelerate alone."""
+    settings = RunSettings(loss_scale="none")
+    runs = [AttachedRun(settings, attached=attached) for attached in (False, True)]
+    for run in runs:
+        run.accelerator.backward(run.network(*BATCH))
+        for _ in range(2):
+            run.optimizer.step()
+
+    alone, run = runs
+    assert_same_state(alone.trained(), run.trained())
+
+
 def test_without_a_scale_gradients_may_come_from_anywhere():
     """At scale 1, gradients of ``loss.backward()`` give the update of accelerate alone."""
     settings = RunSettings(loss_scale="none")
