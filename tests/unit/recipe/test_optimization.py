@@ -37,7 +37,12 @@ def test_wrong_settings(override, says):
 
 def test_settings_that_are_right():
     """A schedule of transformers and one of MindFormers are accepted."""
-    parsed(
+    of_transformers = parsed(
         training={"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0}}
     )
-    parsed(lr_schedule={"type": "CosineWithWarmUpLR", "lr_end": 1e-3, "warmup_steps": 2})
+    of_mindformers = parsed(
+        lr_schedule={"type": "CosineWithWarmUpLR", "lr_end": 1e-3, "warmup_steps": 2}
+    )
+
+    assert of_transformers.arguments.lr_scheduler_kwargs == {"min_lr": 0}
+    assert of_mindformers.schedule.kind.__name__ == "CosineWithWarmUpLR"

@@ -19,20 +19,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-def check(folder) -> None:
-    """Make all checks of a folder."""
+def check(folder) -> str:
+    """Make all checks of a folder, and return its model type."""
     check_code("path", folder)
     check_weights("path", folder)
-    model_type_of("path", folder)
+    return model_type_of("path", folder)
 
 
 def test_a_whole_folder(folder):
     """A complete folder is accepted, with one file of weights or with several."""
-    check(folder)
+    assert check(folder) == "bert"
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     index = {"weight_map": {"a": "part.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    check(folder)
+    assert check(folder) == "bert"
 
 
 def test_pickled_weights_are_refused(folder):
