@@ -83,6 +83,8 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
             ``save_total_limit``.
     """
 
+    saves_checkpoints = True
+
     def __init__(
         self,
         save_checkpoint_steps: int = 0,

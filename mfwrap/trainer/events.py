@@ -25,6 +25,10 @@ class MonitorCallback(TrainerCallback):
     `put_weights_back`. A stock Trainer calls none of these methods.
     """
 
+    saves_checkpoints: bool = False
+    """Whether the callback requests checkpoints. `MFTrainer` then checks before the first step that
+    the disk has room for one."""
+
     def values_to_log(self) -> dict[str, float]:
         """Return values, by name, that `MFTrainer` adds to each training log."""
         return {}

@@ -11,6 +11,7 @@ from mfwrap.preflight import (
     setting_facts,
     step_facts,
 )
+from mfwrap.trainer.events import monitors
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -59,14 +60,16 @@ def check_trainer_ranks(
     }
     if args.max_steps <= 0 or "epoch" in (args.eval_strategy, args.save_strategy):
         numbers["number of updates in an epoch"] = str(updates_per_epoch)
-    own = [each for each in trainer.callback_handler.callbacks if _is_own(each)]
+    callbacks = trainer.callback_handler.callbacks
+    own = [each for each in callbacks if _is_own(each)]
     facts = step_facts([model], optimizers, settings) | {
         "data": numbers,
         "training arguments": setting_facts(args, _MAY_DIFFER),
         "callbacks": {"list of mfwrap's callbacks": str([type(each).__name__ for each in own])},
     }
     problems = []
-    if args.should_save and args.save_strategy != "no":
+    by_callback = any(each.saves_checkpoints for each in monitors(callbacks))
+    if args.should_save and (args.save_strategy != "no" or by_callback):
         saved = None if args.save_only_model else trainer.optimizer
         size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
         problems = [each for each in [disk_problem(Path(str(args.output_dir)), size)] if each]

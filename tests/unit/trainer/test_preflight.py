@@ -5,22 +5,32 @@ import shutil
 import pytest
 from transformers import TrainingArguments
 
+from mfwrap.callbacks import CheckpointMonitor
 from mfwrap.trainer import MFTrainer
 from support.ranks.trainers import APART, EPOCHS_APART, ROWS, Line, run_apart, run_dry
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
-    """The training is refused before its first update, unless it saves nothing."""
+    """The training is refused before its first update, unless nothing saves checkpoints."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1}
 
-    with pytest.raises(
+    def train(*callbacks):
+        """Train for one step."""
+        arguments = TrainingArguments(str(tmp_path), **settings)
+        MFTrainer(Line(), arguments, train_dataset=ROWS, callbacks=list(callbacks)).train()
+
+    refused = pytest.raises(
         RuntimeError, match=r"a checkpoint takes at least 0.0 MB, but .* has 0.0 MB"
-    ):
-        MFTrainer(Line(), TrainingArguments(str(tmp_path), **settings), train_dataset=ROWS).train()
+    )
+    with refused:
+        train()
     settings["save_strategy"] = "no"
-    MFTrainer(Line(), TrainingArguments(str(tmp_path), **settings), train_dataset=ROWS).train()
+    with refused:
+        train(CheckpointMonitor(save_checkpoint_steps=1))
+    train()
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 @pytest.mark.slow
