@@ -1,11 +1,15 @@
 """Programs that each rank runs to save the state of an attached loop."""
 
+import sys
 from pathlib import Path
+from typing import Any
+
+from accelerate.utils import ProjectConfiguration
 
 from support.attached_runs import AttachedRun
 from support.training_state import assert_same_state
 
-__all__ = ["save_in_one_folder"]
+__all__ = ["save_in_one_folder", "save_with_limit"]
 
 
 def save_in_one_folder(_rank: int, folder: str) -> list[str]:
@@ -19,3 +23,29 @@ def save_in_one_folder(_rank: int, folder: str) -> list[str]:
     run.accelerator.load_state(folder)
     assert_same_state(saved, run.state())
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+def save_with_limit(_rank: int, folder: str) -> tuple[list[str], list[str]]:
+    """Save twice and keep one checkpoint; return what remains, and what this rank has deleted.
+
+    Each rank replaces the file of its own records, which does not count.
+    """
+    settings = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1)
+    run = AttachedRun(project_config=settings)
+    deleted: list[str] = []
+    is_saving = True
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_saving and event in ("shutil.rmtree", "os.remove", "os.rmdir"):
+            deleted.append(str(arguments[0]))
+
+    # A hook cannot be removed, so it ends with `is_saving`.
+    sys.addaudithook(note)
+    for _ in range(2):
+        run.accelerator.save_state()
+    is_saving = False
+    run.accelerator.wait_for_everyone()
+    remaining = [str(path.relative_to(folder)) for path in Path(folder).glob("*/*")]
+    return remaining, [
+        path for path in deleted if path.startswith(folder) and "mfwrap_records_" not in path
+    ]

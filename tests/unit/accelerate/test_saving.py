@@ -8,7 +8,7 @@ from accelerate.utils import ProjectConfiguration
 from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.verification import verify
 from support.attached_runs import AttachedRun, RunSettings
-from support.ranks.saving import save_in_one_folder
+from support.ranks.saving import save_in_one_folder, save_with_limit
 from support.training_state import assert_same_state
 
 
@@ -133,3 +133,12 @@ def test_two_ranks_replace_a_checkpoint(two_ranks, tmp_path):
     assert first == second
     assert {"random_states_0.pkl", "random_states_1.pkl", "mfwrap_manifest.json"} <= set(first)
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_one_of_two_ranks_deletes(two_ranks, tmp_path):
+    """The main process alone deletes, so that no two ranks delete the same files."""
+    (remaining, deleted), (_, by_other_rank) = two_ranks.run(save_with_limit, str(tmp_path))
+
+    assert remaining == ["checkpoints/checkpoint_1"]
+    assert deleted
+    assert by_other_rank == []
