@@ -36,6 +36,7 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
+from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import RankGuard, rank_guard
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -78,6 +79,7 @@ class AttachedAccelerator:
             # Remove a wrapper that the optimizer may already have, so that there is only one, and
             # `prepared.optimizer` is torch's optimizer.
             optimizer = unwrapped_optimizer(optimizer)
+        refuse_update_in_backward(unwrapped_optimizer(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]  # (the accelerator's own method)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = AttachedOptimizer

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import callers_stacklevel, described
+from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
@@ -44,12 +45,14 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside accelerate's wrapper, or `optimizer` itself.
 
     Raises:
-        TypeError: If `optimizer` is not a `torch.optim.Optimizer`, with or without the wrapper.
+        TypeError: If `optimizer` is not a `torch.optim.Optimizer`, with or without the wrapper, or
+            changes its weights during backward.
     """
     inner = unwrapped_optimizer(optimizer)
     if not isinstance(inner, Optimizer):
         msg = f"`optimizer` must be a torch.optim.Optimizer, got {described(inner)}"
         raise TypeError(msg)
+    refuse_update_in_backward(inner)
     return inner
 
 

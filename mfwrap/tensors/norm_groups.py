@@ -45,13 +45,17 @@ def group_parameters(
         sizes: Number of elements of each parameter by name, in the network's order.
         groups: Grouping; see `StepConfig.local_norm_groups`.
         device: Device of the norms.
-        left_out: Names of parameters to leave out of all groups.
+        left_out: Names of frozen parameters, which are in no group.
         may_be_empty: Drop a pattern that matches no parameter instead of raising.
 
     Raises:
         TypeError: If a callable returns neither a str nor ``None``.
-        ValueError: If a pattern matches no parameter, or no parameter is in a group.
+        ValueError: If a pattern matches no parameter, no parameter is in a group, or all parameters
+            are frozen.
     """
+    if len(left_out) == len(sizes) and not may_be_empty:
+        msg = f"`optimizer` must hold a trainable parameter, got {len(sizes)} that are all frozen"
+        raise ValueError(msg)
     if groups is None and not left_out:
         return NormGroups(tuple(sizes), _int64(list(sizes.values()), device), None)
     members: dict[str, list[int]] = {}

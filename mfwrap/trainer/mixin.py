@@ -47,7 +47,7 @@ from mfwrap.trainer.events import (
     monitors,
 )
 from mfwrap.trainer.log import Losses
-from mfwrap.trainer.preflight import check_trainer_ranks
+from mfwrap.trainer.preflight import check_optimizer, check_trainer_ranks
 
 if TYPE_CHECKING:
     import datasets
@@ -101,8 +101,10 @@ class MFTrainerMixin(_Base):
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a setting contradicts the training arguments.
+        TypeError: If an argument has the wrong type, or the optimizer changes its weights during
+            backward (LOMO, layer-wise GaLore and APOLLO).
+        ValueError: If a setting contradicts the training arguments, or ``args.optim`` names such an
+            optimizer.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class MFTrainerMixin(_Base):
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
+        check_optimizer(self)
         add_step_to_events(self, self._before_event)
         # Insert the callback after the Trainer's own callback, which decides when to evaluate, and
         # before the user's callbacks, which may prepare for an evaluation.

@@ -1,4 +1,4 @@
-"""Check before the first update of `MFTrainer` that all ranks train the same thing."""
+"""Check the optimizer of an `MFTrainer`, and before the first update that all ranks agree."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ from mfwrap.preflight import (
     setting_facts,
     step_facts,
 )
+from mfwrap.step.backward_updates import refuse_update_in_backward
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
 
 if TYPE_CHECKING:
@@ -31,6 +33,39 @@ _MAY_DIFFER = (
     *("parallelism_config", "deepspeed", "fsdp_config"),
 )
 """Training arguments that may differ between ranks."""
+
+
+_AFTER_BACKWARD = {
+    "lomo": "sgd",
+    "adalomo": "adafactor",
+    **{
+        f"{name}_layerwise": name
+        for name in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+    },
+}
+"""Values of `optim` whose weights change during backward, each with the value that is closest among
+those whose weights change after backward."""
+
+
+def check_optimizer(trainer: "MFTrainerMixin") -> None:
+    """Raise an error if the weights of a trainer's optimizer would change during backward.
+
+    Call it at the end of the trainer's construction.
+
+    Raises:
+        TypeError: If the trainer was given such an optimizer.
+        ValueError: If ``args.optim`` names such an optimizer.
+    """
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if name in _AFTER_BACKWARD:
+        msg = (
+            f"`optim` must be an optimizer that changes its weights after backward, got {name!r}, "
+            "which changes them during backward, before the step can know of an overflow; use "
+            f"{_AFTER_BACKWARD[name]!r}"
+        )
+        raise ValueError(msg)
+    if trainer.optimizer is not None:
+        refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))
 
 
 def check_trainer_ranks(

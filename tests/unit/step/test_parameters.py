@@ -196,7 +196,7 @@ def test_an_optimizer_of_another_network_is_refused():
 
 def test_an_optimizer_of_frozen_parameters_is_refused():
     """An optimizer that holds only frozen parameters raises an error."""
-    with pytest.raises(ValueError, match="trainable parameters"):
+    with pytest.raises(ValueError, match="must hold a trainable parameter, got 3 that are"):
         trained(Tied().requires_grad_(requires_grad=False))
 
 

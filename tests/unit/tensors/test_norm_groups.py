@@ -126,7 +126,12 @@ def test_what_is_left_out_is_in_no_group(how):
         (["weight", "bias"], [], ValueError, r"got no match for \['bias'\]"),
         (["lm_head"], ["lm_head.weight"], ValueError, r"got no match for \['lm_head'\]"),
         (lambda _: None, [], ValueError, "must match trainable parameters"),
-        (None, list(SIZES), ValueError, "must match trainable parameters"),
+        (
+            None,
+            list(SIZES),
+            ValueError,
+            "got 6 that are all frozen",
+        ),
         (len, [], TypeError, "must return a str or None, got 25 for 'model.embed_tokens.weight'"),
     ],
     ids=["unfound", "left out", "none", "all left out", "no name"],

@@ -1,9 +1,11 @@
-"""`MFTrainer` refuses to start if a checkpoint cannot be written or the ranks disagree."""
+"""`MFTrainer` refuses optimizers that update in backward, full disks and ranks that disagree."""
 
 import shutil
 
 import pytest
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+from transformers.training_args import OptimizerNames
 
 from mfwrap.callbacks import CheckpointMonitor
 from mfwrap.trainer import MFTrainer
@@ -31,6 +33,46 @@ def test_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
         train(CheckpointMonitor(save_checkpoint_steps=1))
     train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("lomo", "sgd"), ("adalomo", "adafactor"), ("galore_adamw_layerwise", "galore_adamw")],
+)
+def test_an_optim_that_updates_in_backward(tmp_path, name, instead):
+    """The construction is refused in one sentence, which names a similar optimizer."""
+    args = TrainingArguments(str(tmp_path), optim=name, use_cpu=True)
+    message = (
+        f"`optim` must be an optimizer that changes its weights after backward, got '{name}', "
+        "which changes them during backward, before the step can know of an overflow; use "
+        f"'{instead}'"
+    )
+
+    with pytest.raises(ValueError, match="`optim`") as refusal:
+        MFTrainer(Line(), args, train_dataset=ROWS)
+    assert str(refusal.value) == message
+
+
+def test_every_layer_wise_optim_is_refused(tmp_path):
+    """Each layer-wise value of `optim` is refused; the value to use instead exists."""
+    names = [each.value for each in OptimizerNames if each.value.endswith("_layerwise")]
+
+    assert len(names) >= 4
+    for name in names:
+        args = TrainingArguments(str(tmp_path), optim=name, use_cpu=True)
+        with pytest.raises(ValueError, match="`optim` must be an optimizer") as refusal:
+            MFTrainer(Line(), args, train_dataset=ROWS)
+        instead = str(refusal.value).rpartition("; use ")[2].strip("'")
+        assert OptimizerNames(instead).value == name.removesuffix("_layerwise")
+
+
+def test_a_given_optimizer_that_updates_in_backward(tmp_path):
+    """A layer-wise optimizer is refused at construction if the trainer is given one."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    optimizer = LayerWiseDummyOptimizer({})
+
+    with pytest.raises(TypeError, match="got LayerWiseDummyOptimizer, which changes them during"):
+        MFTrainer(Line(), args, train_dataset=ROWS, optimizers=(optimizer, None))
 
 
 @pytest.mark.slow

@@ -1,0 +1,52 @@
+"""Refuse optimizers that change the weights during backward.
+
+LOMO and the layer-wise GaLore and APOLLO save memory: a hook updates each weight as soon as its
+gradient is complete, and releases the gradient. So there is never a moment at which all gradients
+exist and no weight has changed. The step needs this moment: the overflow flag and the global norm
+depend on all gradients, and decide whether and by how much every weight changes.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from torch.optim import Optimizer
+
+_CLASSES = (
+    ("lomo_optim", "Lomo"),
+    ("lomo_optim", "AdaLomo"),
+    ("transformers.trainer_pt_utils", "LayerWiseDummyOptimizer"),
+)
+"""Modules and names of optimizers whose weights change during backward."""
+
+
+def _loaded_classes() -> Iterator[type]:
+    # Do not import these modules. If no other code has imported a module, no optimizer has its
+    # class.
+    for module, name in _CLASSES:
+        if module in sys.modules:
+            yield getattr(sys.modules[module], name)
+
+
+def refuse_update_in_backward(optimizer: Optimizer) -> None:
+    """Raise an error if an optimizer changes its weights during backward.
+
+    Raises:
+        TypeError: If `optimizer` is LOMO, AdaLomo or transformers' stand-in for layer-wise
+            optimizers, or if torch's ``_apply_optimizer_in_backward`` was called for one of its
+            parameters.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, tuple(_loaded_classes())):
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        # torch sets this attribute on the parameters that it updates during backward.
+        inner = next(
+            filter(None, (getattr(p, "_in_backward_optimizers", None) for p in held)), None
+        )
+        if inner is None:
+            return
+        name = f"{name} with parameters of an in-backward {type(inner[0]).__name__}"
+    msg = (
+        f"`optimizer` must change its weights after backward, got {name}, which changes them "
+        "during backward, before the step can know of an overflow"
+    )
+    raise TypeError(msg)
