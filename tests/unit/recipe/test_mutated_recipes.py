@@ -109,7 +109,9 @@ def keys(task: str) -> dict[tuple, set[str]]:
         ("model",): fields(ModelSettings),
         ("model", "config"): config_keys("llama") | config_keys("bert"),
         ("data",): fields(JsonLinesSource),
-        ("training",): fields(TASKS[task].arguments()),
+        # Each process of `dataset_num_proc` is a fork of this large process for each step of the
+        # preparation. A dozen of them can take more CPU time than `MORE`.
+        ("training",): fields(TASKS[task].arguments()) - {"dataset_num_proc"},
         ("runner_wrapper",): fields(RunnerWrapperSection),
         ("ema",): {"decay", "warmup", "update_every", "device"},
         ("callbacks", 0): set(inspect.signature(MFLossMonitor).parameters),
