@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants lint format benchmark docs clean
+.PHONY: help train test test-full test-cuda mutants peers lint format benchmark docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 # Without PYTHONSAFEPATH, because the script imports a module from its own folder.
 mutants: $(VENV)/.linked ## plant 400 faults into the core, and count those that the tests notice (half an hour)
 	PYTHONSAFEPATH= $(RUN) .ci/mutants.py
+
+peers: $(VENV)/.linked ## run accelerate's own tests with mfwrap in place, and report what differs (5 minutes)
+	$(RUN) .ci/peers.py
 
 lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check
