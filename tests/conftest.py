@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support.deferral import late_results
 from support.ranks.pool import RankPool
 
 # Compare the collectives of all ranks in every test. The variable must be set before mfwrap is
@@ -70,6 +71,13 @@ def two_ranks(tmp_path_factory) -> Iterator[RankPool]:
     """Start two processes that are the ranks of one process group."""
     with RankPool(2, tmp_path_factory.mktemp("two_ranks")) as pool:
         yield pool
+
+
+@pytest.fixture
+def _late_results() -> Iterator[None]:
+    """Let the results of updates on a CPU arrive as late as those of a device."""
+    with late_results():
+        yield
 
 
 @pytest.fixture(autouse=True)

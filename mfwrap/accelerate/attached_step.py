@@ -96,8 +96,8 @@ class AttachedStep:
         """Whether the loop uses ``accelerator.accumulate``. If so, ``accelerator.step`` numbers the
         micro-batches of an update: 1, 2, ..., and 0 for the data loader's last micro-batch."""
         self.answers_late = False
-        """Whether ``optimizer_step_was_skipped`` returns False without checking. The Trainer reads
-        it after every step, and the true answer would synchronize with the device each time."""
+        """Whether ``optimizer_step_was_skipped`` returns False if the true answer would synchronize
+        with the device. The Trainer reads it after every step."""
         self.ranks = LoopRanks(accelerator, self._distributed_parts, config)
         """Check of the ranks that update the models together."""
         self.is_loading = False
@@ -151,8 +151,8 @@ class AttachedStep:
     def flush(self) -> None:
         """Wait for the results of the last update, and advance the schedules if it was applied.
 
-        Synchronizes with the device. Call it before you read a schedule, and at the end of
-        training. ``accelerator.end_training`` and ``save_state`` call it for you.
+        Synchronizes with the device. Call it before you read ``optimizer.param_groups``, and at the
+        end of training. ``accelerator.end_training`` and ``save_state`` call it for you.
 
         Raises:
             RuntimeError: If ``max_consecutive_skips`` updates in a row were skipped.
@@ -402,11 +402,12 @@ def attach(
     - ``clip_grad_norm_`` returns the norm of the unscaled gradients before clipping. It reads the
       gradients once for this norm, the local norms and the overflow flag. The optimizer applies
       the clip in its own pass over the gradients.
-    - Prepared schedules advance only for applied updates, and only just before the next update.
-      Until then ``get_last_lr`` returns the rate that the last update used.
+    - Prepared schedules advance only for applied updates. Where only the device knows whether an
+      update was applied (fused optimizers on a GPU), they advance just before the next update.
 
     With torch's fused optimizers there is no host-device synchronization in the step. Reading
-    ``optimizer_step_was_skipped`` or calling a schedule's ``state_dict`` does synchronize.
+    ``optimizer_step_was_skipped``, or calling ``get_last_lr`` or ``state_dict`` of a schedule,
+    synchronizes once if only the device knows the answer.
 
     With several optimizers, the loss scale changes once all of them have used their gradients. If
     several optimizers hold weights of the average, the average is updated once all of them have

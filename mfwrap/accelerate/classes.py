@@ -11,9 +11,9 @@ How accelerate's calls reach the step:
 - ``accelerator.clip_grad_norm_`` calls `mfwrap.accelerate.gradients.clip_grad_norm`, which lets
   the optimizer's step do the clipping if possible.
 - ``optimizer.step()`` calls ``accelerator.scaler.step``, which does the whole update.
-- ``scheduler.step()`` only records a request, which is carried out just before the next update. By
-  then the host can learn, without stopping the device, whether the last update was applied; see
-  `mfwrap.schedules.deferred`.
+- ``scheduler.step()`` advances at once if the host knows whether the last update was applied.
+  Otherwise it records a request, which is carried out just before the next update, or when the loop
+  reads the schedule; see `mfwrap.schedules.deferred`.
 """
 
 import contextlib
@@ -205,10 +205,11 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last update was skipped. Synchronizes with the device."""
-        if self.attachment.answers_late:
+        """Whether the last update was skipped. Synchronizes with the device if it must."""
+        step = self.attachment.step
+        if self.attachment.answers_late and not step.outcome_is_known(self.optimizer):
             return False
-        return self.attachment.step.was_skipped(self.optimizer)
+        return step.was_skipped(self.optimizer)
 
     def step(self, closure: None = None) -> None:
         """Do the whole update after the last micro-batch; do nothing after earlier ones."""
@@ -269,26 +270,51 @@ def restore_scheduler(scheduler: Any) -> None:
 
 
 class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (accelerate is untyped)
-    """Wrap a schedule as accelerate does, but advance it just before the next update.
+    """Wrap a schedule as accelerate does; do not wait for the device in order to advance it.
 
-    By then the host can learn, without stopping the device, whether the last update was applied.
-    A schedule that is stepped with a metric (``ReduceLROnPlateau``) advances at once, which
-    synchronizes with the device.
+    If the host knows whether the last update was applied, the schedule advances at once, as with
+    accelerate. Otherwise it advances just before the next update: by then the host can learn the
+    outcome without stopping the device. A schedule that is stepped with a metric
+    (``ReduceLROnPlateau``) always advances at once, which synchronizes with the device.
     """
 
     attachment: "AttachedStep"
     requests: list[ScheduleRequest]
     gradient_state: Any
 
+    @property
+    def scheduler(self) -> Any:
+        """Schedule of torch. Does the requested steps first, which may synchronize.
+
+        accelerate's ``get_last_lr``, ``state_dict`` and so on read this attribute.
+        """
+        self.resolve()
+        return self.__dict__["scheduler"]
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.__dict__["scheduler"] = scheduler
+
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Request a step, which `resolve` carries out later if the last update was applied."""
+        """Step, or request a step that `resolve` does later, if the last update was applied."""
+        schedule = self.__dict__["scheduler"]
         follows_update = self.step_with_optimizer and self.gradient_state.sync_gradients
-        if follows_update and not is_stepped_with_a_metric(self.scheduler):
-            self.requests.append(ScheduleRequest.now(self.scheduler, args, keywords))
+        waits = not all(map(self._outcome_is_known, self.optimizers))
+        if follows_update and waits and not is_stepped_with_a_metric(schedule):
+            self.requests.append(ScheduleRequest.now(schedule, args, keywords))
             return
         if follows_update:
-            self.attachment.flush()
-        super().step(*args, **keywords)
+            self.resolve()
+        # Between micro-batches accelerate only counts the call, but it reads `scheduler` to do so.
+        # Hide the requests from that read, which would carry them out and wait for the device.
+        requests, self.requests = self.requests, []
+        try:
+            super().step(*args, **keywords)
+        finally:
+            self.requests = requests
+
+    def _outcome_is_known(self, optimizer: Any) -> bool:
+        return self.attachment.step.outcome_is_known(unwrapped_optimizer(optimizer))
 
     def resolve(self) -> None:
         """Do the requested steps if the last update was applied; drop them if it was skipped."""
@@ -303,18 +329,12 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         step = super().step
         try:
             advance(
-                self.scheduler,
+                self.__dict__["scheduler"],
                 requests,
                 lambda request: step(*request.arguments, **request.keywords),
             )
         finally:
             self.gradient_state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state after all updates so far. Synchronizes with the device."""
-        self.attachment.flush()
-        state: dict[str, Any] = super().state_dict()
-        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the schedule, and drop the requested steps."""

@@ -188,13 +188,22 @@ class LoopStep:
         others = (w for w in self.windows.values() if w is not self._stepping)
         return not any(window.has_unused_gradients() for window in others)
 
+    def outcome_is_known(self, optimizer: Optimizer) -> bool:
+        """Return whether `was_skipped` returns without synchronizing with the device.
+
+        It does if the parameters are on a CPU, if the optimizer's last update read the skip flag on
+        the host anyway, or if there has been no update since the last flush.
+        """
+        window = self.windows.get(optimizer)
+        return window is None or window.update.counts.outcome_is_known
+
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer's last update was skipped. Synchronizes with the device."""
-        if optimizer not in self.windows:
-            return False
-        counts = self.windows[optimizer].update.counts
-        counts.flush()
-        return counts.last_was_skipped
+        """Return whether an optimizer's last update was skipped; False before its first update.
+
+        Synchronizes with the device unless `outcome_is_known`.
+        """
+        window = self.windows.get(optimizer)
+        return window is not None and window.update.counts.was_skipped()
 
     def flush(self) -> None:
         """Wait for the results of the last updates, and advance the schedules if they were applied.

@@ -4,7 +4,8 @@ The host needs to know whether an update was applied: to advance a schedule, to 
 ``optimizer_step_was_skipped``, and to stop a training after too many skipped updates in a row.
 Reading the flag right after the update would synchronize with the device. So the flag is copied to
 the host in the background (`DeferredReads`), and `flush` reads the copy just before the next
-update.
+update. `UpdateCounts.was_skipped` reads it earlier for a caller that asks. Where asking costs
+nothing, `UpdateCounts.outcome_is_known` says so.
 """
 
 import functools
@@ -38,7 +39,7 @@ class UpdateCounts:
         device: Training device.
         max_consecutive_skips: As in `StepConfig`.
         on_applied: Function that `flush` calls for each update that was applied.
-        reported: Whether the caller reads `last_was_skipped`. If ``False``, and both
+        reported: Whether the caller calls `was_skipped`. If ``False``, and both
             `max_consecutive_skips` and `on_applied` are ``None``, nothing is copied to the host.
     """
 
@@ -55,8 +56,10 @@ class UpdateCounts:
         self.applied_updates = zero
         self.skipped_updates = zero
         self.consecutive_skips = zero
-        self.last_was_skipped = False
-        """Whether the last update was skipped; current after `flush`."""
+        # None while only the device knows.
+        self._was_skipped: bool | None = False
+        # Error about too many skips, which `flush` raises.
+        self._error: RuntimeError | None = None
         self._limit = max_consecutive_skips
         self._on_applied = on_applied
         self._reported = reported or on_applied is not None or max_consecutive_skips is not None
@@ -70,16 +73,20 @@ class UpdateCounts:
         self.skipped_updates = self.skipped_updates + skipped
         self.consecutive_skips = (self.consecutive_skips + 1) * skipped
 
-    def submit(self, report: StepReport, local_norm: Tensor) -> None:
+    def submit(
+        self, report: StepReport, local_norm: Tensor, *, skipped: bool | None = None
+    ) -> None:
         """Start copying an update's results to the host.
 
         Args:
             report: Report of the update.
             local_norm: Local norms of the update. The error about too many skips uses them to name
                 the groups with non-finite gradients.
+            skipped: Whether the update was skipped, if the host knows it already.
         """
         if not self._reported:
             return
+        self._was_skipped = skipped
         values = _Arrival(
             skipped=report.skipped,
             consecutive_skips=report.consecutive_skips,
@@ -96,6 +103,21 @@ class UpdateCounts:
             ),
         )
 
+    @property
+    def outcome_is_known(self) -> bool:
+        """Whether `was_skipped` returns without synchronizing with the device."""
+        return self._was_skipped is not None or self._reads.are_free
+
+    def was_skipped(self) -> bool:
+        """Return whether the last update was skipped; False before the first update.
+
+        Synchronizes with the device unless `outcome_is_known`. Too many skips in a row raise no
+        error here; `flush` raises it before the next update.
+        """
+        if self._was_skipped is None:
+            self._reads.flush()
+        return bool(self._was_skipped)
+
     def flush(self) -> None:
         """Read the last update's results: call `on_applied`, or raise after too many skips.
 
@@ -105,6 +127,9 @@ class UpdateCounts:
             RuntimeError: If the update was the ``max_consecutive_skips``-th skip in a row.
         """
         self._reads.flush()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _receive(
         self,
@@ -115,10 +140,11 @@ class UpdateCounts:
         rates: Tensor,
     ) -> None:
         arrival = _Arrival(*values)
-        self.last_was_skipped = bool(arrival.skipped)
+        self._was_skipped = bool(arrival.skipped)
         if not arrival.skipped and self._on_applied is not None:
             self._on_applied()
-        if self._limit is not None and arrival.consecutive_skips >= self._limit:
+        at_limit = self._limit is not None and arrival.consecutive_skips >= self._limit
+        if at_limit and self._error is None:
             finite = local_norm.isfinite().tolist()
             bad = [name for name, fine in zip(names, finite, strict=True) if not fine]
             msg = (
@@ -126,7 +152,7 @@ class UpdateCounts:
                 f"step {arrival.step:.0f} with loss scale {arrival.loss_scale:g}; "
                 f"groups with a non-finite gradient norm: {bad}; learning rates: {rates.tolist()}"
             )
-            raise RuntimeError(msg)
+            self._error = RuntimeError(msg)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the counters by name: tensors of shape ``()``, int64, never changed in place."""
@@ -153,12 +179,13 @@ class UpdateCounts:
         self.check(state_dict)
         for name, counter in self.tensors().items():
             setattr(self, name, state_dict[name].detach().clone().to(counter.device))
-        self.last_was_skipped = bool(self.consecutive_skips > 0)
         self.discard_pending()
+        self._was_skipped = bool(self.consecutive_skips > 0)
 
     def discard_pending(self) -> None:
         """Drop results that `flush` has not read yet, without acting on them."""
         self._reads.discard()
+        self._was_skipped, self._error = False, None
 
 
 def _check_counter(name: str, value: object) -> None:

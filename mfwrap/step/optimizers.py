@@ -106,18 +106,21 @@ class SkippableOptimizer:
         groups = self.optimizer.param_groups
         return self._has_fused_kernel and all(group.get("fused") for group in groups)
 
-    def step(self, divisor: Tensor | None, skip: Tensor) -> None:
+    def step(self, divisor: Tensor | None, skip: Tensor) -> bool | None:
         """Update the parameters from their gradients, or do nothing if `skip` is true.
 
         Args:
             divisor: Divisor of the gradients, shape ``()``, float32. ``None`` means 1 and saves a
                 pass over the gradients.
             skip: Whether to leave parameters, state and step counts unchanged; shape ``()``, bool.
+
+        Returns:
+            Value of `skip` if the host had to read it; ``None`` if it stayed on the device.
         """
         if self.skips_on_device and not self._first_update_is_unsafe():
             self._step_folded(divisor, skip)
-        else:
-            self._step_in_place(divisor, skip)
+            return None
+        return self._step_in_place(divisor, skip)
 
     def _step_folded(self, divisor: Tensor | None, skip: Tensor) -> None:
         optimizer: Any = self.optimizer
@@ -136,11 +139,11 @@ class SkippableOptimizer:
             if divisor is not None:
                 del optimizer.grad_scale
 
-    def _step_in_place(self, divisor: Tensor | None, skip: Tensor) -> None:
+    def _step_in_place(self, divisor: Tensor | None, skip: Tensor) -> bool:
         one = torch.ones_like(skip, dtype=torch.float32)
         flag, value = torch.stack((skip.float(), one if divisor is None else divisor)).tolist()
         if flag:
-            return
+            return True
         if value != 1:
             gradients = [
                 parameter.grad
@@ -154,6 +157,7 @@ class SkippableOptimizer:
                 torch._foreach_div_(local_tensors(gradients), value)
         with self._unfused_where_momentum_begins_late(), self._shards():
             self.optimizer.step()
+        return False
 
     def _shards(self) -> contextlib.AbstractContextManager[None]:
         """Give a fused optimizer this rank's shards, if any parameter is distributed."""

@@ -213,7 +213,7 @@ class StepUpdate:
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
             update; ``None`` for no schedule.
         ema: Average that follows the weights after applied updates; ``None`` for no average.
-        reported: Whether the caller reads ``counts.last_was_skipped``.
+        reported: Whether the caller calls ``counts.was_skipped``.
         local_squares: Source of the norms of this rank's own gradients; ``None`` if the gradients
             are this rank's own.
         agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
@@ -344,7 +344,7 @@ class StepUpdate:
             rates = learning_rates(self._optimizer.optimizer, self._device)
             applied = ~self._skips(measured)
             divisor = self._clipped_divisor(measured, coefficient)
-            self._optimizer.step(divisor, ~applied)
+            skipped = self._optimizer.step(divisor, ~applied)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:
@@ -353,7 +353,7 @@ class StepUpdate:
             report = self._report(
                 loss, measured, applied, rates, norm_is_asked_for=coefficient is not None
             )
-            self.counts.submit(report, measured.local_norm)
+            self.counts.submit(report, measured.local_norm, skipped=skipped)
         return report
 
     def flush(self) -> None:

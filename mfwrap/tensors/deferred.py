@@ -74,6 +74,11 @@ class DeferredReads:
     def __len__(self) -> int:
         return len(self._pending)
 
+    @property
+    def are_free(self) -> bool:
+        """Whether `flush` never waits, because the values are on the CPU."""
+        return self._device is not None and self._device.type == "cpu"
+
     def reserve(self, size: int) -> None:
         """Allocate host memory for a vector of `size` elements ahead of time.
 

@@ -104,8 +104,8 @@ class StepCallbackHandler(CallbackHandler):
         """
         attached = self.trainer.attached
         # Right after `on_optimizer_step`, the Trainer reads whether the update was skipped. If not,
-        # it steps the schedule. To know the true value, the host would have to synchronize with the
-        # device, so the value is always False there. This is safe: if the update was skipped, the
+        # it steps the schedule. If only the device knows the true value, the Trainer gets False
+        # there, so that the host does not wait. This is safe: if the update was skipped, the
         # deferred schedule drops the step just before the next update.
         attached.answers_late = False
         self.before_event(event)

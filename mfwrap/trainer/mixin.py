@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -164,12 +165,16 @@ class MFTrainerMixin(_Base):
         self._losses = Losses(self)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule, and defer its steps until the host knows the update's result."""
+        """Create the schedule; each of its steps waits until the host knows the update's result."""
         schedule: Any = super().create_scheduler(*args, **kwargs)
         steps = self.attached.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
             optimizer = unwrapped_optimizer(self.optimizer)
-            defer_schedule(schedule, lambda: steps.was_skipped(optimizer), steps.flush)
+            defer_schedule(
+                schedule,
+                functools.partial(steps.outcome_is_known, optimizer),
+                functools.partial(steps.was_skipped, optimizer),
+            )
         if isinstance(schedule, DeferredSchedule) and schedule not in steps.schedules:
             steps.schedules.append(schedule)
         return schedule

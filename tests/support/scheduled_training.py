@@ -132,6 +132,9 @@ class Run(NamedTuple):
     state: dict[str, Any]
     """State of the schedule after the last update."""
 
+    seen: list[list[float]]
+    """Rates that ``get_last_lr`` returned right after each step of the schedule."""
+
     weights: list[torch.Tensor]
     """Weights after the last update."""
 
@@ -144,6 +147,7 @@ class ScheduledTraining:
         optimizer: Name of the optimizer in `OPTIMIZERS`.
         precision: accelerate's ``mixed_precision``.
         attached: Whether to attach mfwrap's step to the accelerator.
+        asks: Whether to call ``get_last_lr`` after each step of the schedule.
         settings: Further keyword arguments of the accelerator.
     """
 
@@ -154,8 +158,10 @@ class ScheduledTraining:
         precision: str = "no",
         *,
         attached: bool = True,
+        asks: bool = True,
         **settings: Any,
     ) -> None:
+        self._asks = asks
         self.accelerator = new_accelerator(precision, scale=2.0**10, **settings)
         self.step = attach(self.accelerator) if attached else None
         self.how = SCHEDULES[name]
@@ -173,12 +179,14 @@ class ScheduledTraining:
         )
         # Prepare the schedule separately: `prepare` does not recognize a GreedyLR as a schedule.
         self.schedule = self.accelerator.prepare_scheduler(schedule)
-        self.rates, self.betas = [], []
+        self.rates, self.betas, self.seen = [], [], []
 
     def step_schedule(self) -> None:
         """Step the schedule with its arguments for the current update."""
         update = min(len(self.rates), NUM_UPDATES - 1)
         self.schedule.step(*self.how.arguments(update))
+        if self._asks:
+            self.seen.append(self.schedule.get_last_lr())
 
     def epoch(self, bad_updates: tuple[int, ...] = (), *, num_updates: int = 2**31) -> None:
         """Train for an epoch, or until `num_updates` updates have been made in total."""
@@ -209,7 +217,8 @@ def run(*arguments: Any, bad_updates: tuple[int, ...] = (), **settings: Any) -> 
     for _ in range(NUM_EPOCHS):
         training.epoch(bad_updates)
     weights = [weight.detach().clone() for weight in training.network.parameters()]
-    return Run(training.rates, training.betas, plain_state(training.schedule.state_dict()), weights)
+    state = plain_state(training.schedule.state_dict())
+    return Run(training.rates, training.betas, state, training.seen, weights)
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:

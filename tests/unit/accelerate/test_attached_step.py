@@ -12,6 +12,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from mfwrap import ExponentialMovingAverage
 from mfwrap.accelerate import attach
 from support.attached_runs import FACTORS, NAN, AttachedRun, RunSettings, new_accelerator
+from support.deferral import late_results
 from support.small_networks import Classifier, labelled_batches
 from support.training_state import assert_same_state
 
@@ -122,14 +123,16 @@ def test_after_a_skip_too_it_goes_on_from_where_it_was(tmp_path, precision):
 def test_a_detached_loop_steps_its_schedule_at_once():
     """Detaching applies the pending schedule step; later schedule steps take effect at once."""
     run = AttachedRun(PLAIN)
-    run.train(0, 2, APPLIED)
-    behind = run.schedule.scheduler.last_epoch
+    schedule = run.schedule.scheduler
+    with late_results():
+        run.train(0, 2, APPLIED)
+        behind = schedule.last_epoch
 
-    run.step.detach()
-    detached = run.schedule.scheduler.last_epoch
-    run.train(2, 3, APPLIED)
+        run.step.detach()
+        detached = schedule.last_epoch
+        run.train(2, 3, APPLIED)
 
-    assert (behind, detached, run.schedule.scheduler.last_epoch) == (1, 2, 3)
+    assert (behind, detached, schedule.last_epoch) == (1, 2, 3)
 
 
 def test_a_detached_step_can_be_flushed_and_read():
@@ -275,24 +278,18 @@ def test_a_freed_accelerator_trains_what_is_prepared_next(method):
     assert_same_state(expected, run.state())
 
 
-def test_freeing_settles_what_is_pending():
-    """`free_memory` applies the pending step of the schedule."""
+@pytest.mark.parametrize("method", ["free_memory", "end_training"])
+def test_freeing_and_ending_settle_what_is_pending(method):
+    """`free_memory` and `end_training` apply the pending step of the schedule."""
     run = AttachedRun()
-    run.train(0, 3)
+    schedule = run.schedule.scheduler
+    with late_results():
+        run.train(0, 3)
+        behind = schedule.last_epoch
 
-    run.accelerator.free_memory()
+        getattr(run.accelerator, method)()
 
-    assert run.schedule.scheduler.last_epoch == 2
-
-
-def test_the_end_of_training_settles_what_is_pending():
-    """`end_training` applies the pending step of the schedule."""
-    run = AttachedRun()
-    run.train(0, 3)
-
-    run.accelerator.end_training()
-
-    assert run.schedule.scheduler.last_epoch == 2
+    assert (behind, schedule.last_epoch) == (1, 2)
 
 
 def test_a_copy_of_an_attached_accelerator_is_the_accelerator_itself():

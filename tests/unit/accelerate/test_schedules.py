@@ -4,24 +4,50 @@ accelerate alone reports skips correctly only in fp16 with an optimizer that is 
 not depend on precision or optimizer, so that loop is the reference for all others.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from support.accelerate_loops import OPTIMIZERS
+from support.deferral import late_results
 from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
 from support.small_networks import labelled_batches
 
 # Some of these loops step the schedule before the optimizer, and torch warns about this order.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
+EACH_WITH_EACH = [
+    (name, optimizer)
+    for name in SCHEDULES
+    for optimizer in OPTIMIZERS
+    # These schedules change the momentum, which Adafactor does not have.
+    if optimizer != "Adafactor" or not name.startswith(("OneCycleLR", "CyclicLR"))
+]
+
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_accumulation = pytest.mark.parametrize("accumulation", [1, 2])
 
 
-@pytest.mark.fast_sample(48)
+@pytest.fixture
+def _arrival(request) -> Iterator[None]:
+    """Run a test with results that arrive late (a device) or at once (a CPU)."""
+    with late_results() if request.param else contextlib.nullcontext():
+        yield
+
+
+each_arrival = pytest.mark.parametrize(
+    "_arrival", [True, False], ids=["late", "at once"], indirect=True
+)
+
+
+@pytest.mark.fast_sample(64)
+@pytest.mark.usefixtures("_arrival")
+@each_arrival
+@pytest.mark.parametrize("asks", [True, False], ids=["asked", "not asked"])
 @pytest.mark.parametrize(
     ("optimizer", "precision", "accumulation"),
     [("fused SGD", "no", 1), ("fused SGD", "fp16", 2), ("SGD", "bf16", 2)],
@@ -30,10 +56,11 @@ each_accumulation = pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("bad_updates", [(), (0,), (2, 3), (7, 8, 9), (11,)], ids=str)
 @each_schedule
 def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
-    name, bad_updates, optimizer, precision, accumulation
+    name, bad_updates, optimizer, precision, accumulation, asks
 ):
     """Rates, momentum and final schedule state equal those of the reference loop.
 
+    If the loop calls ``get_last_lr`` after each step of the schedule, the answers are equal, too.
     Updates 3 and 7 are the last of their epochs; update 11 is the last of the run.
     """
     expected = truthful(name, bad_updates, accumulation)
@@ -44,17 +71,20 @@ def test_rates_are_those_of_accelerate_where_it_knows_of_skips(
         precision,
         bad_updates=bad_updates,
         gradient_accumulation_steps=accumulation,
+        asks=asks,
     )
 
     assert actual.rates == expected.rates
     assert actual.betas == expected.betas
     assert actual.state == expected.state
+    assert actual.seen == (expected.seen if asks else [])
 
 
 @pytest.mark.fast_sample(16)
+@pytest.mark.usefixtures("_arrival")
+@each_arrival
 @each_accumulation
-@pytest.mark.parametrize("optimizer", ["fused AdamW", "foreach AdamW"])
-@each_schedule
+@pytest.mark.parametrize(("name", "optimizer"), EACH_WITH_EACH)
 def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
     """Without skips, rates, betas and weights are bitwise equal to those of accelerate alone."""
     settings = {"gradient_accumulation_steps": accumulation}
@@ -62,6 +92,7 @@ def test_weights_are_those_of_accelerate(name, optimizer, accumulation):
 
     actual = run(name, optimizer, **settings)
 
+    assert actual.seen == expected.seen
     assert (actual.rates, actual.betas) == (expected.rates, expected.betas)
     assert actual.state == expected.state
     torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=0)
@@ -119,18 +150,40 @@ def test_a_state_between_two_micro_batches_is_that_after_the_last_update(name, b
     assert states[1] == states[0]
 
 
+QUESTIONS = {
+    "get_last_lr": lambda schedule: schedule.get_last_lr(),
+    "last_epoch": lambda schedule: schedule.scheduler.last_epoch,
+    "state_dict": lambda schedule: schedule.state_dict()["_last_lr"],
+    "flush": lambda schedule: schedule.attachment.flush(),
+}
+
+
+@pytest.mark.usefixtures("_late_results")
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
 @pytest.mark.parametrize("bad_updates", [(), (1,)], ids=["applied", "skipped"])
-def test_the_last_rate_is_told_without_waiting(bad_updates):
-    """``get_last_lr`` returns the last used rate; after a flush it returns the next rate."""
-    training = ScheduledTraining("LambdaLR")
+def test_a_question_does_what_is_pending(bad_updates, ask):
+    """The rate in the optimizer is the last used one until somebody asks the schedule."""
+    training = ScheduledTraining("LambdaLR", asks=False)
     training.epoch(bad_updates, num_updates=2)
+    group = training.optimizer.param_groups[0]
     first = OPTIMIZERS["fused SGD"]([torch.zeros(1)]).param_groups[0]["lr"]
+    before = group["lr"]
 
-    before = training.schedule.get_last_lr()
-    training.step.flush()
+    ask(training.schedule)
 
-    assert before == [training.rates[-1]] == [first / 2]
-    assert training.schedule.get_last_lr() == [first / 2 if bad_updates else first * (1 / 3)]
+    assert before == training.rates[-1] == first / 2
+    assert group["lr"] == (first / 2 if bad_updates else first * (1 / 3))
+
+
+@pytest.mark.usefixtures("_late_results")
+@pytest.mark.parametrize(("optimizer", "waits"), [("fused SGD", True), ("SGD", False)])
+def test_an_optimizer_that_reads_the_flag_needs_no_second_wait(optimizer, waits):
+    """If the optimizer has read the skip flag, the schedule advances at once on a device, too."""
+    training = ScheduledTraining("LambdaLR", optimizer, asks=False)
+    training.epoch(num_updates=1)
+
+    rate = training.optimizer.param_groups[0]["lr"]
+    assert rate == (training.rates[0] if waits else training.rates[0] / 2)
 
 
 def saved_states(training: ScheduledTraining) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def test_saving_after_each_update_changes_nothing(tmp_path, optimizer, accumulat
     assert_same_state(expected, run.state())
 
 
+@pytest.mark.usefixtures("_late_results")
 @pytest.mark.parametrize(("stop", "position"), [(1, 1), (2, 1), (3, 2), (6, 3)])
 def test_what_is_pending_is_settled_before_it_is_saved(tmp_path, stop, position):
     """The saved schedule has counted the last update if that update was applied."""
@@ -146,6 +147,7 @@ def test_what_is_pending_is_settled_before_it_is_saved(tmp_path, stop, position)
     assert optimizer["param_groups"][0]["lr"] == 1e-2 * (1 / (1 + position))
 
 
+@pytest.mark.usefixtures("_late_results")
 def test_loading_drops_what_is_pending(tmp_path):
     """An update before loading does not step the schedule after loading."""
     run = AttachedRun()

@@ -1,4 +1,4 @@
-"""A deferred schedule applies each step one update later, when the outcome is known."""
+"""A deferred schedule does each step when the outcome of the last update is known."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingWarmRestarts,
     LambdaLR,
     OneCycleLR,
@@ -41,20 +42,24 @@ class Training:
     Args:
         make: Function that builds the schedule for an optimizer.
         deferred: Whether the schedule's steps are deferred.
+        late: Whether only a device knows the outcome of an update, until somebody asks for it.
     """
 
-    def __init__(self, make, *, deferred: bool = True) -> None:
+    def __init__(self, make, *, deferred: bool = True, late: bool = True) -> None:
         self.optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         self.schedule = make(self.optimizer)
+        self.late = late
+        self.is_known = True
         self.skipped = False
-        self.num_flushes = 0
+        self.num_waits = 0
         if deferred:
-            defer_schedule(self.schedule, lambda: self.skipped, self.flush)
+            defer_schedule(self.schedule, lambda: self.is_known, self.was_skipped)
 
-    def flush(self) -> None:
-        """Resolve the schedule and count the call."""
-        self.num_flushes += 1
-        self.schedule.resolve()
+    def was_skipped(self) -> bool:
+        """Return whether the last update was skipped; count the calls that must wait for it."""
+        self.num_waits += not self.is_known
+        self.is_known = True
+        return self.skipped
 
     def update(self, *, skipped: bool = False) -> float:
         """Run an update as the Trainer does, and return the rate that the optimizer used."""
@@ -62,28 +67,82 @@ class Training:
             self.schedule.resolve()
         self.optimizer.step()
         rate = self.optimizer.param_groups[0]["lr"]
-        self.skipped = skipped
+        self.skipped, self.is_known = skipped, not self.late
         self.schedule.step()
         return rate
 
 
+each_arrival = pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
+
+
+@each_arrival
 @each_schedule
-def test_rates_are_those_of_the_schedule_itself(make):
+def test_rates_are_those_of_the_schedule_itself(make, late):
     """A deferred schedule gives each update the same rate as the plain schedule."""
-    plain, deferred = Training(make, deferred=False), Training(make)
+    plain, deferred = Training(make, deferred=False), Training(make, late=late)
 
     for _ in range(8):
         assert deferred.update() == plain.update()
 
 
+@each_arrival
 @each_schedule
-def test_a_skipped_update_is_not_counted(make):
+def test_a_skipped_update_is_not_counted(make, late):
     """The update after a skipped update uses the same rate again."""
-    plain, deferred = Training(make, deferred=False), Training(make)
+    plain, deferred = Training(make, deferred=False), Training(make, late=late)
     expected = [plain.update() for _ in range(4)]
 
     rates = [deferred.update(skipped=number in {1, 2, 5}) for number in range(7)]
     assert rates == [expected[number] for number in (0, 1, 1, 1, 2, 3, 3)]
+
+
+QUESTIONS = {
+    "get_last_lr": lambda schedule: schedule.get_last_lr(),
+    "last_epoch": lambda schedule: schedule.last_epoch,
+    "state_dict": lambda schedule: schedule.state_dict()["_last_lr"],
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+@each_schedule
+def test_who_asks_pays_one_wait_and_gets_the_truth(make, ask):
+    """A question after each step is answered as by the plain schedule, and waits once."""
+    plain, deferred = Training(make, deferred=False), Training(make)
+
+    for number in range(1, 6):
+        plain.update()
+        deferred.update()
+        assert ask(deferred.schedule) == ask(plain.schedule)
+        assert ask(deferred.schedule) == ask(plain.schedule)
+        assert deferred.num_waits == number
+        rates = [group["lr"] for group in deferred.optimizer.param_groups]
+        assert rates == [group["lr"] for group in plain.optimizer.param_groups]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@each_schedule
+def test_steps_without_an_update_are_done_at_once(make):
+    """Bare steps before the first update change the rate at once and never wait."""
+    plain, deferred = Training(make, deferred=False), Training(make)
+
+    for _ in range(5):
+        plain.schedule.step()
+        deferred.schedule.step()
+        assert deferred.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
+    assert deferred.num_waits == 0
+
+
+def test_a_step_at_once_comes_after_the_steps_that_wait():
+    """If the outcome becomes known in between, earlier requested steps are done first."""
+    plain, deferred = Training(SCHEDULES["StepLR"], deferred=False), Training(SCHEDULES["StepLR"])
+    plain.update()
+    deferred.update()
+    deferred.was_skipped()
+    for training in (plain, deferred):
+        training.schedule.step()
+
+    assert deferred.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"] == 0.05
+    assert deferred.schedule.last_epoch == 2
 
 
 @each_schedule
@@ -96,7 +155,6 @@ def test_the_state_is_that_after_the_last_update(make):
 
     state = deferred.schedule.state_dict()
 
-    assert deferred.num_flushes == 1
     assert state.keys() == plain.schedule.state_dict().keys()
     assert state["last_epoch"] == plain.schedule.last_epoch == 3
     assert state["_last_lr"] == plain.schedule.get_last_lr()
@@ -117,15 +175,29 @@ def test_a_loaded_schedule_goes_on(make):
     assert [second.update() for _ in range(3)] == [plain.update() for _ in range(3)]
 
 
-def test_the_last_rate_is_the_one_that_was_used():
-    """``get_last_lr`` returns the rate of the last update, and leaves the step pending."""
-    training = Training(SCHEDULES["LambdaLR"])
-    training.update()
+def test_a_position_that_the_class_computes_is_kept():
+    """A schedule whose class defines ``last_epoch``, or lacks it, behaves as without deferral."""
 
-    assert training.schedule.get_last_lr() == [0.5]
-    assert training.num_flushes == 0
-    training.flush()
-    assert training.schedule.get_last_lr() == [0.25]
+    class Computed(LambdaLR):
+        @property
+        def last_epoch(self) -> int:
+            return self._step_count - 1
+
+        @last_epoch.setter
+        def last_epoch(self, _: int) -> None:
+            pass
+
+    def computed(optimizer):
+        return Computed(optimizer, lambda step: 1 / (1 + step))
+
+    plain, training = Training(computed, deferred=False), Training(computed)
+    plain.update()
+    training.update()
+    chained = Training(lambda optimizer: ChainedScheduler([StepLR(optimizer, 1)]))
+
+    assert training.schedule.get_last_lr() == plain.schedule.get_last_lr()
+    assert training.schedule.last_epoch == plain.schedule.last_epoch
+    assert not hasattr(chained.schedule, "last_epoch")
 
 
 def test_a_rate_that_the_loop_sets_is_kept():
@@ -139,8 +211,6 @@ def test_a_rate_that_the_loop_sets_is_kept():
         training = Training(SCHEDULES["StepLR"], deferred=deferred)
         rates[deferred] = [training.update()]
         training.optimizer.param_groups[0]["lr"] = 0.3
-        if deferred:
-            training.flush()
         computed[deferred] = training.schedule.get_last_lr()
         rates[deferred] += [training.update() for _ in range(4)]
 
@@ -161,9 +231,9 @@ def test_a_rate_that_the_loop_sets_after_a_skip_is_kept():
 def test_arguments_of_a_step_arrive():
     """A deferred ``step(epoch)`` passes its argument to the schedule."""
     training = Training(SCHEDULES["warm restarts"])
+    training.is_known = False
     training.schedule.step(2)
     training.schedule.step(epoch=1)
-    training.flush()
 
     assert training.schedule.last_epoch == 1
 
@@ -175,7 +245,7 @@ def test_a_deferred_schedule_is_still_of_its_class(make):
     schedule = make(optimizer)
     kind = type(schedule)
 
-    assert defer_schedule(schedule, lambda: False, lambda: None) is schedule
+    assert defer_schedule(schedule, lambda: True, lambda: False) is schedule
     assert isinstance(schedule, kind)
     assert isinstance(schedule, DeferredSchedule)
     assert (type(schedule).__name__, type(schedule).__module__) == (kind.__name__, kind.__module__)
@@ -185,6 +255,7 @@ def test_a_deferred_schedule_is_still_of_its_class(make):
 def test_undefer_gives_the_schedule_back(make):
     """`undefer_schedule` restores the plain schedule and drops the pending step."""
     plain, training = Training(make, deferred=False), Training(make)
+    training.is_known = False
     training.schedule.step()
     undefer_schedule(training.schedule)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mfwrap import StepOutput, StepReport
 from mfwrap.step.counts import UpdateCounts
+from support.deferral import late_results
 from support.host_reads import HostReads
 
 CPU = torch.device("cpu")
@@ -75,15 +76,54 @@ def test_a_schedule_is_told_of_each_applied_update_once(updates):
     assert len(told) == sum(updates)
 
 
-def test_the_host_learns_at_the_flush():
-    """``last_was_skipped`` describes the previous update until the last update is flushed."""
+@pytest.mark.parametrize("ask", [UpdateCounts.was_skipped, UpdateCounts.flush])
+def test_a_result_on_the_device_is_known_after_the_first_question(ask):
+    """A late result is unknown until `was_skipped` or `flush` has read it."""
     counts = UpdateCounts(CPU, None)
+    with late_results():
+        assert counts.outcome_is_known
+        do(counts, [True, False])
+        before = counts.outcome_is_known
+
+        ask(counts)
+
+        assert (before, counts.outcome_is_known) == (False, True)
+    assert counts.was_skipped() is True
+
+
+def test_a_result_on_a_cpu_is_known_at_once():
+    """On a CPU nobody has to wait for a result."""
+    counts = UpdateCounts(CPU, None)
+
     do(counts, [True, False])
-    before = counts.last_was_skipped
 
+    assert counts.outcome_is_known
+    assert counts.was_skipped() is True
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_result_that_the_optimizer_has_read_is_known_at_once(skipped):
+    """If the optimizer had to read the flag, nobody has to wait for the copy of it."""
+    counts = UpdateCounts(CPU, None)
+    applied = FALSE if skipped else TRUE
+    counts.count(applied)
+    with late_results():
+        counts.submit(report_of(counts, applied), FINITE, skipped=skipped)
+
+        assert counts.outcome_is_known
+        assert counts.was_skipped() is skipped
+    assert len(counts._reads) == 1
+
+
+def test_a_question_leaves_the_error_to_the_next_flush():
+    """`was_skipped` answers at the limit of skips, and the next flush raises the error once."""
+    counts = UpdateCounts(CPU, 1)
+    do(counts, [False])
+
+    assert counts.was_skipped() is True
+    with pytest.raises(RuntimeError, match="1 updates in a row were skipped"):
+        counts.flush()
     counts.flush()
-
-    assert (before, counts.last_was_skipped) == (False, True)
 
 
 def test_counting_reads_nothing_on_the_host():
@@ -149,7 +189,7 @@ def test_counts_go_on_from_a_saved_state(before, after):
     resumed.load_state_dict(saved.state_dict())
 
     last_was_skipped = bool(before) and not before[-1]
-    assert resumed.last_was_skipped is saved.last_was_skipped is last_was_skipped
+    assert resumed.was_skipped() is saved.was_skipped() is last_was_skipped
     do(resumed, after)
     assert resumed.state_dict() == unbroken.state_dict()
 

@@ -11,6 +11,9 @@ from mfwrap.trainer import MFTrainer
 from support.host_reads import HostReads
 from support.trainer_runs import Counting, new_trainer, padded, spoilt_llama, tiny_llama
 
+# On a CPU the results of an update are known at once; let them arrive late, as on a device.
+pytestmark = pytest.mark.usefixtures("_late_results")
+
 NAN = float("nan")
 STOCK_READS = 12
 """Host reads of a stock Trainer's update with four micro-batches, with transformers 5.23."""

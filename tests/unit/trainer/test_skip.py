@@ -1,14 +1,25 @@
 """An update of MFTrainer with non-finite gradients changes nothing."""
 
+import contextlib
 import math
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainerCallback
+from transformers import Adafactor, Trainer, TrainerCallback
+from transformers.optimization import AdafactorSchedule
 
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.trainer import MFTrainer
-from support.trainer_runs import Run, assert_same_weights, new_trainer, spoilt_llama, train, values
+from support.deferral import late_results
+from support.trainer_runs import (
+    Run,
+    assert_same_weights,
+    new_trainer,
+    spoilt_llama,
+    tiny_llama,
+    train,
+    values,
+)
 from support.training_state import assert_unchanged, training_state
 
 NAN, INF = float("nan"), float("inf")
@@ -116,6 +127,71 @@ def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
     assert values(run, "learning_rate") == [rates[i] for i in (0, 1, 1, 2, 3, 3)]
     assert run.trainer.lr_scheduler.last_epoch == 4
     assert run.trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
+def test_the_schedule_waits_for_a_skip_that_nobody_asks_about(optimizer, late, tmp_path):
+    """Rates and the schedule's position count applied updates, whenever the results arrive."""
+    settings = {"optim": optimizer, **COSINE}
+    stock = train(new_trainer(Trainer, tmp_path / "stock", **settings))
+    with late_results() if late else contextlib.nullcontext():
+        trainer = new_trainer(MFTrainer, tmp_path, model=spoilt_llama(at(1, 4)), **settings)
+        run = train(trainer)
+
+    rates = values(stock, "learning_rate")
+    assert values(run, "learning_rate") == [rates[i] for i in (0, 1, 1, 2, 3, 3)]
+    assert trainer.lr_scheduler.last_epoch == 4
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
+def test_the_trainer_itself_does_not_wait_for_the_answer(late, tmp_path):
+    """Right after the update, the Trainer is told of a skip only if the answer is free."""
+    told = []
+
+    class Asks(MFTrainer):
+        def _get_learning_rate(self) -> float:
+            told.append(self.accelerator.optimizer_step_was_skipped)
+            return super()._get_learning_rate()
+
+    settings = {"logging_strategy": "no", **COSINE}
+    with late_results() if late else contextlib.nullcontext():
+        train(new_trainer(Asks, tmp_path, model=spoilt_llama(at(1, 2)), **settings))
+
+    assert told == [False, not late, not late, False, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_a_schedule_that_is_stepped_without_a_training_is_stocks(tmp_path):
+    """`create_optimizer_and_scheduler` and bare steps give the stock Trainer's rates."""
+    rates = {}
+    for kind in (Trainer, MFTrainer):
+        trainer = new_trainer(kind, tmp_path, learning_rate=1e-2, lr_scheduler_type="linear")
+        trainer.create_optimizer_and_scheduler(10)
+        rates[kind] = []
+        for _ in range(10):
+            trainer.lr_scheduler.step()
+            rates[kind].append(
+                (trainer.optimizer.param_groups[0]["lr"], trainer._get_learning_rate())
+            )
+
+    assert rates[MFTrainer] == rates[Trainer]
+    assert rates[MFTrainer][0][0] == pytest.approx(9e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_the_final_rate_of_an_adafactor_that_computes_its_rate_is_stocks(tmp_path):
+    """After training with ``Adafactor(lr=None)``, the group holds the rate of the last update."""
+    rates = {}
+    for kind in (Trainer, MFTrainer):
+        model = tiny_llama()
+        optimizer = Adafactor(model.parameters())
+        pair = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
+        run = train(new_trainer(kind, tmp_path, model=model, extras=pair))
+        rates[kind] = [float(optimizer.param_groups[0]["lr"]), *values(run, "learning_rate")]
+
+    assert rates[MFTrainer] == pytest.approx(rates[Trainer])
+    assert rates[MFTrainer][0] > 0
 
 
 @each_precision
