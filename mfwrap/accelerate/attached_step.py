@@ -25,10 +25,10 @@ from mfwrap.accelerate.classes import (
     StepScaler,
     attached_class,
     restore_optimizer,
-    restore_scheduler,
 )
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.accelerate.saving import whole_state
+from mfwrap.accelerate.schedules import restore_scheduler
 from mfwrap.accelerate.setup import (
     EMA,
     attached_handler_class,

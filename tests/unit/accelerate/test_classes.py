@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from mfwrap.accelerate import attach
-from mfwrap.accelerate.classes import AttachedOptimizer, AttachedScheduler, StepScaler
+from mfwrap.accelerate.classes import AttachedOptimizer, StepScaler
+from mfwrap.accelerate.schedules import AttachedScheduler
 from support.attached_runs import new_accelerator
 
 SCALE = 2.0**10

@@ -1,0 +1,113 @@
+"""Subclass of accelerate's scheduler that advances only for applied updates.
+
+accelerate's scheduler asks whether the update before it was skipped. If only the device knows,
+asking would synchronize, so `AttachedScheduler` records a request instead; see
+`mfwrap.schedules.deferred`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate.scheduler import AcceleratedScheduler
+
+from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
+from mfwrap.tensors.wrappers import unwrapped_optimizer
+
+if TYPE_CHECKING:
+    from mfwrap.accelerate.attached_step import AttachedStep
+
+
+class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (accelerate is untyped)
+    """Wrap a schedule as accelerate does; do not wait for the device in order to advance it.
+
+    If the host knows whether the last update was applied, the schedule advances at once, as with
+    accelerate. Otherwise it advances just before the next update: by then the host can learn the
+    outcome without stopping the device. A schedule that is stepped with a metric
+    (``ReduceLROnPlateau``) always advances at once, which synchronizes with the device.
+    """
+
+    attachment: "AttachedStep"
+    requests: list[ScheduleRequest]
+    gradient_state: Any
+
+    @property
+    def scheduler(self) -> Any:
+        """Schedule of torch. Does the requested steps first, which may synchronize.
+
+        accelerate's ``get_last_lr``, ``state_dict`` and so on read this attribute.
+        """
+        self.resolve()
+        return self.__dict__["scheduler"]
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.__dict__["scheduler"] = scheduler
+
+    def step(self, *args: Any, **keywords: Any) -> None:
+        """Step, or request a step that `resolve` does later, if the last update was applied."""
+        schedule = self.__dict__["scheduler"]
+        follows_update = self.step_with_optimizer and self.gradient_state.sync_gradients
+        waits = not all(map(self._outcome_is_known, self.optimizers))
+        if follows_update and waits and not is_stepped_with_a_metric(schedule):
+            self.requests.append(ScheduleRequest.now(schedule, args, keywords))
+            return
+        if follows_update:
+            self.resolve()
+        # Between micro-batches accelerate only counts the call, but it reads `scheduler` to do so.
+        # Hide the requests from that read, which would carry them out and wait for the device.
+        requests, self.requests = self.requests, []
+        try:
+            super().step(*args, **keywords)
+        finally:
+            self.requests = requests
+
+    def _outcome_is_known(self, optimizer: Any) -> bool:
+        return self.attachment.step.outcome_is_known(unwrapped_optimizer(optimizer))
+
+    def resolve(self) -> None:
+        """Do the requested steps if the last update was applied; drop them if it was skipped."""
+        requests, self.requests = self.requests, []
+        if not requests:
+            return
+        state = self.gradient_state
+        # accelerate ignores a schedule's step between two micro-batches of an update. The loop
+        # requested these steps after the last micro-batch, but the first micro-batch of the next
+        # update may have begun since. So show accelerate the state after the last micro-batch.
+        self.gradient_state = _AfterLastMicroBatch()
+        step = super().step
+        try:
+            advance(
+                self.__dict__["scheduler"],
+                requests,
+                lambda request: step(*request.arguments, **request.keywords),
+            )
+        finally:
+            self.gradient_state = state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the schedule, and drop the requested steps."""
+        self.requests.clear()
+        super().load_state_dict(state_dict)
+
+
+class _AfterLastMicroBatch:
+    """Stand in for accelerate's gradient state, as it is after an update's last micro-batch."""
+
+    sync_gradients = True
+
+
+def attach_scheduler(scheduler: Any, attachment: "AttachedStep") -> None:
+    """Make an `AttachedScheduler` of accelerate's scheduler, in place; ignore other objects."""
+    if type(scheduler) is AcceleratedScheduler:
+        scheduler.__class__ = AttachedScheduler
+        scheduler.attachment = attachment
+        scheduler.requests = []
+        attachment.step.schedules.append(scheduler)
+
+
+def restore_scheduler(scheduler: Any) -> None:
+    """Restore an `AttachedScheduler` to accelerate's own class, in place; ignore other objects."""
+    if isinstance(scheduler, AttachedScheduler):
+        scheduler.__class__ = AcceleratedScheduler
+        del scheduler.attachment
+        del scheduler.requests
