@@ -201,10 +201,14 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last update was skipped. Synchronizes with the device if it must."""
-        step = self.attachment.step
-        if self.attachment.answers_late and not step.outcome_is_known(self.optimizer):
+        if self.attachment.answers_late and not self.outcome_is_known:
             return False
-        return step.was_skipped(self.optimizer)
+        return self.attachment.step.was_skipped(self.optimizer)
+
+    @property
+    def outcome_is_known(self) -> bool:
+        """Whether `step_was_skipped` is known to the host without synchronizing with the device."""
+        return self.attachment.step.outcome_is_known(self.optimizer)
 
     def step(self, closure: None = None) -> None:
         """Do the whole update after the last micro-batch; do nothing after earlier ones."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from accelerate.scheduler import AcceleratedScheduler
 
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
-from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
@@ -47,7 +46,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         """Step, or request a step that `resolve` does later, if the last update was applied."""
         schedule = self.__dict__["scheduler"]
         follows_update = self.step_with_optimizer and self.gradient_state.sync_gradients
-        waits = not all(map(self._outcome_is_known, self.optimizers))
+        waits = not all(optimizer.outcome_is_known for optimizer in self.optimizers)
         if follows_update and waits and not is_stepped_with_a_metric(schedule):
             self.requests.append(ScheduleRequest.now(schedule, args, keywords))
             return
@@ -60,9 +59,6 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             super().step(*args, **keywords)
         finally:
             self.requests = requests
-
-    def _outcome_is_known(self, optimizer: Any) -> bool:
-        return self.attachment.step.outcome_is_known(unwrapped_optimizer(optimizer))
 
     def resolve(self) -> None:
         """Do the requested steps if the last update was applied; drop them if it was skipped."""
