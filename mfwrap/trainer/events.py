@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
 
 from mfwrap.accelerate.attached_step import AttachedStep
@@ -87,6 +87,7 @@ class StepCallbackHandler(CallbackHandler):
 
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
+    termination: "TerminationCallback"
     postpones_save: bool = False
     """Whether a checkpoint is due at the end of this epoch."""
 
@@ -112,9 +113,10 @@ class StepCallbackHandler(CallbackHandler):
         report = attached.last_report
         if event == "on_step_end" and report is not None:
             keywords |= {"step_output": report.output, "step_report": report}
-        changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
-            event, args, state, control, **keywords
-        )
+        with self._calling_termination(event):
+            changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
+                event, args, state, control, **keywords
+            )
         attached.answers_late = event == "on_optimizer_step"
         if event == "on_step_end":
             self.postpones_save = changed.should_save and _ends_epoch(state)
@@ -122,6 +124,28 @@ class StepCallbackHandler(CallbackHandler):
         elif event == "on_epoch_end" and self.postpones_save:
             self.postpones_save, changed.should_save = False, True
         return changed
+
+    @contextlib.contextmanager
+    def _calling_termination(self, event: str) -> Iterator[None]:
+        """Within the block, have the callback for SIGTERM in the list if it handles the event.
+
+        At any other time the list is that of a stock Trainer, which users read and change.
+        """
+        if event not in vars(TerminationCallback):
+            yield
+            return
+        callbacks = self.callbacks
+        # Call it after the callback that decides when to evaluate and save, whose decision it may
+        # cancel, and before the user's callbacks, which may prepare for an evaluation.
+        flows = [isinstance(callback, DefaultFlowCallback) for callback in callbacks]
+        place = max((number for number, is_flow in enumerate(flows, 1) if is_flow), default=0)
+        callbacks.insert(place, self.termination)
+        try:
+            yield
+        finally:
+            # A callback may have emptied the list.
+            with contextlib.suppress(ValueError):
+                callbacks.remove(self.termination)
 
 
 def _ends_epoch(state: TrainerState) -> bool:
@@ -144,7 +168,11 @@ def check_callback(callback: object) -> None:
         raise TypeError(msg)
 
 
-def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], None]) -> None:
+def add_step_to_events(
+    trainer: "MFTrainerMixin",
+    before_event: Callable[[str], None],
+    termination: RankTermination,
+) -> None:
     """Make a trainer's callback handler pass the step's results to callbacks, in place.
 
     The handler's class becomes a subclass of `StepCallbackHandler` and of its previous class.
@@ -152,11 +180,13 @@ def add_step_to_events(trainer: "MFTrainerMixin", before_event: Callable[[str], 
     Args:
         trainer: A trainer that already has its callback handler.
         before_event: Function that is called with the name of each event, before the callbacks.
+        termination: Decides after which step SIGTERM ends the training.
     """
     handler: Any = trainer.callback_handler
     kind = type(handler)
     handler.__class__ = type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
     handler.trainer, handler.before_event = trainer, before_event
+    handler.termination = TerminationCallback(termination)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
 from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.events import (
-    TerminationCallback,
     add_step_to_events,
     check_callback,
     flushed_at_end,
@@ -132,10 +131,7 @@ class MFTrainerMixin(_Base):
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
         check_optimizer(self)
-        add_step_to_events(self, self._before_event)
-        # Insert the callback after the Trainer's own callback, which decides when to evaluate, and
-        # before the user's callbacks, which may prepare for an evaluation.
-        self.callback_handler.callbacks.insert(1, TerminationCallback(self._termination))
+        add_step_to_events(self, self._before_event, self._termination)
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:

@@ -1,7 +1,9 @@
 """Run short trainings with the stock Trainer and with MFTrainer, and compare two of them."""
 
+import contextlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ __all__ = [
     "Run",
     "assert_same_log",
     "assert_same_weights",
+    "messages_of",
     "new_trainer",
     "padded",
     "spoilt_llama",
@@ -185,6 +188,32 @@ def train(trainer: Trainer, resume: Path | None = None) -> Run:
 def values(run: Run, name: str) -> list[Any]:
     """Return the values of `name` in the log, one for each entry that has it."""
     return [entry[name] for entry in run.log if name in entry]
+
+
+class _Messages(logging.Handler):
+    """Collect the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def messages_of(name: str) -> Iterator[list[str]]:
+    """Collect the messages that a logger gives within the block, even if it does not propagate.
+
+    Args:
+        name: Name of the logger.
+    """
+    handler = _Messages()
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 _TIMES = ("_runtime", "_per_second")

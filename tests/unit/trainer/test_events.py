@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from mfwrap import StepOutput, StepReport
@@ -69,7 +76,7 @@ def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]
     attached = SimpleNamespace(last_report=last, answers_late=False)
     listener.attached = attached
     trainer = SimpleNamespace(callback_handler=handler, attached=attached)
-    add_step_to_events(trainer, listener.order.append)
+    add_step_to_events(trainer, listener.order.append, RankTermination())
     return handler, listener, attached
 
 
@@ -86,7 +93,8 @@ def test_the_handler_keeps_its_own_class():
 
     handler = Own([], None, None, None, None)
     handler.train_dataloader = "loader"
-    add_step_to_events(SimpleNamespace(callback_handler=handler, attached=None), print)
+    trainer = SimpleNamespace(callback_handler=handler, attached=None)
+    add_step_to_events(trainer, print, RankTermination())
 
     assert isinstance(handler, Own)
     assert isinstance(handler, StepCallbackHandler)
@@ -160,6 +168,70 @@ def test_a_checkpoint_at_the_end_of_an_epoch_waits_for_the_evaluation(epoch, ste
     ]
 
     assert asked == ([True, False, False] if (epoch, step) == (1.5, 3) else [False, True, False])
+
+
+class Order(TrainerCallback):
+    """Record the classes of all callbacks during each event, and the control that arrives."""
+
+    def __init__(self) -> None:
+        self.handler: Any = None
+        self.lists: list[list[str]] = []
+        self.controls: list[tuple[bool, bool]] = []
+
+    def _record(self, control: TrainerControl) -> None:
+        self.lists.append(self.handler.callback_list.split("\n"))
+        self.controls.append((control.should_evaluate, control.should_save))
+
+    def on_step_begin(self, _args, _state, control, **_):
+        self._record(control)
+
+    def on_step_end(self, _args, _state, control, **_):
+        self._record(control)
+
+    def on_epoch_end(self, _args, _state, control, **_):
+        self._record(control)
+
+
+@pytest.mark.parametrize("first", [[], [TrainerCallback()]], ids=["usual", "flow added later"])
+def test_sigterm_is_handled_between_the_flow_and_other_callbacks(first, tmp_path):
+    """At SIGTERM, callbacks after the flow callback get its decisions as SIGTERM changed them."""
+    order, termination = Order(), RankTermination()
+    handler = CallbackHandler([*first, DefaultFlowCallback(), order], None, None, None, None)
+    order.handler = handler
+    before = list(handler.callbacks)
+    trainer = SimpleNamespace(
+        callback_handler=handler, attached=SimpleNamespace(last_report=None, answers_late=False)
+    )
+    add_step_to_events(trainer, print, termination)
+    args = TrainingArguments(str(tmp_path), eval_strategy="epoch", save_strategy="epoch")
+    state = TrainerState(max_steps=9, epoch=1.5, global_step=3)
+
+    with termination:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for event in ("on_step_begin", "on_step_end", "on_epoch_end"):
+            handler.call_event(event, args, state, TrainerControl())
+            assert handler.callbacks == before
+
+    usual = [type(callback).__name__ for callback in before]
+    with_sigterm = [*usual[:-1], "TerminationCallback", usual[-1]]
+    assert order.lists == [usual, with_sigterm, with_sigterm]
+    assert order.controls == [(False, False), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize("removed", [1, 3])
+def test_callbacks_may_remove_callbacks(removed):
+    """A callback that removes itself, or all callbacks, in an event is removed for good."""
+
+    class Removes(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            del handler.callbacks[-removed:]
+
+    handler, listener, _ = handler_of(report())
+    handler.add_callback(Removes())
+
+    send(handler, "on_step_end")
+
+    assert handler.callbacks == ([listener] if removed == 1 else [])
 
 
 def test_the_monitors_with_files_or_values_are_monitor_callbacks():

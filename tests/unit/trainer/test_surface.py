@@ -19,7 +19,7 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
-from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from mfwrap.trainer import MFTrainerMixin
 from mfwrap.trainer.events import StepCallbackHandler
 from support.trainer_runs import new_trainer, train
 
@@ -271,16 +271,6 @@ def test_our_own_handler_takes_what_the_trainer_s_does():
     assert parameters(StepCallbackHandler.call_event).startswith(
         parameters(CallbackHandler.call_event).removesuffix("**kwargs")
     )
-
-
-def test_the_trainer_s_own_callback_is_the_first(tmp_path):
-    """The Trainer's callback comes first, then the SIGTERM callback, then the user's callbacks."""
-    user = TrainerCallback()
-    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[user])
-    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
-
-    assert names[:2] == ["DefaultFlowCallback", "TerminationCallback"], f"{RELEASE}: {names}"
-    assert trainer.callback_handler.callbacks.index(user) > 1
 
 
 def test_control_has_the_switches_that_are_set():
