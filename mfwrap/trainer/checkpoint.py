@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
+_TRAINERS_LOG = logging.getLogger("transformers.trainer")
+"""Logger of the Trainer, for warnings that a stock Trainer gives, too."""
 
 
 @final
@@ -167,10 +169,38 @@ class Checkpoints:
                 )
         self._trainer.accelerator.wait_for_everyone()
 
-    def restore_callbacks(self) -> None:
-        """Restore the callbacks from the trainer state that was loaded from a checkpoint."""
-        saved: Any = self._trainer.state.stateful_callbacks or {}
-        restore_in_place(self._trainer.callback_handler.callbacks, saved)
+    def restore_callbacks(self, checkpoint: Path | None) -> None:
+        """Restore the callbacks from the trainer state that was loaded from a checkpoint.
+
+        Each `MonitorCallback` is restored. Other callbacks and the trainer's control are restored
+        if ``restore_callback_states_from_checkpoint`` is set; a warning then names the classes of
+        saved callbacks that the trainer does not have.
+
+        Args:
+            checkpoint: The checkpoint; ``None`` if it is unknown.
+
+        Raises:
+            TypeError: If the constructor of a callback does not take its saved arguments.
+        """
+        trainer = self._trainer
+        saved: Any = trainer.state.stateful_callbacks or {}
+        exporting = [*trainer.callback_handler.callbacks, trainer.control]
+        restores_all = trainer.args.restore_callback_states_from_checkpoint
+        if restores_all:
+            names = {type(each).__name__ for each in exporting}
+            if missing := [name for name in saved if name not in names]:
+                _TRAINERS_LOG.warning(
+                    "Checkpoint included callbacks not included in current configuration. "
+                    "Ignoring. (%s)",
+                    ", ".join(missing),
+                )
+        restore_in_place(
+            exporting,
+            saved,
+            includes_others=restores_all,
+            # `MFTrainer` writes only the newest states, and a manifest.
+            is_appended=checkpoint is None or not (checkpoint / MANIFEST).is_file(),
+        )
         self._clear_callback_states()
 
     def _clear_callback_states(self) -> None:

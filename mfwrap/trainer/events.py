@@ -1,7 +1,7 @@
 """Pass a step's results to callbacks of `MFTrainer`, call their extra methods, handle SIGTERM."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ class MonitorCallback(TrainerCallback):
 
     Override the methods that you need; by default each does nothing. `Model` calls only
     `put_weights_back`. A stock Trainer calls none of these methods.
+
+    If the callback is an ``ExportableState``, `MFTrainer` always restores its saved attributes.
     """
 
     saves_checkpoints: bool = False
@@ -248,19 +250,55 @@ class TerminationCallback(TrainerCallback):
             control.should_evaluate = control.should_save = False
 
 
-def restore_in_place(callbacks: list[Any], saved: Mapping[str, Any]) -> None:
-    """Restore the states of callbacks from a checkpoint without replacing the callbacks.
+def restore_in_place(
+    exporting: Sequence[object],
+    saved: Mapping[str, Any],
+    *,
+    includes_others: bool,
+    is_appended: bool,
+) -> None:
+    """Restore exported states from a checkpoint without replacing the objects that exported them.
+
+    Saved attributes are set. If an object is not a `MonitorCallback`, its constructor is called
+    first, on the object itself, with the saved arguments.
 
     Args:
-        callbacks: Callbacks. Only those that export a state are restored.
-        saved: States by the name of the callback's class. Each is a dict, or a list of dicts if
-            there are several callbacks of the class.
+        exporting: Callbacks and the trainer's control. Only objects that export a state are
+            restored.
+        saved: States by the name of the object's class. Each is a dict, or a list of dicts if there
+            are several objects of the class; states go to objects in order.
+        includes_others: Whether to restore objects that are not a `MonitorCallback`, too.
+        is_appended: Whether a list may hold states of several saves, the newest ones last, as a
+            stock Trainer writes it.
+
+    Raises:
+        TypeError: If a constructor does not take the saved arguments.
     """
-    stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    stateful = [
+        each
+        for each in exporting
+        if isinstance(each, ExportableState)
+        and (includes_others or isinstance(each, MonitorCallback))
+    ]
     for name, data in saved.items():
-        same_class = [callback for callback in stateful if type(callback).__name__ == name]
+        same_class = [each for each in stateful if type(each).__name__ == name]
         states = data if isinstance(data, list) else [data]
-        # A stock Trainer appends to a list of states at each save, so the newest states are last.
-        for callback, state in zip(same_class, states[-len(same_class) :], strict=False):
+        if is_appended and same_class and len(states) % len(same_class) == 0:
+            states = states[-len(same_class) :]
+        for each, state in zip(same_class, states, strict=False):
+            if not isinstance(each, MonitorCallback):
+                _construct_again(each, state.get("args", {}))
             for attribute, value in state.get("attributes", {}).items():
-                setattr(callback, attribute, value)
+                setattr(each, attribute, value)
+
+
+def _construct_again(exporting: Any, arguments: Mapping[str, Any]) -> None:
+    try:
+        exporting.__init__(**arguments)
+    except TypeError as error:
+        msg = (
+            f"cannot restore {type(exporting).__name__} with the saved arguments {arguments} "
+            f"({error}); return all arguments of the constructor in `state`, or set "
+            "`restore_callback_states_from_checkpoint` to False"
+        )
+        raise TypeError(msg) from error

@@ -79,8 +79,8 @@ class MFTrainerMixin(_Base):
       all of them raise the same error.
     - A checkpoint is written to a temporary folder and renamed. Resuming from a damaged checkpoint,
       or from a checkpoint of another network, raises an error that names the checkpoint.
-    - A resumed training continues as if it had never stopped. The states of callbacks are restored
-      in place.
+    - A resumed training continues as if it had never stopped. Restored callbacks stay the same
+      objects: mfwrap's always, others with ``args.restore_callback_states_from_checkpoint``.
     - At SIGTERM the current step is finished, a checkpoint is saved, and the process exits with
       status 0. With several ranks, a signal to any rank stops all of them after the same step. A
       second SIGTERM ends the process at once.
@@ -327,7 +327,7 @@ class MFTrainerMixin(_Base):
             self.attached.load_files(Path(checkpoint))
 
     def _load_callback_state(self) -> None:
-        self._checkpoints.restore_callbacks()
+        self._checkpoints.restore_callbacks(self._position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # If training resumes in the middle of an epoch, the Trainer calls this after the first

@@ -131,6 +131,7 @@ def _arguments(settings: RunSettings) -> dict[str, Any]:
         "eval_steps": 2,
         "load_best_model_at_end": True,
         "save_steps": 2,
+        "restore_callback_states_from_checkpoint": True,
     }
     arguments = {
         "per_device_train_batch_size": 2,

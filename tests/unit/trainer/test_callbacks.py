@@ -175,6 +175,7 @@ def evaluated(folder, callbacks, **settings) -> Trainer:
     """Return a trainer whose evaluation loss improves enough at the first evaluation only."""
     often = {"eval_steps": 1, "save_steps": 1, "eval_strategy": "steps", "save_strategy": "steps"}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    settings = {"restore_callback_states_from_checkpoint": True} | settings
     return new_trainer(
         MFTrainer, folder, callbacks=callbacks, data=Counting(80), **often, **best, **settings
     )
@@ -194,7 +195,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
 
 
 class Counter(TrainerCallback, ExportableState):
-    """Add `stride` to a count at each step. Its saved state is the count without `stride`."""
+    """Add `stride` to a count at each step."""
 
     def __init__(self, name: str, stride: int) -> None:
         self.name, self.stride, self.count = name, stride, 0
@@ -203,7 +204,8 @@ class Counter(TrainerCallback, ExportableState):
         self.count += self.stride
 
     def state(self):
-        return {"args": {}, "attributes": {"count": self.count}}
+        arguments = {"name": self.name, "stride": self.stride}
+        return {"args": arguments, "attributes": {"count": self.count}}
 
 
 def test_callbacks_are_restored_in_place(tmp_path):
@@ -213,6 +215,7 @@ def test_callbacks_are_restored_in_place(tmp_path):
         return [Counter("ones", 1), Counter("tens", 10)]
 
     saved = {"save_strategy": "steps", "save_steps": 2}
+    saved["restore_callback_states_from_checkpoint"] = True
     train(new_trainer(MFTrainer, tmp_path, callbacks=counters(), **saved))
     held = counters()
     trainer = new_trainer(MFTrainer, tmp_path, callbacks=held, **saved, max_steps=6)

@@ -360,42 +360,76 @@ class Named(TrainerCallback, ExportableState):
         return {"args": {"name": "saved"}, "attributes": {"value": self.value}}
 
 
-def attributes(*numbers: int) -> list[dict[str, Any]]:
+def states(*numbers: int) -> list[dict[str, Any]]:
     """Return saved states with these values."""
     return [{"args": {"name": "saved"}, "attributes": {"value": number}} for number in numbers]
 
 
 @pytest.mark.parametrize(
-    ("saved", "expected"),
+    ("saved", "is_appended", "expected"),
     [
-        ({}, [0, 0]),
-        ({"Unknown": attributes(5)[0]}, [0, 0]),
-        ({"Named": attributes(5)[0]}, [5, 0]),
-        ({"Named": attributes(5, 6)}, [5, 6]),
+        ({}, False, [0, 0]),
+        ({"Unknown": states(5)[0]}, False, [0, 0]),
+        ({"Named": states(5)[0]}, False, [5, 0]),
+        ({"Named": states(5, 6)}, False, [5, 6]),
+        ({"Named": states(5, 6)}, True, [5, 6]),
+        ({"Named": states(5, 6, 7, 8)}, False, [5, 6]),
         # The stock Trainer appends the states of both callbacks at each save. This list is from a
         # third save.
-        ({"Named": attributes(1, 2, 3, 4, 5, 6)}, [5, 6]),
-        ({"Named": {}}, [0, 0]),
+        ({"Named": states(1, 2, 3, 4, 5, 6)}, True, [5, 6]),
+        ({"Named": states(5, 6, 7)}, True, [5, 6]),
     ],
-    ids=["nothing", "another class", "one", "two", "last of several", "no attributes"],
+    ids=["none", "another class", "one", "two", "two, stock", "four", "three saves", "three"],
 )
-def test_states_go_to_callbacks_of_their_class_in_order(saved, expected):
-    """Saved states go to callbacks of their class, in order; other attributes keep their values."""
+def test_states_go_to_callbacks_of_their_class_in_order(saved, is_appended, expected):
+    """Saved states go to callbacks of their class, in order; other callbacks stay as they are."""
     callbacks = [Named("first"), TrainerCallback(), Named("second")]
 
-    restore_in_place(list(callbacks), saved)
+    restore_in_place(callbacks, saved, includes_others=True, is_appended=is_appended)
 
-    named = [callback for callback in callbacks if isinstance(callback, Named)]
+    named = [callbacks[0], callbacks[2]]
     assert [callback.value for callback in named] == expected
-    assert [callback.name for callback in named] == ["first", "second"]
+    names = [each.name for each in named]
+    assert names == [
+        "saved" if value else name
+        for name, value in zip(("first", "second"), expected, strict=True)
+    ]
 
 
-def test_the_state_of_a_class_of_transformers_is_restored():
-    """`EarlyStoppingCallback` gets its counter back and keeps its own patience."""
+def test_others_are_restored_only_if_they_are_included():
+    """Without `includes_others`, only a `MonitorCallback` gets its state back."""
     stopped, fresh = EarlyStoppingCallback(3), EarlyStoppingCallback(7)
     stopped.early_stopping_patience_counter = 2
+    own = NamedMonitor("first")
+    saved = {"EarlyStoppingCallback": stopped.state(), "NamedMonitor": states(5)[0]}
 
-    restore_in_place([fresh], {"EarlyStoppingCallback": stopped.state()})
+    restore_in_place([fresh, own], saved, includes_others=False, is_appended=False)
 
-    assert fresh.early_stopping_patience_counter == 2
-    assert fresh.early_stopping_patience == 7
+    assert (fresh.early_stopping_patience, fresh.early_stopping_patience_counter) == (7, 0)
+    assert (own.name, own.value) == ("first", 5)
+
+
+class NamedMonitor(Named, MonitorCallback):
+    """A `MonitorCallback` with a state; its constructor is never called again."""
+
+
+def test_a_monitor_keeps_its_arguments():
+    """A `MonitorCallback` gets its attributes back and keeps the arguments of this run."""
+    own = NamedMonitor("first")
+
+    restore_in_place([own], {"NamedMonitor": {}}, includes_others=True, is_appended=False)
+    assert (own.name, own.value) == ("first", 0)
+    restore_in_place([own], {"NamedMonitor": states(5)[0]}, includes_others=True, is_appended=False)
+    assert (own.name, own.value) == ("first", 5)
+
+
+def test_a_constructor_that_does_not_take_the_saved_arguments():
+    """The error names the class, the saved arguments and the constructor's reason."""
+    saved = {"Named": {"args": {"title": "saved"}}}
+
+    with pytest.raises(
+        TypeError,
+        match=r"^cannot restore Named with the saved arguments \{'title': 'saved'\} \(.*title.*\); "
+        r"return all arguments",
+    ):
+        restore_in_place([Named()], saved, includes_others=True, is_appended=False)
