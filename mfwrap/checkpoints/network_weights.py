@@ -1,7 +1,8 @@
 """Check that the weights in a checkpoint belong to a network."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,12 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
     A stock Trainer would load the weights that fit and ignore the others. Reads only the headers of
     ``model.safetensors``, or of the files that its index lists; adapters are not checked.
 
+    Also not checked are the weights of a module, and of the modules in it, whose own code changes
+    how they are loaded: a hook before ``load_state_dict``, or an override of ``load_state_dict`` or
+    ``_load_from_state_dict``. Such code may resize a buffer or rename weights, so only loading the
+    weights shows whether they fit. Code of torch and transformers does not count: it converts older
+    formats.
+
     Raises:
         DamagedFileError: If a header is damaged.
         OSError: If a file cannot be read.
@@ -25,7 +32,10 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
         return None
     stored = stored_weights(path).tensors
     expected = network.state_dict(keep_vars=True)
+    unchecked = _prefixes_with_own_loading(network)
     for name, tensor in stored.items():
+        if name.startswith(unchecked):
+            continue
         if name not in expected:
             return f"{_WEIGHTS} has {name}, which is not in the network"
         shape = tuple(expected[name].shape)
@@ -36,12 +46,30 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
             )
     # Only one name of a tied weight is stored. The other names have the same address, so a name is
     # missing only if its address is missing, too.
-    present = {expected[name].data_ptr() for name in stored}
+    present = {expected[name].data_ptr() for name in stored if name in expected}
     ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
     for name, parameter in _saved(expected, ignored).items():
-        if name not in stored and parameter.data_ptr() not in present:
+        is_missing = name not in stored and parameter.data_ptr() not in present
+        if is_missing and not name.startswith(unchecked):
             return f"{_WEIGHTS} has no {name}"
     return None
+
+
+def _prefixes_with_own_loading(network: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the weights that a module's own code loads."""
+    # `load_state_dict` is called on the whole network only, not on the modules in it.
+    prefixes = [""] if _is_own(type(network).load_state_dict) else []
+    for name, module in network.named_modules():
+        # There are no public names for these two.
+        hooks = module._load_state_dict_pre_hooks.values()  # noqa: SLF001  (see above)
+        loading = [type(module)._load_from_state_dict, *hooks]  # noqa: SLF001  (see above)
+        if any(_is_own(function) for function in loading):
+            prefixes.append(f"{name}." if name else "")
+    return tuple(prefixes)
+
+
+def _is_own(function: Callable[..., Any]) -> bool:
+    return function.__module__.partition(".")[0] not in {"torch", "transformers"}
 
 
 def _saved(state: Mapping[str, nn.Parameter], ignored: set[str]) -> dict[str, nn.Parameter]:

@@ -310,13 +310,19 @@ class MFTrainerMixin(_Base):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
+        is_new = model is None and self.optimizer is None
         if model is None:
             # The Trainer loads the weights first and the optimizer later. Check the optimizer
             # before the weights are loaded, so that a checkpoint that does not fit changes nothing.
             self.create_optimizer()
             optimizer: Any = self.optimizer
             check_parameter_groups(Path(resume_from_checkpoint), unwrapped_optimizer(optimizer))
+        network: Any = self.model
+        before = set(network.parameters())
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if is_new and before != set(network.parameters()):
+            # The model replaces parameters when it is loaded: the Trainer makes a new optimizer.
+            self.optimizer = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with replaced(self.attached, is_loading=True):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from mfwrap.checkpoints.network_weights import foreign_weights
@@ -67,6 +68,100 @@ def test_weights_in_several_files(tmp_path):
 
     assert foreign_weights(folder, Tied()) is None
     assert "has no third.weight" in foreign_weights(folder, More())
+
+
+class WithHook(nn.Module):
+    """A layer whose hook gives the buffer `seen` the size that it has in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_load_state_dict_pre_hook(self._resize)
+
+    @staticmethod
+    def _resize(module, state, prefix, *_):
+        if f"{prefix}seen" in state:
+            module.seen = torch.empty_like(state[f"{prefix}seen"])
+
+
+class WithMethod(WithHook):
+    """The same, with a method instead of a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._load_state_dict_pre_hooks.clear()
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self._resize(self, state, prefix)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Whole(nn.Module):
+    """A network that loads its state in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(3), WithHook()
+        self.second._load_state_dict_pre_hooks.clear()
+
+    def load_state_dict(self, state_dict, *arguments, **keywords):
+        """Resize the buffer, and load."""
+        WithHook._resize(self.second, state_dict, "second.")
+        return super().load_state_dict(state_dict, *arguments, **keywords)
+
+
+def in_network(layer):
+    """Return a network with a normalization and this layer."""
+    return nn.ModuleDict({"first": nn.BatchNorm1d(3), "second": layer})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: in_network(WithHook()), lambda: in_network(WithMethod()), Whole],
+    ids=["hook", "method", "whole network"],
+)
+def test_a_network_that_resizes_a_buffer_when_it_is_loaded(tmp_path, make):
+    """A weight that a network's own code loads fits, whatever its shape, and can be loaded."""
+    weights = make().state_dict() | {"second.seen": torch.arange(5.0)}
+    folder = write_checkpoint(tmp_path / "checkpoint-1", weights=weights)
+
+    assert foreign_weights(folder, make()) is None
+    network = make()
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    assert torch.equal(network.get_buffer("second.seen"), torch.arange(5.0))
+
+
+@pytest.mark.parametrize("change", ["renamed", "missing"])
+def test_names_that_a_network_changes_when_it_is_loaded(tmp_path, change):
+    """A name that a network's own code loads may be unknown or missing; other names may not."""
+    weights = in_network(WithHook()).state_dict()
+    weight = weights.pop("second.weight")
+    folder = write_checkpoint(
+        tmp_path / "checkpoint-1",
+        weights=weights | ({"second.old": weight} if change == "renamed" else {}),
+    )
+    without = write_checkpoint(
+        tmp_path / "checkpoint-2",
+        weights={name: value for name, value in weights.items() if name != "first.weight"},
+    )
+
+    assert foreign_weights(folder, in_network(WithHook())) is None
+    assert "has no first.weight" in foreign_weights(without, in_network(WithHook()))
+
+
+def test_code_of_torch_that_loads_weights_is_no_exception(tmp_path):
+    """Weights of a module for which torch converts older formats are checked."""
+
+    def network(first, second):
+        normalized = nn.utils.parametrizations.weight_norm(nn.Linear(3, second))
+        return nn.Sequential(nn.BatchNorm1d(first), normalized)
+
+    folder = write_checkpoint(tmp_path / "checkpoint-1", weights=network(3, 3).state_dict())
+
+    assert foreign_weights(folder, network(3, 3)) is None
+    assert "has 0.bias with shape [3]" in foreign_weights(folder, network(4, 3))
+    assert "has 1.bias with shape [3]" in foreign_weights(folder, network(3, 4))
 
 
 class More(Tied):
