@@ -78,7 +78,10 @@ def check_checkpoint(
             if other is None
             else f"newest intact checkpoint before it: {other}"
         )
-        msg = f"cannot resume from {folder}: {error}; {offer}"
+        is_found = folder.is_dir() and (not required or is_checkpoint(folder))
+        # The Trainer's words: tools look for them to tell a wrong path from a damaged checkpoint.
+        problem = "cannot resume from" if is_found else "Can't find a valid checkpoint at"
+        msg = f"{problem} {folder}: {error}; {offer}"
         raise ValueError(msg) from error
     is_ours = any(folder.glob(_OURS))
     if verified.caveat is not None and is_ours and this_rank() == 0:

@@ -124,8 +124,8 @@ class Checkpoints:
             found = get_last_checkpoint(str(run_folder)) if run_folder.is_dir() else None
         if found is None:
             msg = (
-                f"`output_dir` must hold a checkpoint to resume from, got {run_folder} without "
-                "one; leave `resume_from_checkpoint` out to train from the start"
+                f"No valid checkpoint found in output directory ({run_folder}); leave "
+                "`resume_from_checkpoint` out to train from the start"
             )
             raise ValueError(msg)
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build

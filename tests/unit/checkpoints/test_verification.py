@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mfwrap.checkpoints import verification
+from mfwrap.checkpoints.manifest import write_manifest
 from mfwrap.checkpoints.verification import (
     check_checkpoint,
     checkpoints_in,
@@ -24,17 +25,16 @@ def flip(path):
     path.write_bytes(content)
 
 
-def refused(folder, **keywords):
+def refused(folder, problem="cannot resume from", **keywords):
     """Return the reason why a checkpoint is refused."""
-    with pytest.raises(ValueError, match="cannot resume from ") as caught:
+    with pytest.raises(ValueError, match=problem) as caught:
         check_checkpoint(folder, **keywords)
-    assert str(caught.value).startswith(f"cannot resume from {folder}: ")
-    reason, _, offer = (
-        str(caught.value).removeprefix(f"cannot resume from {folder}: ").partition("; ")
-    )
+    assert str(caught.value).startswith(f"{problem} {folder}: ")
+    reason, _, offer = str(caught.value).removeprefix(f"{problem} {folder}: ").partition("; ")
     return reason, offer
 
 
+NOT_FOUND = "Can't find a valid checkpoint at"
 NONE_BEFORE = "there is no intact checkpoint before it"
 
 
@@ -79,7 +79,20 @@ def test_no_folder(tmp_path, kind):
     if kind == "file":
         (tmp_path / "checkpoint-1").write_text("a file")
 
-    assert refused(tmp_path / "checkpoint-1") == ("there is no such folder", NONE_BEFORE)
+    reason = ("there is no such folder", NONE_BEFORE)
+    assert refused(tmp_path / "checkpoint-1", NOT_FOUND) == reason
+
+
+def test_a_folder_without_a_checkpoint(tmp_path):
+    """If a file is required and nothing in the folder is of a checkpoint, the path is wrong."""
+    required = ["trainer_state.json"]
+    folder = write_checkpoint(tmp_path / "checkpoint-1", listed=False)
+    (folder / "trainer_state.json").unlink()
+
+    reason = ("trainer_state.json is missing", NONE_BEFORE)
+    assert refused(folder, NOT_FOUND, required=required) == reason
+    write_manifest(folder)
+    assert refused(folder, required=required) == reason
 
 
 def test_required_files(tmp_path):
@@ -87,7 +100,7 @@ def test_required_files(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     check_checkpoint(tmp_path / "checkpoint-1")
 
-    reason, _ = refused(tmp_path / "checkpoint-1", required=["trainer_state.json"])
+    reason, _ = refused(tmp_path / "checkpoint-1", NOT_FOUND, required=["trainer_state.json"])
     assert reason == "trainer_state.json is missing"
 
 

@@ -218,8 +218,10 @@ def test_no_such_folder(written, tmp_path):
     two_checkpoints(written, tmp_path)
     trainer = new_trainer(tmp_path)
 
-    with pytest.raises(ValueError, match=r"checkpoint-5: there is no such folder; .*checkpoint-4$"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    wrong = tmp_path / "checkpoint-5"
+    problem = f"^Can't find a valid checkpoint at {wrong}: there is no such folder; .*checkpoint-4$"
+    with pytest.raises(ValueError, match=problem):
+        trainer.train(resume_from_checkpoint=str(wrong))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_nothing_to_resume(tmp_path, exists):
     """``resume_from_checkpoint=True`` raises an error if ``output_dir`` has no checkpoint."""
     trainer = new_trainer(tmp_path if exists else tmp_path / "missing")
 
-    with pytest.raises(ValueError, match="`output_dir` must hold a checkpoint"):
+    with pytest.raises(ValueError, match=r"^No valid checkpoint found in output directory \("):
         trainer.train(resume_from_checkpoint=True)
 
 
