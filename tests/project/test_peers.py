@@ -15,8 +15,8 @@ peers = importlib.util.module_from_spec(SPEC)
 sys.modules["peers"] = peers
 SPEC.loader.exec_module(peers)
 
-OWN = {"kind": "optimizer", "classes": ["accelerate.optimizer.AcceleratedOptimizer", "object"]}
-OURS = {"kind": "optimizer", "classes": ["mfwrap.accelerate.classes.AttachedOptimizer", "object"]}
+OWN = {"kind": "accelerator", "classes": ["accelerate.accelerator.Accelerator", "object"]}
+OURS = {"kind": "accelerator", "classes": ["mfwrap.accelerate.classes.AttachedAccelerator"]}
 
 TESTS = """
 import sys
@@ -108,15 +108,17 @@ def test_a_run_that_does_not_use_mfwrap_is_reported():
     plain, attached, empty = run([OWN]), run([OURS]), run()
 
     assert peers.not_substituted("file", plain, attached) == []
-    assert peers.not_substituted("file", empty, empty) == []
+    assert peers.not_substituted("file", empty, empty) == [
+        "file: no accelerator was attached; accelerate's run used 0"
+    ]
     assert peers.not_substituted("file", plain, run([OURS, OWN])) == [
-        "file: 1 of 2 optimizers were not attached: accelerate.optimizer.AcceleratedOptimizer"
+        "file: 1 of 2 accelerators were not attached: accelerate.accelerator.Accelerator"
     ]
     assert peers.not_substituted("file", plain, empty) == [
-        "file: no optimizer was attached, but accelerate's run used 1"
+        "file: no accelerator was attached; accelerate's run used 1"
     ]
     assert peers.not_substituted("file", attached, attached) == [
-        "file: the run without mfwrap used an attached optimizer"
+        "file: the run without mfwrap used an attached accelerator"
     ]
 
 
