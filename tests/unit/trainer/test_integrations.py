@@ -93,39 +93,43 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def fine_tuned(kind, folder, peft_config=None, **ours):
+def adapter() -> LoraConfig:
+    """Return the settings of a LoRA adapter."""
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def fine_tuned(kind, folder, settings=SETTINGS, **ours):
     """Return a trainer after fine-tuning on sentences."""
     texts = ["hello world this is text", "another line of words here"] * 20
-    arguments = SFTConfig(str(folder), **SETTINGS)
-    return trained(kind, arguments, {"text": texts}, peft_config=peft_config, **ours)
+    return trained(kind, SFTConfig(str(folder), **settings), {"text": texts}, **ours)
 
 
-def preference_tuned(kind, folder, **ours):
+def preference_tuned(kind, folder, settings=SETTINGS, **ours):
     """Return a trainer after preference tuning."""
     pairs = {"prompt": ["hello "] * 40, "chosen": ["world"] * 40, "rejected": ["words"] * 40}
-    return trained(kind, DPOConfig(str(folder), **SETTINGS), pairs, ref_model=llama(), **ours)
+    return trained(kind, DPOConfig(str(folder), **settings), pairs, ref_model=llama(), **ours)
 
 
-def answer_tuned(kind, folder, **ours):
+def answer_tuned(kind, folder, settings=SETTINGS, **ours):
     """Return a trainer after tuning on answers that are rated good or bad."""
     rated = {
         "prompt": ["hello "] * 40,
         "completion": ["world", "words"] * 20,
         "label": [True, False] * 20,
     }
-    return trained(kind, KTOConfig(str(folder), **SETTINGS), rated, ref_model=llama(), **ours)
+    return trained(kind, KTOConfig(str(folder), **settings), rated, ref_model=llama(), **ours)
 
 
-def reward_trained(kind, folder, **ours):
+def reward_trained(kind, folder, settings=SETTINGS, **ours):
     """Return a trainer after the training of a reward model."""
     pairs = {"chosen": ["hello world"] * 40, "rejected": ["hello words", "some text"] * 20}
     model = llama(LlamaForSequenceClassification)
-    return trained(kind, RewardConfig(str(folder), **SETTINGS), pairs, model=model, **ours)
+    return trained(kind, RewardConfig(str(folder), **settings), pairs, model=model, **ours)
 
 
-def reinforced(kind, folder, **ours):
+def reinforced(kind, folder, settings=SETTINGS, **ours):
     """Return a trainer after updates on its own completions, rewarded for different letters."""
-    settings = {name: value for name, value in SETTINGS.items() if name != "max_length"}
+    settings = {name: value for name, value in settings.items() if name != "max_length"}
     arguments = GRPOConfig(str(folder), num_generations=4, max_completion_length=6, **settings)
     prompts = {"prompt": ["hello ", "another ", "words ", "some text "] * 10}
     return trained(kind, arguments, prompts, reward_funcs=num_letters, **ours)
@@ -177,12 +181,11 @@ def test_supervised_fine_tuning(tmp_path, scale):
 
 def test_an_adapter(tmp_path):
     """With a LoRA adapter, only the adapter's weights are trained, measured and averaged."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    stock = fine_tuned(SFTTrainer, tmp_path, config)
+    stock = fine_tuned(SFTTrainer, tmp_path, peft_config=adapter())
     ours = fine_tuned(
         OurSFT,
         tmp_path,
-        config,
+        peft_config=adapter(),
         scale_sense=2.0**16,
         step=StepConfig(local_norm=True),
         ema=lambda model: ExponentialMovingAverage(model, 0.9),
@@ -209,3 +212,40 @@ def test_preferences_and_rewards(run, kind, our_kind, tmp_path):
     ours = run(our_kind, tmp_path, scale_sense=2.0**16)
 
     assert_equal_runs(stock, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "kind", "our_kind", "options"),
+    [
+        (fine_tuned, SFTTrainer, OurSFT, {"packing": True, "packing_strategy": "wrapped"}),
+        (fine_tuned, SFTTrainer, OurSFT, {"loss_type": "dft"}),
+        (fine_tuned, SFTTrainer, OurSFT, {"neftune_noise_alpha": 5.0}),
+        (preference_tuned, DPOTrainer, OurDPO, {"loss_type": ["ipo"]}),
+        (preference_tuned, DPOTrainer, OurDPO, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+        (preference_tuned, DPOTrainer, OurDPO, {"precompute_ref_log_probs": True}),
+        (answer_tuned, KTOTrainer, OurKTO, {"loss_type": "apo_zero_unpaired"}),
+        (reward_trained, RewardTrainer, OurReward, {"center_rewards_coefficient": 0.1}),
+        (reinforced, GRPOTrainer, OurGRPO, {"num_iterations": 2, "steps_per_generation": 4}),
+        (reinforced, GRPOTrainer, OurGRPO, {"loss_type": "grpo", "scale_rewards": False}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
+)
+def test_options_of_trl(run, kind, our_kind, options, tmp_path):
+    """Options that change batches, losses or the reference model keep both results the same."""
+    stock = run(kind, tmp_path, SETTINGS | options)
+    ours = run(our_kind, tmp_path, SETTINGS | options, scale_sense=2.0**16)
+
+    assert_equal_runs(stock, ours)
+
+
+@pytest.mark.slow
+def test_an_adapter_and_its_reference(tmp_path):
+    """GRPO with a divergence from its reference, the model without adapter, gives equal results."""
+    stock, ours = (
+        reinforced(kind, tmp_path, SETTINGS | {"beta": 0.1}, peft_config=adapter(), **extras)
+        for kind, extras in ((GRPOTrainer, {}), (OurGRPO, {"scale_sense": 2.0**16}))
+    )
+
+    assert_equal_runs(stock, ours)
+    assert any(entry.get("kl") for entry in stock.state.log_history)
