@@ -177,7 +177,6 @@ class Case:
         return self.arguments.get("max_grad_norm", 1.0) > 0
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
 UNEVEN = {"max_steps": -1, "num_train_epochs": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 CASES = {
@@ -190,24 +189,7 @@ CASES = {
     "constant with warm-up, bf16": Case(
         {"bf16": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
     ),
-    "cosine with restarts": Case(
-        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
-    ),
     "inverse_sqrt, fp16": Case({"fp16": True, "lr_scheduler_type": "inverse_sqrt"}),
-    "reduced on a plateau": Case(
-        {
-            **EVALUATED,
-            "lr_scheduler_type": "reduce_lr_on_plateau",
-            "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
-        }
-    ),
-    "greedy": Case(
-        {
-            **EVALUATED,
-            "lr_scheduler_type": "greedy",
-            "lr_scheduler_kwargs": {"patience": 0, "warmup": 1},
-        }
-    ),
     "foreach AdamW": Case({"optim": "adamw_torch", "weight_decay": 0.1}),
     "foreach AdamW, bf16, accumulation 1": Case(
         {"optim": "adamw_torch", "bf16": True, "gradient_accumulation_steps": 1}
@@ -218,25 +200,15 @@ CASES = {
     "SGD, fp16, accumulation 1": Case(
         {"optim": "sgd", "fp16": True, "gradient_accumulation_steps": 1, "learning_rate": 0.1}
     ),
-    "Adagrad": Case({"optim": "adagrad", "gradient_accumulation_steps": 1}),
-    "RMSprop": Case({"optim": "rmsprop", "learning_rate": 1e-3}),
     "own optimizer and schedule": Case(extras=own_optimizer),
-    "evaluation": Case({**EVALUATED, "eval_on_start": True}),
-    "best model": Case({**EVALUATED, **SAVED, "eval_steps": 2, "load_best_model_at_end": True}),
     "resumed": Case({**SAVED, "lr_scheduler_type": "cosine"}, resume_at=2),
     "resumed, bf16": Case({**SAVED, "bf16": True, "max_grad_norm": 0.0}, resume_at=2),
     "resumed, fp16, Adafactor": Case({**SAVED, "fp16": True, "optim": "adafactor"}, resume_at=2),
-    "gradient checkpointing": Case(CHECKPOINTED),
     "gradient checkpointing, bf16": Case({**CHECKPOINTED, "bf16": True, "max_grad_norm": 0.0}),
-    "label smoothing": Case({"label_smoothing_factor": 0.1}),
     "LoRA": Case(model=lora_llama),
     "LoRA, bf16": Case({"bf16": True, "max_grad_norm": 0.0}, model=lora_llama),
     "compiled, eager": Case(
         {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
-        model=plain_network,
-    ),
-    "compiled, aot_eager": Case(
-        {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
         model=plain_network,
     ),
     "bfloat16 weights": Case({"max_grad_norm": 0.0}, model=half_llama),
@@ -245,14 +217,8 @@ CASES = {
     "plain network, bf16": Case({"bf16": True, "max_grad_norm": 0.0}, model=plain_network),
     "own loss": Case(model=plain_network, extras=lambda _: {"compute_loss_func": own_loss}),
     "data without a length": Case(data=EndlessCounting()),
-    "grouped by length": Case({"train_sampling_strategy": "group_by_length"}),
-    "no filter of losses": Case({"logging_nan_inf_filter": False}),
-    "rarely logged": Case({"logging_steps": 4, "logging_first_step": True}),
-    "logged by epoch": Case({**UNEVEN, "logging_strategy": "epoch"}, data=Counting(20)),
     "uneven last window": Case(UNEVEN, data=Counting(20)),
     "uneven last window, plain network": Case(UNEVEN, model=plain_network, data=Counting(19)),
-    "noise on embeddings": Case({"neftune_noise_alpha": 5.0}),
-    "found batch size": Case({"auto_find_batch_size": True}),
 }
 
 
