@@ -20,15 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.accelerate.classes import (
-    LoopRanks,
-    StepScaler,
-    attached_class,
-    restore_optimizer,
-)
+from mfwrap.accelerate.classes import LoopRanks, StepScaler, attached_class
 from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.accelerate.prepared import attached_again, restore_prepared
 from mfwrap.accelerate.saving import whole_state
-from mfwrap.accelerate.schedules import restore_scheduler
 from mfwrap.accelerate.setup import (
     EMA,
     attached_handler_class,
@@ -60,6 +55,8 @@ from mfwrap.tensors.wrappers import distributed_parts
 class AttachedStep:
     """Run the training step in an accelerate loop; `attach` returns this object.
 
+    Pickle it with its accelerator to keep the step: the accelerator alone pickles without it.
+
     Source: MindFormers, ``MFTrainOneStepCell``.
     """
 
@@ -77,6 +74,7 @@ class AttachedStep:
         """Average of the weights. ``None`` if the step keeps no average, or if a callable makes the
         average and ``prepare`` has not called it yet."""
         self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
+        self._arguments = (config, ema, scale_sense, communication_hook)
         self._accelerator = accelerator
         self._kind = type(accelerator)
         self._grad_scaler = accelerator.scaler
@@ -182,20 +180,21 @@ class AttachedStep:
                 window.hand_back(scaled=scales)
                 window.update.local_squares = None
             if scales:
-                self._grad_scaler.load_state_dict(self._scaler.state_dict())
+                self._scaler.grad_scaler()
                 # torch's scaler unscales gradients only after a first call of `scale`, which puts
                 # its state on the device.
                 self._grad_scaler.scale(self.loss_scale)
             self.step.schedules.clear()
-            for optimizer in accelerator._optimizers:
-                restore_optimizer(optimizer, self._grad_scaler)
-            for scheduler in accelerator._schedulers:
-                restore_scheduler(scheduler)
+            restore_prepared(accelerator, self._grad_scaler)
             accelerator.scaler = self._grad_scaler
             accelerator.__class__ = self._kind
             if self._ddp_handler is not None:
                 self._ddp_handler.__class__ = self._handler_kind
             del accelerator.attachment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (type(self), self._accelerator, self._arguments, self.step.state_dict())
+        return attached_again, arguments
 
     def see_model(self, prepared: nn.Module) -> None:
         """Record the DistributedDataParallel modules of a prepared model."""

@@ -18,6 +18,7 @@ How accelerate's calls reach the step:
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -34,6 +35,7 @@ from mfwrap.arguments import described
 from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+from mfwrap.pickling import pickled_as
 from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.fsdp import ShardedParts
@@ -81,11 +83,7 @@ class AttachedAccelerator:
         refuse_update_in_backward(unwrapped_optimizer(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]  # (the accelerator's own method)
         if type(prepared) is AcceleratedOptimizer:
-            prepared.__class__ = AttachedOptimizer
-            prepared.attachment = self.attachment
-            # accelerate returns an optimizer unchanged if another accelerator has prepared it. Its
-            # scaler is then None or the other accelerator's, so set ours.
-            prepared.scaler = self.scaler
+            attach_optimizer(prepared, self.attachment, self.scaler)
             if not any(each is prepared for each in self._optimizers):
                 self._optimizers.append(prepared)
         elif not isinstance(prepared, AttachedOptimizer):
@@ -187,6 +185,17 @@ class AttachedAccelerator:
             watch.leave("has ended its training")
         super().end_training()  # type: ignore[misc]  # (the accelerator's own method)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A copy is an accelerator of the user's class without the step, as after `detach`: the step
+        # may hold functions that cannot be pickled. `AttachedStep` itself pickles with the step.
+        attachment, values = self.attachment, {"scaler": self.scaler.grad_scaler()}
+        for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
+            hooks = getattr(self, name).items()
+            kept = {key: h for key, h in hooks if getattr(h, "__self__", None) is not attachment}
+            values[name] = OrderedDict(kept)
+        # The class of `attached_class` comes first, then this one, then the user's.
+        return pickled_as(type(self).__mro__[2], self, without=("attachment",), **values)
+
 
 def attached_class(kind: type) -> type:
     """Create a subclass of an accelerator's class, which `attach` then gives to the accelerator."""
@@ -228,12 +237,31 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
         state: dict[str, Any] = super().state_dict()
         return state
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A copy is accelerate's own optimizer with the rates of the next update, as after `detach`.
+        self.attachment.step.resolve_schedules()
+        return pickled_as(
+            AcceleratedOptimizer,
+            self,
+            without=("attachment",),
+            scaler=self.scaler.grad_scaler(),
+            _is_overflow=self.step_was_skipped,
+        )
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
         """After the last micro-batch, zero the gradients and discard their norms."""
         super().zero_grad(set_to_none)
         windows = self.attachment.step.windows
         if self.gradient_state.sync_gradients and self.optimizer in windows:
             windows[self.optimizer].open()
+
+
+def attach_optimizer(optimizer: Any, attachment: "AttachedStep", scaler: "StepScaler") -> None:
+    """Make an `AttachedOptimizer` of accelerate's optimizer, in place."""
+    optimizer.__class__ = AttachedOptimizer
+    optimizer.attachment = attachment
+    # If another accelerator has prepared the optimizer, its scaler is None or the other's.
+    optimizer.scaler = scaler
 
 
 _WITH_SCALER = (
@@ -327,6 +355,12 @@ class StepScaler:
             # from 0 and MindSpore from 1.
             state["_growth_tracker"] = int(cell.cur_iter - cell.last_overflow_iter) - 1
         return state
+
+    def grad_scaler(self) -> Any:
+        """Return accelerate's own gradient scaler with the step's loss scale; ``None`` for none."""
+        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+            self._grad_scaler.load_state_dict(self.state_dict())
+        return self._grad_scaler
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the loss scale to the scale in a GradScaler's state."""

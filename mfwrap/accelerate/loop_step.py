@@ -217,8 +217,15 @@ class LoopStep:
             for window in self.windows.values():
                 window.update.flush()
         finally:
-            for schedule in self.schedules:
-                schedule.resolve()
+            self.resolve_schedules()
+
+    def resolve_schedules(self) -> None:
+        """Do the postponed steps of all schedules. Synchronizes with the device if there are any.
+
+        Too many skips in a row raise no error here, see `UpdateCounts.was_skipped`.
+        """
+        for schedule in self.schedules:
+            schedule.resolve()
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, then return loss scale, counters and average.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.scheduler import AcceleratedScheduler
 
+from mfwrap.pickling import pickled_as
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             )
         finally:
             self.gradient_state = state
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A copy is accelerate's own scheduler, with nothing pending, as after `detach`.
+        self.resolve()
+        return pickled_as(AcceleratedScheduler, self, without=("attachment", "requests"))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the schedule, and drop the requested steps."""

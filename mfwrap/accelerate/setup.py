@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
+from mfwrap.pickling import pickled_as
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 
@@ -177,7 +178,11 @@ def attached_handler_class(
         refuse_second_hook(recorder.hook and handler.comm_hook, communication_hook)
         tap(model, recorder.hook or communication_hook)
 
-    return type(f"Attached{kind.__name__}", (kind,), {"register_comm_hook": register_comm_hook})
+    methods = {
+        "register_comm_hook": register_comm_hook,
+        "__reduce_ex__": lambda handler, _protocol: pickled_as(kind, handler),
+    }
+    return type(f"Attached{kind.__name__}", (kind,), methods)
 
 
 @final

@@ -37,6 +37,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mfwrap.pickling import pickled_as
+
 
 class ScheduleRequest(NamedTuple):
     """A recorded call of a schedule's ``step``; the call is made later or dropped."""
@@ -147,6 +149,11 @@ class DeferredSchedule:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]  # (the user's schedule)
         # torch's state_dict returns all attributes, ours included.
         return {name: value for name, value in state.items() if name != "deferral"}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A copy is the user's own schedule, with nothing pending, as after `undefer_schedule`.
+        self.resolve()
+        return pickled_as(type(self).__mro__[2], self, without=("deferral",))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the schedule's state, and drop requested steps."""

@@ -93,6 +93,10 @@ class StepCallbackHandler(CallbackHandler):
     postpones_save: bool = False
     """Whether a checkpoint is due at the end of this epoch."""
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # This object's class was made by `add_step_to_events`, so no module has it.
+        return new_step_handler, (type(self).__mro__[2],), self.__getstate__()
+
     def add_callback(self, callback: Any) -> None:
         """Add a callback; raise ``TypeError`` if it is not a transformers callback."""
         check_callback(callback)
@@ -185,10 +189,18 @@ def add_step_to_events(
         termination: Decides after which step SIGTERM ends the training.
     """
     handler: Any = trainer.callback_handler
-    kind = type(handler)
-    handler.__class__ = type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
+    handler.__class__ = _step_handler_class(type(handler))
     handler.trainer, handler.before_event = trainer, before_event
     handler.termination = TerminationCallback(termination)
+
+
+def _step_handler_class(kind: type[CallbackHandler]) -> type[StepCallbackHandler]:
+    return type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
+
+
+def new_step_handler(kind: type[CallbackHandler]) -> StepCallbackHandler:
+    """Return an empty step handler of an earlier class `kind`; unpickling a handler calls this."""
+    return object.__new__(_step_handler_class(kind))
 
 
 @contextlib.contextmanager

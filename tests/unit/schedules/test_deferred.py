@@ -264,6 +264,23 @@ def test_undefer_gives_the_schedule_back(make):
     assert [training.update() for _ in range(5)] == [plain.update() for _ in range(5)]
 
 
+@each_schedule
+def test_a_copy_is_the_plain_schedule_with_nothing_pending(make):
+    """A deep copy is of the user's class, has done the pending step, and goes on by itself."""
+    plain, training = Training(make, deferred=False), Training(make)
+    plain.update()
+    training.update()
+
+    copied = copy.deepcopy(training.schedule)
+    copied.optimizer.step()
+    copied.step()
+    plain.update()
+
+    assert type(copied) is type(plain.schedule)
+    assert copied.get_last_lr() == plain.schedule.get_last_lr()
+    assert copied.state_dict().keys() == plain.schedule.state_dict().keys()
+
+
 def test_schedules_of_a_metric_are_told():
     """`is_stepped_with_a_metric` is true for schedules whose step takes a metric."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
@@ -276,3 +277,26 @@ def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
 
     assert_same_state(*weights)
     assert [each.folders for each in monitors] == [[], [tmp_path / "checkpoint-2"]]
+
+
+def an_average(model):
+    """Return an average of a model's weights."""
+    return ExponentialMovingAverage(model, 0.5)
+
+
+def test_a_trainer_that_is_pickled_trains_with_the_step(tmp_path):
+    """A pickled MFTrainer has a step of its own, with the same settings, and trains equally."""
+    trainer = new_trainer(MFTrainer, tmp_path, extras={"ema": an_average}, save_strategy="no")
+
+    loaded = pickle.loads(pickle.dumps(trainer))  # noqa: S301  (pickled just now)
+
+    assert loaded.attached is loaded.accelerator.attachment is not trainer.attached
+    assert loaded.callback_handler.trainer is loaded
+    runs = []
+    for each in (trainer, loaded):
+        torch.manual_seed(0)  # of the dropout
+        runs.append(train(each))
+    assert_same_state(runs[0].weights, runs[1].weights)
+    averages = [dict(run.trainer.ema.named_averages()) for run in runs]
+    assert_same_state(averages[0], averages[1])
+    assert runs[1].trainer.attached.last_report.applied_updates == len(runs[0].log) - 1
