@@ -12,6 +12,7 @@ from transformers.optimization import get_scheduler
 
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.training import ScheduleChoice
+from mfwrap.trainer.preflight import check_optim
 
 _ANY_LENGTH = 1_000
 """Number of steps for a training whose length depends on its data."""
@@ -33,10 +34,9 @@ def check_optimizer(
         schedule: MindFormers' schedule; ``None`` for the schedule named in `arguments`.
 
     Raises:
-        RecipeError: If the optimizer or the schedule refuses its settings.
+        RecipeError: If the optimizer or the schedule refuses its settings, or the optimizer changes
+            its weights during backward.
     """
-    if arguments.optim_target_modules is not None:
-        return
     try:
         _try(arguments, schedule)
     except REFUSALS as error:
@@ -54,6 +54,9 @@ def check_optimizer(
 
 
 def _try(arguments: TrainingArguments, schedule: ScheduleChoice | None) -> None:
+    check_optim(arguments)
+    if arguments.optim_target_modules is not None:
+        return
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import TrainingArguments
+
 from mfwrap.config import StepConfig
 from mfwrap.preflight import (
     check_ranks_agree,
@@ -47,6 +49,22 @@ _AFTER_BACKWARD = {
 those whose weights change after backward."""
 
 
+def check_optim(args: TrainingArguments) -> None:
+    """Raise an error if ``args.optim`` names an optimizer that changes weights during backward.
+
+    Raises:
+        ValueError: If it does. The message names the value to use instead.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if name in _AFTER_BACKWARD:
+        msg = (
+            f"`optim` must be an optimizer that changes its weights after backward, got {name!r}, "
+            "which changes them during backward, before the step can know of an overflow; use "
+            f"{_AFTER_BACKWARD[name]!r}"
+        )
+        raise ValueError(msg)
+
+
 def check_optimizer(trainer: "MFTrainerMixin") -> None:
     """Raise an error if the weights of a trainer's optimizer would change during backward.
 
@@ -56,14 +74,7 @@ def check_optimizer(trainer: "MFTrainerMixin") -> None:
         TypeError: If the trainer was given such an optimizer.
         ValueError: If ``args.optim`` names such an optimizer.
     """
-    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if name in _AFTER_BACKWARD:
-        msg = (
-            f"`optim` must be an optimizer that changes its weights after backward, got {name!r}, "
-            "which changes them during backward, before the step can know of an overflow; use "
-            f"{_AFTER_BACKWARD[name]!r}"
-        )
-        raise ValueError(msg)
+    check_optim(trainer.args)
     if trainer.optimizer is not None:
         refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))
 

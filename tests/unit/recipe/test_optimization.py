@@ -15,6 +15,11 @@ from support.recipe_texts import message, parsed
         ("training.learning_rate=.inf", "training.learning_rate: expected a number <= "),
         ("training.label_smoothing_factor=.nan", "expected a number that is not nan"),
         ("training.optim=no_such_optimizer", "training.optim: "),
+        ("training.optim=lomo", "training.optim: must be an optimizer that changes its weights af"),
+        (
+            "training={optim: galore_adamw_layerwise, optim_target_modules: all-linear}",
+            "training.optim: must be an optimizer that changes its weights after backward",
+        ),
         ("training.optim_args=rank", "training.optim_args: invalid: not enough values to unpack"),
         ("training.num_train_epochs=1e300", "training.num_train_epochs: expected a number <= "),
         (
