@@ -228,17 +228,23 @@ def told_twice(rank: int, folder: str, port: int) -> None:
         trainer.train()
 
 
+def _say(line: str) -> None:
+    """Write a line in one piece: `print` may write its end later, after another rank's line."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 class Telling(TrainerCallback):
     """Print each step and each checkpoint."""
 
     def on_step_end(self, args, state, _control, **_: Any) -> None:
         """Print the step on rank 0."""
         if args.process_index == 0:
-            print(f"step {state.global_step}", flush=True)  # noqa: T201  (the test reads this process's output)
+            _say(f"step {state.global_step}")
 
     def on_save(self, _args, state, _control, **_: Any) -> None:
         """Print the checkpoint on all ranks."""
-        print(f"saved checkpoint-{state.global_step}", flush=True)  # noqa: T201  (the test reads this process's output)
+        _say(f"saved checkpoint-{state.global_step}")
 
 
 def _train_under_torchrun(folder: Path) -> None:
