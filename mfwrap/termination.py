@@ -205,7 +205,12 @@ class SigtermFlag:
         traceback: TracebackType | None,
     ) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+            # Leave a handler that other code has set meanwhile: transformers' callback for
+            # `enable_jit_checkpoint` removes its own handler when a training ends, which must not
+            # be put back.
+            ours = signal.SIG_DFL if self.is_set else self._receive
+            if signal.getsignal(signal.SIGTERM) == ours:
+                signal.signal(signal.SIGTERM, self._before)
             self._before = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -237,6 +237,18 @@ def test_the_flag_restores_the_handler(before):
         signal.signal(signal.SIGTERM, at_first)
 
 
+def test_a_handler_that_was_set_meanwhile_stays():
+    """A handler that other code sets within the block is still there after the block."""
+    at_first = signal.getsignal(signal.SIGTERM)
+    try:
+        with SigtermFlag():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, at_first)
+
+
 def test_in_another_thread():
     """Outside the main thread, the block does nothing and raises nothing."""
     handler = signal.getsignal(signal.SIGTERM)

@@ -98,7 +98,8 @@ def _with(row: Row) -> str:
     settings = [
         f"`{name}={value!r}`"
         for name, value in row.arguments.items()
-        if row.name not in {str(value), f"{name}={value}"} and (row.name, value) != (name, True)
+        if row.name not in {str(value), f"{name}={value}"}
+        and not (row.name == name and value is True)
     ]
     return ", ".join([*filter(None, [row.package, row.note]), *settings])
 

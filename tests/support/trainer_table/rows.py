@@ -233,7 +233,7 @@ _OPTIONS = [
         generation_max_length=6,
         generation_num_beams=2,
     ),
-    _option("hyperparameter_search", searched, "three trials of optuna", max_steps=3),
+    _option("hyperparameter_search", searched, "three trials", max_steps=3),
     _option("push_to_hub", pushed, "to a local server that records all requests", push_to_hub=True),
 ]
 

@@ -3,16 +3,19 @@
 import dataclasses
 import math
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, Trainer
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
+from mfwrap.trainer import MFTrainer
 from support.paths import ROOT
+from support.trainer_runs import new_trainer
 from support.trainer_table.packages import is_installed
 from support.trainer_table.page import PAGE, cell, page, read_cells, versions_line
 from support.trainer_table.rows import NOT_COMPARED, ROWS
@@ -55,6 +58,21 @@ def test_the_command_writes_the_page(tmp_path):
 
     assert "optim: adagrad: equal\n" in done.stdout
     assert path.read_text(encoding="utf-8") == TEXT
+
+
+@pytest.mark.parametrize("kind", [Trainer, MFTrainer])
+def test_just_in_time_checkpoints_leave_no_handler(kind, tmp_path):
+    """With ``enable_jit_checkpoint``, SIGTERM has its former handler after the training."""
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = new_trainer(kind, tmp_path, enable_jit_checkpoint=True, max_steps=1)
+    try:
+        assert signal.getsignal(signal.SIGTERM) != before
+        trainer.train()
+        after = signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert after == before
 
 
 def test_no_cell_is_unexplained():
