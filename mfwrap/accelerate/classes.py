@@ -35,8 +35,8 @@ from mfwrap.arguments import described
 from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
-from mfwrap.pickling import pickled_as
 from mfwrap.preflight import Facts, num_batches, step_facts
+from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import RankGuard, rank_guard

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.scheduler import AcceleratedScheduler
 
-from mfwrap.pickling import pickled_as
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
+from mfwrap.schedules.pickling import pickled_as
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep

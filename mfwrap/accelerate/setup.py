@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
-from mfwrap.pickling import pickled_as
+from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mfwrap.pickling import pickled_as
+from mfwrap.schedules.pickling import pickled_as
 
 
 class ScheduleRequest(NamedTuple):

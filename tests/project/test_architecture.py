@@ -17,7 +17,7 @@ from mfwrap.trainer import MonitorCallback
 from support.paths import ROOT, TESTS
 
 LEVELS = (
-    {"arguments", "collectives", "names", "outputs", "pickling"},
+    {"arguments", "collectives", "names", "outputs"},
     {"schedules", "tensors"},
     {"average", "checkpoints", "config", "loss_scale", "preflight", "termination"},
     {"records"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mfwrap.pickling import pickled_as
+from mfwrap.schedules.pickling import pickled_as
 
 
 class Plain:
