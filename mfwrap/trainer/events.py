@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
+from transformers.trainer_utils import SaveStrategy
 
 from mfwrap.accelerate.attached_step import AttachedStep
 from mfwrap.arguments import described
@@ -85,6 +86,8 @@ class StepCallbackHandler(CallbackHandler):
     If a checkpoint is due after the last step of an epoch, the handler postpones the checkpoint
     until the epoch's evaluation and log are done. A stock Trainer saves first. A run that resumes
     from such a checkpoint begins with the next epoch, so it would lack this evaluation and log.
+    Callbacks of an evaluation and a log of the last step see that a checkpoint is due, and can
+    cancel it.
     """
 
     trainer: "MFTrainerMixin"
@@ -92,6 +95,9 @@ class StepCallbackHandler(CallbackHandler):
     termination: "TerminationCallback"
     postpones_save: bool = False
     """Whether a checkpoint is due at the end of this epoch."""
+
+    must_save: bool = False
+    """Whether this is the end of the epoch, and the postponed checkpoint is not written yet."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # This object's class was made by `add_step_to_events`, so no module has it.
@@ -119,6 +125,8 @@ class StepCallbackHandler(CallbackHandler):
         report = attached.last_report
         if event == "on_step_end" and report is not None:
             keywords |= {"step_output": report.output, "step_report": report}
+        may_cancel = self.postpones_save and event in {"on_log", "on_evaluate"}
+        control.should_save |= may_cancel
         with self._calling_termination(event):
             changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
                 event, args, state, control, **keywords
@@ -127,8 +135,18 @@ class StepCallbackHandler(CallbackHandler):
         if event == "on_step_end":
             self.postpones_save = changed.should_save and _ends_epoch(state)
             changed.should_save = changed.should_save and not self.postpones_save
-        elif event == "on_epoch_end" and self.postpones_save:
-            self.postpones_save, changed.should_save = False, True
+        elif may_cancel:
+            # With the strategy "best", the Trainer decides after each evaluation whether to save.
+            is_overridden = event == "on_evaluate" and args.save_strategy == SaveStrategy.BEST
+            self.postpones_save = changed.should_save and not is_overridden
+            changed.should_save = False
+        elif event == "on_epoch_end":
+            self.postpones_save, self.must_save = False, self.postpones_save
+        elif event in {"on_save", "on_train_begin", "on_epoch_begin"}:
+            # At a beginning, too: an error, or an evaluation with the strategy "best", may have
+            # prevented a postponed save.
+            self.postpones_save = self.must_save = False
+        changed.should_save |= self.must_save
         return changed
 
     @contextlib.contextmanager

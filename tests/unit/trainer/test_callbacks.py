@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -257,3 +258,38 @@ def test_the_order_to_stop_is_not_restored(restores, tmp_path):
     train(trainer, resume=tmp_path / "checkpoint-2")
 
     assert trainer.state.global_step == 4
+
+
+class Tied(nn.Module):
+    """A plain network with a tied weight, which a Trainer cannot save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 4), nn.Linear(4, 32)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        """Return the loss."""
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("kind", [Trainer, MFTrainer])
+def test_a_checkpoint_that_a_callback_cancels_is_not_written(tmp_path, kind):
+    """A callback can cancel a step's checkpoint in ``on_log``, also at the end of an epoch.
+
+    Writing it would raise an error: the network cannot be saved.
+    """
+
+    class Cancels(TrainerCallback):
+        def on_log(self, _args, _state, control, **_):
+            control.should_save = False
+
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": -1, "num_train_epochs": 2}
+    trainer = new_trainer(
+        kind, tmp_path, model=Tied(), data=Counting(16, 4), callbacks=[Cancels()], **saves
+    )
+    train(trainer)
+
+    assert trainer.state.global_step == 4
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from mfwrap import StepOutput, StepReport
 from mfwrap.callbacks import EMACallback, TrainingStateMonitor
@@ -168,6 +169,83 @@ def test_a_checkpoint_at_the_end_of_an_epoch_waits_for_the_evaluation(epoch, ste
     ]
 
     assert asked == ([True, False, False] if (epoch, step) == (1.5, 3) else [False, True, False])
+
+
+class Decides(TrainerCallback):
+    """Set ``should_save`` at one event, and record what it was before."""
+
+    def __init__(self, event: str, *, value: bool) -> None:
+        self.before: list[bool] = []
+
+        def decide(_args, _state, control, **_):
+            self.before.append(control.should_save)
+            control.should_save = value
+
+        setattr(self, event, decide)
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("event", ["on_log", "on_evaluate"])
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_callbacks_may_cancel_a_postponed_checkpoint(event, value, strategy):
+    """Between step and end of an epoch, callbacks see the request for a checkpoint, and change it.
+
+    With the strategy "best", the Trainer decides after an evaluation, as without callbacks.
+    """
+    handler, _, _ = handler_of(None)
+    decides = Decides(event, value=value)
+    handler.add_callback(decides)
+    state, control = TrainerState(max_steps=9, epoch=2.0), TrainerControl(should_save=True)
+    args = SimpleNamespace(save_strategy=SaveStrategy(strategy))
+    asked = []
+    for each in ("on_step_end", "on_log", "on_evaluate", "on_epoch_end"):
+        keywords = {"metrics": {}} if each == "on_evaluate" else {}
+        control = handler.call_event(each, args, state, control, **keywords)
+        asked.append(control.should_save)
+
+    assert decides.before == [True]
+    assert asked == [False, False, False, value and strategy == "steps"]
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_evaluate"])
+def test_a_postponed_checkpoint_is_written_at_the_end_of_the_epoch(event):
+    """The epoch's own evaluation and log cannot cancel a step's checkpoint, which stock has saved.
+
+    After the save, they decide for themselves.
+    """
+    handler, _, _ = handler_of(None)
+    state, control = TrainerState(max_steps=9, epoch=2.0), TrainerControl(should_save=True)
+    for each in ("on_step_end", "on_epoch_end"):
+        control = handler.call_event(each, None, state, control)
+    handler.add_callback(Decides(event, value=False))
+
+    assert handler.call_event(event, None, state, control).should_save
+    control = handler.on_save(None, state, control)
+    assert not control.should_save
+    assert not handler.call_event(event, None, state, TrainerControl()).should_save
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_evaluate"])
+def test_other_logs_and_evaluations_leave_the_control_as_it_is(event):
+    """Without a postponed checkpoint, a log or an evaluation keeps a request, and makes none."""
+    handler, _, _ = handler_of(None)
+    for saves in (True, False):
+        control = TrainerControl(should_save=saves)
+        assert handler.call_event(event, None, TrainerState(), control).should_save is saves
+
+
+@pytest.mark.parametrize("begin", ["on_train_begin", "on_epoch_begin"])
+@pytest.mark.parametrize("num_events", [1, 2])
+def test_a_postponed_checkpoint_that_was_not_written(begin, num_events):
+    """If an error prevented a postponed save, the next training or epoch does not save instead."""
+    handler, _, _ = handler_of(None)
+    state = TrainerState(max_steps=9, epoch=2.0)
+    for event in ("on_step_end", "on_epoch_end")[:num_events]:
+        handler.call_event(event, None, state, TrainerControl(should_save=True))
+
+    for event in (begin, "on_log", "on_step_begin", "on_epoch_end"):
+        control = handler.call_event(event, None, TrainerState(), TrainerControl())
+        assert not control.should_save
 
 
 class Order(TrainerCallback):
