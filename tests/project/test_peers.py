@@ -123,10 +123,13 @@ def test_a_run_that_does_not_use_mfwrap_is_reported():
 
 
 def test_each_listed_difference_is_documented():
-    """Each listed difference is of a file that runs, has a reason, and points to a heading."""
+    """Each listed difference is of a file that runs, is on the page of tests, and has a reason."""
     files = {peer.name for peer in peers.peers(Path())}
+    tests_page = (ROOT / "docs" / "tests.md").read_text(encoding="utf-8")
     for listed in peers.listed_differences():
         assert listed.test.partition("::")[0] in files
+        row = f"| `{listed.test.rpartition('::')[2]}` | {listed.stock} | {listed.mfwrap} |"
+        assert row in tests_page
         page, _, anchor = listed.page.partition("#")
         headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
         assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
