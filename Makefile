@@ -44,7 +44,7 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 mutants: $(VENV)/.linked ## plant 400 faults into the core, and count those that the tests notice (half an hour)
 	PYTHONSAFEPATH= $(RUN) .ci/mutants.py
 
-peers: $(VENV)/.linked ## run accelerate's own tests with mfwrap in place, and report what differs (15 minutes)
+peers: $(VENV)/.linked ## run accelerate's own tests with mfwrap in place, and report what differs (3 minutes)
 	$(RUN) .ci/peers.py
 
 table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and write docs/trainer_table.md (10 minutes)
