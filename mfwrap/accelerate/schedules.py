@@ -47,12 +47,17 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         """Step, or request a step that `resolve` does later, if the last update was applied."""
         schedule = self.__dict__["scheduler"]
         follows_update = self.step_with_optimizer and self.gradient_state.sync_gradients
-        waits = not all(optimizer.outcome_is_known for optimizer in self.optimizers)
-        if follows_update and waits and not is_stepped_with_a_metric(schedule):
+        waits = not all(
+            # An optimizer of another accelerator is not attached: accelerate knows its outcome.
+            getattr(optimizer, "outcome_is_known", True)
+            for optimizer in self.optimizers
+        )
+        may_wait = not is_stepped_with_a_metric(schedule) and not self._others_have_requests()
+        if follows_update and waits and may_wait:
             self.requests.append(ScheduleRequest.now(schedule, args, keywords))
             return
         if follows_update:
-            self.resolve()
+            self.attachment.step.resolve_schedules()
         # Between micro-batches accelerate only counts the call, but it reads `scheduler` to do so.
         # Hide the requests from that read, which would carry them out and wait for the device.
         requests, self.requests = self.requests, []
@@ -60,6 +65,21 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             super().step(*args, **keywords)
         finally:
             self.requests = requests
+
+    def _others_have_requests(self) -> bool:
+        """Return whether another schedule of the same optimizer has requested steps.
+
+        Each schedule computes its rates from those that the other schedule has set. So the other
+        steps must be done before this schedule notes the rates from which its own step starts.
+        """
+        optimizer = self.__dict__["scheduler"].optimizer
+        return any(
+            each is not self
+            and isinstance(each, AttachedScheduler)
+            and bool(each.requests)
+            and each.__dict__["scheduler"].optimizer is optimizer
+            for each in self.attachment.step.schedules
+        )
 
     def resolve(self) -> None:
         """Do the requested steps if the last update was applied; drop them if it was skipped."""

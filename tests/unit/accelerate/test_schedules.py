@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
-from support.accelerate_loops import OPTIMIZERS
+from mfwrap.accelerate import attach
+from support.accelerate_loops import OPTIMIZERS, new_accelerator
 from support.deferral import late_results
 from support.scheduled_training import SCHEDULES, ScheduledTraining, plain_state, run, truthful
 from support.small_networks import labelled_batches
@@ -225,3 +229,59 @@ def test_accelerate_alone_moves_a_schedule_over_a_skip_that_it_does_not_see():
     assert blind.rates[3] < blind.rates[2]
     assert seeing.rates[3] == seeing.rates[2] == blind.rates[2]
     assert seeing.rates[4:] == blind.rates[3:-1]
+
+
+def rates_of_two_schedules(second, *, asks: bool, attached: bool = True) -> list[float]:
+    """Return the rates of three updates with two schedules of one optimizer."""
+    accelerator = new_accelerator()
+    if attached:
+        attach(accelerator)
+    network = torch.nn.Linear(2, 1)
+    optimizer = SGD(network.parameters(), lr=1.0, fused=True)
+    schedules = (ExponentialLR(optimizer, 0.5), second(optimizer))
+    _, optimizer, *schedules = accelerator.prepare(network, optimizer, *schedules)
+    rates = []
+    for _ in range(4):
+        accelerator.backward(network(torch.ones(1, 2)).sum())
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedules[0].step()
+        if asks:
+            assert not accelerator.optimizer_step_was_skipped
+        schedules[1].step(*([1.0] if second is plateau else []))
+        optimizer.zero_grad()
+    if attached:
+        accelerator.attachment.flush()
+    return [*rates, optimizer.param_groups[0]["lr"]]
+
+
+def plateau(optimizer):
+    """Return a schedule that divides the rate by ten after each metric but the first."""
+    return ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+
+
+@pytest.mark.usefixtures("_arrival")
+@each_arrival
+@pytest.mark.parametrize("asks", [True, False], ids=["asked", "not asked"])
+@pytest.mark.parametrize("second", [lambda optimizer: ExponentialLR(optimizer, 0.9), plateau])
+def test_two_schedules_of_an_optimizer(second, asks):
+    """Each schedule starts from the rates that the other one has set, as with accelerate alone."""
+    expected = rates_of_two_schedules(second, asks=False, attached=False)
+
+    assert len(set(expected)) == 5
+    assert rates_of_two_schedules(second, asks=asks) == expected
+
+
+def test_a_schedule_of_an_optimizer_that_another_accelerator_has_prepared():
+    """The schedule advances as with accelerate alone, although its optimizer has no step."""
+    accelerator, attached = Accelerator(cpu=True), Accelerator(cpu=True)
+    network = torch.nn.Linear(2, 1)
+    optimizer = SGD(network.parameters(), lr=1.0)
+    optimizer, schedule = accelerator.prepare(optimizer, ExponentialLR(optimizer, 0.5))
+    attach(attached)
+
+    schedule = attached.prepare(schedule)
+    optimizer.step()
+    schedule.step()
+
+    assert schedule.get_last_lr() == [0.5]
