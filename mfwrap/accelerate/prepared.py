@@ -46,6 +46,10 @@ def attached_again(
         arguments: Further arguments of `AttachedStep`.
         state: State of the step, from `LoopStep.state_dict`.
     """
+    if "attachment" in vars(accelerator):
+        # The module `copy` was used. An accelerator is its own copy there, and so is its step.
+        attachment: AttachedStep = accelerator.attachment
+        return attachment
     attached = kind(accelerator, *arguments)
     for model in accelerator._models:
         attached.see_model(model)

@@ -203,6 +203,19 @@ def test_a_pickled_step_of_parameters_outside_of_all_models_goes_on():
     assert window.update.counts.applied_updates == 1
 
 
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+def test_a_step_is_its_own_copy(way):
+    """A step is its own copy, as an accelerator is under `copy.deepcopy`, and trains on."""
+    prepared, step = prepared_with_everything()
+
+    copied = way(step)
+    prepared.update(1.0)
+
+    assert copied is step
+    assert prepared.accelerator.attachment is step
+    assert step.last_report.applied_updates == 1
+
+
 def test_the_loss_scale_is_pickled_before_anything_is_prepared():
     """A step that has prepared nothing yet pickles its loss scale."""
     accelerator = Accelerator(cpu=True)
