@@ -86,7 +86,7 @@ class StepCallbackHandler(CallbackHandler):
     If a checkpoint is due after the last step of an epoch, the handler postpones the checkpoint
     until the epoch's evaluation and log are done. A stock Trainer saves first. A run that resumes
     from such a checkpoint begins with the next epoch, so it would lack this evaluation and log.
-    Callbacks of an evaluation and a log of the last step see that a checkpoint is due, and can
+    In `on_log` and `on_evaluate` of the last step, callbacks see that a checkpoint is due, and can
     cancel it.
     """
 
@@ -167,9 +167,9 @@ class StepCallbackHandler(CallbackHandler):
         try:
             yield
         finally:
-            # A callback may have emptied the list.
+            # A callback may have emptied or replaced the list.
             with contextlib.suppress(ValueError):
-                callbacks.remove(self.termination)
+                self.callbacks.remove(self.termination)
 
 
 def _ends_epoch(state: TrainerState) -> bool:

@@ -113,3 +113,24 @@ def test_the_list_in_a_training(tmp_path):
     train(trainer)
 
     assert [*given.seen, names(trainer.callback_handler)] == [before] * 4
+
+
+class Replacing(TrainerCallback):
+    """Give the trainer a new list of the same callbacks after each step."""
+
+    def __init__(self) -> None:
+        self.handler = None
+
+    def on_step_end(self, *_, **__):
+        """Replace the list."""
+        self.handler.callbacks = list(self.handler.callbacks)
+
+
+def test_a_list_that_is_replaced_in_a_training(tmp_path):
+    """After a callback has assigned a new list, the list holds what it held before."""
+    replacing = Replacing()
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[replacing], max_steps=2)
+    replacing.handler, before = trainer.callback_handler, names(trainer.callback_handler)
+    train(trainer)
+
+    assert names(trainer.callback_handler) == before
