@@ -59,7 +59,7 @@ def _prefixes_with_own_loading(network: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the weights that a module's own code loads."""
     # `load_state_dict` is called on the whole network only, not on the modules in it.
     prefixes = [""] if _is_own(type(network).load_state_dict) else []
-    for name, module in network.named_modules():
+    for name, module in network.named_modules(remove_duplicate=False):
         # There are no public names for these two.
         hooks = module._load_state_dict_pre_hooks.values()  # noqa: SLF001  (see above)
         loading = [type(module)._load_from_state_dict, *hooks]  # noqa: SLF001  (see above)

@@ -132,6 +132,17 @@ def test_a_network_that_resizes_a_buffer_when_it_is_loaded(tmp_path, make):
     assert torch.equal(network.get_buffer("second.seen"), torch.arange(5.0))
 
 
+def test_a_shared_layer_that_resizes_a_buffer_when_it_is_loaded(tmp_path):
+    """The weights of a layer with two names are loaded by its own code under both names."""
+    network = in_network(WithHook())
+    network["third"] = network["second"]
+    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    weights["third.seen"] = torch.arange(5.0)
+    folder = write_checkpoint(tmp_path / "checkpoint-1", weights=weights)
+
+    assert foreign_weights(folder, network) is None
+
+
 @pytest.mark.parametrize("change", ["renamed", "missing"])
 def test_names_that_a_network_changes_when_it_is_loaded(tmp_path, change):
     """A name that a network's own code loads may be unknown or missing; other names may not."""
