@@ -23,8 +23,9 @@ def _loaded_classes() -> Iterator[type]:
     # Do not import these modules. If no other code has imported a module, no optimizer has its
     # class.
     for module, name in _CLASSES:
-        if module in sys.modules:
-            yield getattr(sys.modules[module], name)
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            yield kind
 
 
 def refuse_update_in_backward(optimizer: Optimizer) -> None:

@@ -1,5 +1,8 @@
 """Optimizers that change their weights during backward are refused."""
 
+import sys
+import types
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -91,3 +94,13 @@ def test_weights_really_change_during_backward():
     assert not any(
         torch.equal(old, new) for old, new in zip(before, network.parameters(), strict=True)
     )
+
+
+def test_another_module_of_the_same_name(monkeypatch):
+    """A module that has the name of LOMO's, but not its classes, changes nothing."""
+    monkeypatch.setitem(sys.modules, "lomo_optim", types.ModuleType("lomo_optim"))
+    network = Classifier()
+
+    cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
+
+    assert cell.local_norm_names
