@@ -22,7 +22,8 @@ _INTRODUCTION = """\
 `make table` trains with the stock Trainer and with `MFTrainer`, once with each value of `optim` and
 `lr_scheduler_type` and once with each option that changes the loop, and writes this page. "Equal"
 means that all numbers in the log (losses, norms, rates and metrics), all final weights and the
-predictions agree to 1e-5 of the largest magnitude; numbers in the log below 1 agree to 1e-5.
+predictions differ by at most 1e-5 of the largest magnitude. Logged numbers below 1 differ by at
+most 1e-5.
 
 Most rows train a Llama with two layers for a few updates on a CPU, with 4 micro-batches per update
 and clipped gradients. Rows that need a package use wider layers, because 8-bit and 4-bit optimizers
@@ -42,7 +43,7 @@ _NOT_COMPARED = """\
 | --- | --- |
 """
 _REFUSAL = "`optim` must be an optimizer that changes its weights after backward"
-_REFUSED = "not built: [changes weights during backward](loop.md#limits)"
+_REFUSED = "refused: [changes weights during backward](loop.md#limits)"
 
 
 def cell(row: Row, folder: Path) -> str:
@@ -56,7 +57,7 @@ def cell(row: Row, folder: Path) -> str:
     stock = _trained(Trainer, row, folder / "stock")
     if stock is None or ours is None:
         neither = stock is ours is None
-        return f"not built: needs {row.lacks}" if neither else "differs: only one can train"
+        return f"cannot train here: needs {row.lacks}" if neither else "differs: only one can train"
     found = differences(stock, ours)
     if found:
         return "differs: " + "; ".join(found)
