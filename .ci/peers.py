@@ -320,6 +320,8 @@ def main() -> int:
     all_same: Counter[str] = Counter()
     all_attached: Counter[str] = Counter()
     chosen = [peer for peer in peers(prepare()) if options.only in peer.name]
+    if not chosen:
+        parser.error(f"--only: no file name contains {options.only!r}")
     names = {peer.name for peer in chosen}
     listed = [each for each in listed_differences() if each.test.partition("::")[0] in names]
     for peer in chosen:

@@ -161,7 +161,7 @@ class MFTrainerMixin(_Base):
         self._losses = Losses(self)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule; each of its steps waits until the host knows the update's result."""
+        """Create the schedule, which then advances only for applied updates."""
         schedule: Any = super().create_scheduler(*args, **kwargs)
         steps = self.attached.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
