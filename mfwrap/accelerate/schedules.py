@@ -52,8 +52,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             getattr(optimizer, "outcome_is_known", True)
             for optimizer in self.optimizers
         )
-        may_wait = not is_stepped_with_a_metric(schedule) and not self._others_have_requests()
-        if follows_update and waits and may_wait:
+        if follows_update and waits and self._may_wait():
             self.requests.append(ScheduleRequest.now(schedule, args, keywords))
             return
         if follows_update:
@@ -66,18 +65,19 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         finally:
             self.requests = requests
 
-    def _others_have_requests(self) -> bool:
-        """Return whether another schedule of the same optimizer has requested steps.
+    def _may_wait(self) -> bool:
+        """Return whether a step may be done later.
 
-        Each schedule computes its rates from those that the other schedule has set. So the other
-        steps must be done before this schedule notes the rates from which its own step starts.
+        It may not if the schedule is stepped with a metric, or if another schedule of the same
+        optimizer has requested steps: each schedule computes its rates from those that the other
+        one has set, so the other steps must be done before this request notes the rates.
         """
-        optimizer = self.__dict__["scheduler"].optimizer
-        return any(
+        schedule = self.__dict__["scheduler"]
+        return not is_stepped_with_a_metric(schedule) and not any(
             each is not self
             and isinstance(each, AttachedScheduler)
             and bool(each.requests)
-            and each.__dict__["scheduler"].optimizer is optimizer
+            and each.__dict__["scheduler"].optimizer is schedule.optimizer
             for each in self.attachment.step.schedules
         )
 
