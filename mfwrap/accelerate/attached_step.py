@@ -1,8 +1,9 @@
 """Attach the training step to an accelerator: `attach` and `AttachedStep`.
 
 `AttachedStep` deals with accelerate. It adds the optimizers that the accelerator prepares to a
-`mfwrap.accelerate.loop_step.LoopStep`, and saves and loads the step's state in ``save_state`` and
-``load_state``. The `LoopStep` does the updates and does not depend on accelerate.
+`mfwrap.accelerate.loop_step.LoopStep`, which does the updates and does not depend on accelerate.
+`mfwrap.accelerate.saving.AttachedCheckpoints` saves and loads the step's state in ``save_state``
+and ``load_state``.
 
 `attach` runs before ``prepare``, when there are no optimizers yet. `AttachedStep.build` adds them
 later. A loop may prepare its optimizer before its model, or call ``prepare`` several times, so
@@ -11,7 +12,6 @@ in prepared models. At the first backward at the latest, it adds all other prepa
 """
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mfwrap.accelerate.classes import LoopRanks, StepScaler, attached_class
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.accelerate.prepared import attached_again, restore_prepared
-from mfwrap.accelerate.saving import whole_state
+from mfwrap.accelerate.saving import AttachedCheckpoints
 from mfwrap.accelerate.setup import (
     EMA,
     attached_handler_class,
@@ -33,16 +33,12 @@ from mfwrap.accelerate.setup import (
     parameters_of_models,
     trained_models,
 )
-from mfwrap.accelerate.state import check_saved_step, is_writer, load_step, save_step
+from mfwrap.accelerate.state import is_writer, load_step, save_step
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.checkpoints.folders import complete_move
-from mfwrap.checkpoints.manifest import MANIFEST
-from mfwrap.checkpoints.verification import check_checkpoint
-from mfwrap.collectives import raising_together, rank_watch
+from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.records.run_files import resume_records, save_records
 from mfwrap.step.cell import scale_of
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
@@ -87,7 +83,6 @@ class AttachedStep:
         self.step = LoopStep(config, LossScale(scale_sense, accelerator.device))
         """Step that the accelerator's calls run. A loop does not have to call it."""
         self._scaler = StepScaler(self, accelerator)
-        self._saves_in: Path | None = None
         self.has_grad_scaler = self._grad_scaler is not None
         """Whether the accelerator has a gradient scaler of its own."""
         self.numbers_micro_batches = False
@@ -101,10 +96,8 @@ class AttachedStep:
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
         optimizer directly instead of doing an update."""
-        self._hooks = [
-            accelerator.register_save_state_pre_hook(self._on_save),
-            accelerator.register_load_state_pre_hook(self._on_load),
-        ]
+        self.checkpoints = AttachedCheckpoints(self, accelerator)
+        """Saving and loading in ``save_state`` and ``load_state``."""
         accelerator.scaler = self._scaler
         accelerator.attachment = self
         accelerator.__class__ = attached_class(self._kind)
@@ -174,8 +167,7 @@ class AttachedStep:
         try:
             self.flush()
         finally:
-            for hook in self._hooks:
-                hook.remove()
+            self.checkpoints.detach()
             for window in self.step.windows.values():
                 window.hand_back(scaled=scales)
                 window.update.local_squares = None
@@ -278,75 +270,6 @@ class AttachedStep:
             if self._make_ema is not None:
                 self.ema = None
 
-    def saving(self, output_dir: Any, save: Callable[[str], Any]) -> Any:
-        """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
-
-        If accelerate has no gradient scaler of its own, our scaler is removed during the call.
-        Otherwise accelerate would write a scaler file that it could not load without mfwrap.
-
-        Args:
-            output_dir: Folder that the loop gave; ``None`` if accelerate names its checkpoints.
-            save: Function that calls accelerate's ``save_state`` with a folder.
-
-        Returns:
-            Folder of the checkpoint.
-        """
-        if self.ema is not None:
-            self.ema.refuse_inside_swap("save_state")
-        with whole_state(self._accelerator, output_dir) as (written, final):
-            self._saves_in = final.parent
-            self._accelerator.scaler = None if self._grad_scaler is None else self._scaler
-            try:
-                save(str(written))
-            finally:
-                self._accelerator.scaler = self._scaler
-        return final
-
-    def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
-        """Verify a checkpoint, call accelerate's ``load_state``, then load the step's own files.
-
-        The scaler is removed during accelerate's call, so that accelerate does not load its scaler
-        file: that file lacks some of the counters. The step's own files restore the loss scale
-        together with all counters.
-
-        Args:
-            folder: Folder of the checkpoint; ``None`` if there is no checkpoint, so that `load`
-                raises accelerate's error.
-            load: Function that calls accelerate's ``load_state``.
-
-        Raises:
-            ValueError: If the checkpoint is damaged. All processes raise the same error, and
-                nothing has been loaded.
-        """
-        if folder is not None:
-            with raising_together():
-                if self._accelerator.is_local_main_process:
-                    path = Path(folder).expanduser()
-                    # A process may have been killed while it replaced the checkpoint.
-                    complete_move(path.absolute().parent)
-                    check_checkpoint(path)
-        self._accelerator.scaler = None
-        self.is_loading = True
-        try:
-            loaded = load()
-        finally:
-            self._accelerator.scaler = self._scaler
-            self.is_loading = False
-        if folder is not None:
-            path = Path(folder).expanduser()
-            self.load_files(path)
-            resume_records(path)
-        return loaded
-
-    def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
-        folder = Path(output_dir)
-        each_node = self._accelerator.project_configuration.save_on_each_node
-        if is_writer(self._accelerator):
-            # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
-            (folder / MANIFEST).unlink(missing_ok=True)
-        self.save_files(folder, each_node=each_node)
-        save_records(folder, self._saves_in)
-
     def save_files(self, folder: Path, *, each_node: bool = False) -> None:
         """Flush the step, then write loss scale, counts and average into a checkpoint.
 
@@ -359,11 +282,6 @@ class AttachedStep:
                 main process of the whole run writes them.
         """
         save_step(folder, self.step, is_writer=is_writer(self._accelerator, each_node=each_node))
-
-    def _on_load(self, _models: object, input_dir: str) -> None:
-        # Check before accelerate loads anything, so that an error leaves the run unchanged.
-        self.build(final=True)
-        check_saved_step(Path(input_dir), self.step, self.ema)
 
     def load_files(self, folder: Path) -> None:
         """Restore the state that `save_files` wrote; change nothing if a part does not fit.

@@ -156,7 +156,9 @@ class AttachedAccelerator:
         An older checkpoint is replaced or deleted after the new one is complete, see `whole_state`.
         """
         save = super().save_state  # type: ignore[misc]  # (the accelerator's own method)
-        return self.attachment.saving(output_dir, lambda folder: save(folder, *args, **keywords))
+        return self.attachment.checkpoints.saving(
+            output_dir, lambda folder: save(folder, *args, **keywords)
+        )
 
     def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
         """Verify the checkpoint, load as accelerate does, and restore the step's state.
@@ -167,7 +169,9 @@ class AttachedAccelerator:
         load = super().load_state  # type: ignore[misc]  # (the accelerator's own method)
         if input_dir is None:
             input_dir = newest_named_automatically(self.project_configuration)
-        return self.attachment.loading(input_dir, lambda: load(input_dir, *args, **keywords))
+        return self.attachment.checkpoints.loading(
+            input_dir, lambda: load(input_dir, *args, **keywords)
+        )
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop everything that was prepared, and free memory as accelerate does."""
@@ -188,10 +192,11 @@ class AttachedAccelerator:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy is an accelerator of the user's class without the step, as after `detach`: the step
         # may hold functions that cannot be pickled. `AttachedStep` itself pickles with the step.
-        attachment, values = self.attachment, {"scaler": self.scaler.grad_scaler()}
+        values: dict[str, Any] = {"scaler": self.scaler.grad_scaler()}
+        own = self.attachment.checkpoints
         for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
             hooks = getattr(self, name).items()
-            kept = {key: h for key, h in hooks if getattr(h, "__self__", None) is not attachment}
+            kept = {key: h for key, h in hooks if getattr(h, "__self__", None) is not own}
             values[name] = OrderedDict(kept)
         # The class of `attached_class` comes first, then this one, then the user's.
         return pickled_as(type(self).__mro__[2], self, without=("attachment",), **values)

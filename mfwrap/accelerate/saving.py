@@ -1,5 +1,6 @@
-"""Write the checkpoint of ``save_state`` completely before an older one is replaced or deleted.
+"""Save and load the attached step in ``save_state`` and ``load_state``.
 
+The checkpoint of ``save_state`` is written completely before an older one is replaced or deleted.
 accelerate writes into the folder in place, and deletes the oldest checkpoint of ``total_limit``
 before it writes the new one. A process that is killed in between would leave no complete
 checkpoint.
@@ -7,13 +8,13 @@ checkpoint.
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from accelerate import Accelerator
 
-from mfwrap.accelerate.state import is_writer, named_automatically
+from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
 from mfwrap.checkpoints.folders import (
     adopt_files,
     complete_move,
@@ -24,7 +25,115 @@ from mfwrap.checkpoints.folders import (
     staging_folder,
 )
 from mfwrap.checkpoints.manifest import MANIFEST, files_of, write_manifest
+from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.records.run_files import resume_records, save_records
+
+if TYPE_CHECKING:
+    from mfwrap.accelerate.attached_step import AttachedStep
+
+
+@final
+class AttachedCheckpoints:
+    """Save and load the state of an attached step in ``save_state`` and ``load_state``.
+
+    Registers hooks that accelerate calls before it saves and loads.
+
+    Args:
+        attached: The step.
+        accelerator: Its accelerator, which still has its own gradient scaler, if any.
+    """
+
+    def __init__(self, attached: "AttachedStep", accelerator: Accelerator) -> None:
+        self._attached = attached
+        self._accelerator = accelerator
+        self._grad_scaler = accelerator.scaler
+        self._saves_in: Path | None = None
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._on_save),
+            accelerator.register_load_state_pre_hook(self._on_load),
+        ]
+
+    def detach(self) -> None:
+        """Remove the hooks from the accelerator."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def saving(self, output_dir: Any, save: Callable[[str], Any]) -> Any:
+        """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
+
+        If accelerate has no gradient scaler of its own, our scaler is removed during the call.
+        Otherwise accelerate would write a scaler file that it could not load without mfwrap.
+
+        Args:
+            output_dir: Folder that the loop gave; ``None`` if accelerate names its checkpoints.
+            save: Function that calls accelerate's ``save_state`` with a folder.
+
+        Returns:
+            Folder of the checkpoint.
+        """
+        if self._attached.ema is not None:
+            self._attached.ema.refuse_inside_swap("save_state")
+        with whole_state(self._accelerator, output_dir) as (written, final):
+            self._saves_in = final.parent
+            scaler = self._accelerator.scaler
+            if self._grad_scaler is None:
+                self._accelerator.scaler = None
+            try:
+                save(str(written))
+            finally:
+                self._accelerator.scaler = scaler
+        return final
+
+    def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
+        """Verify a checkpoint, call accelerate's ``load_state``, then load the step's own files.
+
+        The scaler is removed during accelerate's call, so that accelerate does not load its scaler
+        file: that file lacks some of the counters. The step's own files restore the loss scale
+        together with all counters.
+
+        Args:
+            folder: Folder of the checkpoint; ``None`` if there is no checkpoint, so that `load`
+                raises accelerate's error.
+            load: Function that calls accelerate's ``load_state``.
+
+        Raises:
+            ValueError: If the checkpoint is damaged. All processes raise the same error, and
+                nothing has been loaded.
+        """
+        if folder is not None:
+            with raising_together():
+                if self._accelerator.is_local_main_process:
+                    path = Path(folder).expanduser()
+                    # A process may have been killed while it replaced the checkpoint.
+                    complete_move(path.absolute().parent)
+                    check_checkpoint(path)
+        scaler, self._accelerator.scaler = self._accelerator.scaler, None
+        self._attached.is_loading = True
+        try:
+            loaded = load()
+        finally:
+            self._accelerator.scaler = scaler
+            self._attached.is_loading = False
+        if folder is not None:
+            path = Path(folder).expanduser()
+            self._attached.load_files(path)
+            resume_records(path)
+        return loaded
+
+    def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
+        folder = Path(output_dir)
+        each_node = self._accelerator.project_configuration.save_on_each_node
+        if is_writer(self._accelerator):
+            # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
+            (folder / MANIFEST).unlink(missing_ok=True)
+        self._attached.save_files(folder, each_node=each_node)
+        save_records(folder, self._saves_in)
+
+    def _on_load(self, _models: object, input_dir: str) -> None:
+        # Check before accelerate loads anything, so that an error leaves the run unchanged.
+        self._attached.build(final=True)
+        check_saved_step(Path(input_dir), self._attached.step, self._attached.ema)
 
 
 class Destination(NamedTuple):

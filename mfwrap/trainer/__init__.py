@@ -6,7 +6,8 @@ from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
     from mfwrap.trainer.events import MonitorCallback
-    from mfwrap.trainer.mixin import MFTrainer, MFTrainerMixin
+    from mfwrap.trainer.mixin import MFTrainerMixin
+    from mfwrap.trainer.trainer import MFTrainer
 
 __all__ = ["MFTrainer", "MFTrainerMixin", "MonitorCallback"]
 
@@ -15,7 +16,7 @@ __all__ = ["MFTrainer", "MFTrainerMixin", "MonitorCallback"]
 __getattr__ = package_getattr(
     __name__,
     {
-        "MFTrainer": "mfwrap.trainer.mixin",
+        "MFTrainer": "mfwrap.trainer.trainer",
         "MFTrainerMixin": "mfwrap.trainer.mixin",
         "MonitorCallback": "mfwrap.trainer.events",
     },

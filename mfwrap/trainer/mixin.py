@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with MindFormers' training step."""
+"""`MFTrainerMixin`: give a Trainer MindFormers' training step."""
 
 import contextlib
 import dataclasses
@@ -8,21 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    BaseImageProcessor,
-    DataCollator,
-    EvalPrediction,
-    FeatureExtractionMixin,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
@@ -50,8 +37,6 @@ from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_optimizer, check_trainer_ranks
 
 if TYPE_CHECKING:
-    import datasets
-
     # The mixin is combined with a Trainer, so it has the Trainer's methods.
     _Base = Trainer
 else:
@@ -341,83 +326,6 @@ class MFTrainerMixin(_Base):
         # the batches has advanced them. Restoring them again would repeat random numbers.
         if not self._position.is_resumed:
             super()._load_rng_state(checkpoint)
-
-
-class MFTrainer(MFTrainerMixin, Trainer):
-    """`transformers.Trainer` with MindFormers' training step.
-
-    `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense`` and
-    ``communication_hook``) and what differs from the Trainer; the other arguments are the
-    Trainer's.
-
-    Example:
-        >>> import torch
-        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-        >>> from mfwrap import ExponentialMovingAverage, StepConfig
-        >>> from mfwrap.trainer import MFTrainer
-        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1))
-        >>> tokens = torch.arange(8)
-        >>> trainer = MFTrainer(
-        ...     model,
-        ...     TrainingArguments(
-        ...         "run", max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True
-        ...     ),
-        ...     train_dataset=[{"input_ids": tokens, "labels": tokens}] * 16,
-        ...     step=StepConfig(local_norm=True, local_norm_groups="layer"),
-        ...     ema=lambda model: ExponentialMovingAverage(model, 0.99),
-        ... )
-        >>> result = trainer.train()  # doctest: +ELLIPSIS
-        {...
-        >>> trainer.attached.last_output.overflow
-        tensor(False)
-    """
-
-    def __init__(  # noqa: PLR0917  (the Trainer's signature)
-        self,
-        model: PreTrainedModel | nn.Module | None = None,
-        args: TrainingArguments | None = None,
-        data_collator: DataCollator | None = None,
-        train_dataset: "Dataset[Any] | IterableDataset[Any] | datasets.Dataset | None" = None,
-        eval_dataset: "Dataset[Any] | dict[str, Dataset[Any]] | datasets.Dataset | None" = None,
-        processing_class: PreTrainedTokenizerBase
-        | BaseImageProcessor
-        | FeatureExtractionMixin
-        | ProcessorMixin
-        | None = None,
-        model_init: Callable[..., PreTrainedModel] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[
-            torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None
-        ] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        *,
-        step: StepConfig | None = None,
-        ema: EMA | None = None,
-        scale_sense: ScaleSense | None = None,
-        communication_hook: CommunicationHook | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            model_init,
-            compute_loss_func,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics,
-            step=step,
-            ema=ema,
-            scale_sense=scale_sense,
-            communication_hook=communication_hook,
-        )
 
 
 def _given_callbacks(

@@ -1,7 +1,6 @@
 """MFTrainer takes the arguments of the step and of the Trainer, and checks them."""
 
 import dataclasses
-import inspect
 import pickle
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
@@ -153,36 +152,6 @@ def test_the_first_loss_scale(settings, expected, tmp_path):
     trainer = new_trainer(MFTrainer, tmp_path, **settings)
 
     assert trainer.attached.loss_scale.item() == expected
-
-
-def test_the_trainers_own_parameters_are_declared():
-    """MFTrainer declares all parameters of the installed Trainer, followed by its own."""
-    expected = list(inspect.signature(Trainer.__init__).parameters.values())
-    found = list(inspect.signature(MFTrainer.__init__).parameters.values())
-    form = [(each.name, each.kind, each.default) for each in found]
-
-    assert form[: len(expected)] == [(each.name, each.kind, each.default) for each in expected]
-    added = {each.name: each for each in found[len(expected) :]}
-    assert list(added) == ["step", "ema", "scale_sense", "communication_hook"]
-    assert all(each.kind is each.KEYWORD_ONLY and each.default is None for each in added.values())
-
-
-def test_every_parameter_reaches_the_trainer(monkeypatch):
-    """MFTrainer passes each argument on to the Trainer under the same name."""
-    arrived = {}
-    signature = inspect.signature(Trainer.__init__)
-
-    def note(self, *args, **keywords):
-        arrived.update(signature.bind(self, *args, **keywords).arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "__init__", note)
-    given = {name: object() for name in list(signature.parameters)[1:]}
-
-    with pytest.raises(KeyboardInterrupt):
-        MFTrainer(**given)
-
-    assert {name: value for name, value in arrived.items() if name != "self"} == given
 
 
 def test_the_average_is_there_when_training_has_begun(tmp_path):
