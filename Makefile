@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table lint format benchmark docs clean
+.PHONY: help train test test-full test-cuda mutants peers table layouts lint format benchmark docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ peers: $(VENV)/.linked ## run accelerate's own tests with mfwrap in place, and r
 
 table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and write docs/trainer_table.md (10 minutes)
 	OMP_NUM_THREADS=1 $(RUN) .ci/trainer_table.py
+
+layouts: $(VENV)/.linked ## compare each layout of ranks with one process, and write the table in docs/ranks.md (1 minute)
+	OMP_NUM_THREADS=1 $(RUN) .ci/layout_table.py
 
 lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check
