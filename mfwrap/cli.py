@@ -300,6 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except RecipeError as error:
         _say(str(error))
         code = 2
+    except ConnectionError as error:  # names the rank, so each rank prints its own
+        click.echo(f"mfwrap: {error}", err=True)
+        code = 1
     except (click.Abort, KeyboardInterrupt):
         _say("interrupted")
         code = 130

@@ -351,8 +351,9 @@ def attach(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a setting does not apply to a loop, or the accelerator uses DeepSpeed,
-            Megatron-LM, XLA or version 1 of FSDP.
+        ValueError: If a setting does not apply to a loop, if the accelerator uses DeepSpeed,
+            Megatron-LM, XLA or version 1 of FSDP, or if a launcher started several processes but
+            the accelerator has not connected them.
         RuntimeError: If the accelerator is attached already, or has prepared something.
 
     Example:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.collectives import refuse_lone_process
 from mfwrap.config import StepConfig
 from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
@@ -121,6 +122,11 @@ def check_arguments(
 
 
 def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
+    refuse_lone_process(
+        accelerator.num_processes,
+        "on a CPU pass `cpu=True` to Accelerator or `use_cpu=True` to TrainingArguments, on other "
+        "devices use a launcher that sets LOCAL_RANK",
+    )
     if config.calculate_per_token_loss:
         msg = (
             "`calculate_per_token_loss` must be False in a loop, which computes its losses itself, "

@@ -14,6 +14,7 @@ from mfwrap.collectives.calls import (
     this_rank,
 )
 from mfwrap.collectives.debug import compare_if_asked
+from mfwrap.collectives.launch import refuse_lone_process, start_failure
 from mfwrap.collectives.watch import RankWatch, rank_watch
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "raising_together",
     "rank_watch",
     "ranks_of",
+    "refuse_lone_process",
+    "start_failure",
     "this_rank",
 ]
 

@@ -226,7 +226,9 @@ def plain_accelerator() -> Accelerator:
         ValueError: If the process already has an Accelerator with mixed precision, because all
             accelerators of a process share that setting.
     """
-    accelerator = Accelerator()
+    # Without `cpu=True`, accelerate would not connect several processes on a machine that has no
+    # accelerator: each would train alone.
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     if accelerator.mixed_precision != "no":
         msg = (
             "`Model` needs an Accelerator without mixed precision, got one with "

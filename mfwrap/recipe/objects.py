@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from mfwrap.checkpoints.folders import check_writable
+from mfwrap.collectives import start_failure
 from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, one_line, shown
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ class RecipeObjects:
             known: Keywords that a recipe may set; by default all parameters of `make`.
 
         Raises:
+            ConnectionError: If `make` sets up the process group, and this rank cannot join it.
             RecipeError: If a key is unknown or missing, or `make` raises an error about a value.
         """
         keywords = _keywords(make)
@@ -118,6 +120,8 @@ class RecipeObjects:
         except RecipeError:
             raise
         except REFUSALS as error:
+            if (failure := start_failure(error)) is not None:
+                raise failure from error
             # Call `make` again only after an error that a setting must have caused. After any other
             # error the other processes may not call `make` again, but `make` may wait for them, for
             # example to set up the process group.

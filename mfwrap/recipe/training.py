@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
+from mfwrap.collectives import refuse_lone_process
 from mfwrap.recipe.document import Path, shown
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.sections import (
@@ -77,8 +78,9 @@ def read_training(
         lr_schedule: Section ``lr_schedule``.
 
     Raises:
+        ConnectionError: If this process cannot join the other ranks.
         RecipeError: If a setting is unknown, out of range, or set in two sections to different
-            values.
+            values, or if a launcher started several processes but this one would train alone.
     """
     known = {field.name for field in fields(kind) if field.init}
     settings = objects.kept(("training",), training, known)
@@ -88,9 +90,10 @@ def read_training(
     settings.setdefault("output_dir", f"runs/{name}")
     objects.check_folder(("training", "output_dir"), settings["output_dir"])
     if not torch.accelerator.is_available():
-        # Change two defaults on a CPU: torch would warn about pinned memory, and TRL would train in
-        # bf16, which is meant for accelerators.
-        settings = {"dataloader_pin_memory": False, "bf16": False} | settings
+        # Change three defaults on a CPU. Without `use_cpu`, accelerate would not connect several
+        # processes: each would train alone. torch would warn about pinned memory, and TRL would
+        # train in bf16, which is meant for accelerators.
+        settings = {"use_cpu": True, "dataloader_pin_memory": False, "bf16": False} | settings
     if optimizer is not None:
         _merge(objects, settings, _optimizer_arguments(objects, optimizer), "optimizer")
     schedule = None
@@ -105,7 +108,15 @@ def read_training(
             _merge(objects, settings, {"learning_rate": rate}, "lr_schedule")
     if wrapper is not None:
         settings["max_grad_norm"] = _max_grad_norm(objects, training, wrapper)
-    return TrainingChoice(objects.build(("training",), kind, settings, known=known), schedule)
+    arguments = objects.build(("training",), kind, settings, known=known)
+    try:
+        refuse_lone_process(
+            arguments.world_size,
+            "leave `training.use_cpu` out, and use a launcher that sets LOCAL_RANK",
+        )
+    except ValueError as error:
+        raise objects.document.error(("training",), str(error)) from error
+    return TrainingChoice(arguments, schedule)
 
 
 _AT_LEAST: Mapping[str, float] = {

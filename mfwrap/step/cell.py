@@ -191,7 +191,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         RuntimeError: If `local_norm` or `communication_hook` is given, but the network already has
             another communication hook.
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or two arguments contradict each other.
+        ValueError: If an argument is out of range, if two arguments contradict each other, or if a
+            launcher started several processes but this one has no process group.
 
     Example:
         >>> import torch

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import callers_stacklevel, described
+from mfwrap.collectives import num_ranks, refuse_lone_process
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.sharded_norms import SquareReduction
@@ -23,11 +24,17 @@ from mfwrap.tensors.wrappers import (
 
 
 def checked_network(network: nn.Module) -> nn.Module:
-    """Return `network` if a cell can train it.
+    """Return `network` if a cell can train it in this process.
 
     Raises:
         TypeError: If `network` is not a module, or is an engine of DeepSpeed.
+        ValueError: If a launcher started several processes, but this one has no process group.
     """
+    refuse_lone_process(
+        num_ranks(),
+        "call torch.distributed.init_process_group and wrap the network in "
+        "DistributedDataParallel or fully_shard",
+    )
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module, got {described(network)}"
         raise TypeError(msg)

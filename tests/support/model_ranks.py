@@ -37,7 +37,6 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         "WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
     }
     # Train in a function, so that the network is freed before the process group is destroyed. If
     # the network kept the group alive, freeing the network later could deadlock: the main thread

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,30 @@ def test_bad_input(recipe, capsys, arguments, says):
     assert says in err
     assert err.startswith("mfwrap: ")
     assert err.count("\n") == 1
+
+
+def test_a_rank_that_cannot_join(recipe, capsys, monkeypatch):
+    """A rank that cannot join the others ends with 1, one sentence, and without a run folder."""
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}
+        for name, value in (launched | {"MASTER_ADDR": "localhost"}).items():
+            monkeypatch.setenv(name, value)
+        code, _, err = call(capsys, "train", recipe)
+
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"mfwrap: rank 0 of 2 could not join the other ranks at localhost:{port}")
+    assert not Path("runs").exists()
+
+
+def test_a_process_that_would_train_alone(recipe, capsys, monkeypatch):
+    """A recipe that keeps the launched processes apart is refused before anything is written."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = call(capsys, "train", recipe, "--set", "training.use_cpu=false")
+
+    assert (code, err.count("\n")) == (2, 1)
+    assert "training: this process would train alone, but its launcher started 2 processes" in err
+    assert not Path("runs").exists()
 
 
 def test_a_run_that_fails(recipe, capsys):
@@ -320,6 +345,10 @@ def test_as_a_module(recipe):
 )  # fmt: skip
 def test_on_two_processes(recipe, launcher, tmp_path):
     """Under a launcher, two processes train one model, each on half of every batch."""
+    text = recipe.read_text()
+    assert "  use_cpu: true\n" in text
+    # The processes are connected on any machine, also if the recipe does not name the device.
+    recipe.write_text(text.replace("  use_cpu: true\n", ""))
     result = program(
         *launcher, "-m", "mfwrap", "train", recipe,
         "--set", "training.per_device_train_batch_size=4", timeout=200,
