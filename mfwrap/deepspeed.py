@@ -124,7 +124,12 @@ def _check(engine: Any, config: StepConfig) -> None:
             "not check whether gradients are finite"
         )
         raise ValueError(msg)
-    for name in ("local_norm", "use_skip_data_by_global_norm", "calculate_per_token_loss"):
+    for name in (
+        "local_norm",
+        "use_skip_data_by_global_norm",
+        "calculate_per_token_loss",
+        "sync_each_batch",
+    ):
         if getattr(config, name):
             msg = f"`{name}` must be False with DeepSpeed, which does not support it, got True"
             raise ValueError(msg)

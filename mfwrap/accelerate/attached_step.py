@@ -28,6 +28,7 @@ from mfwrap.accelerate.setup import (
     EMA,
     attached_handler_class,
     check_arguments,
+    loop_config,
     made_average,
     named_parameters_of,
     parameters_of_models,
@@ -335,7 +336,8 @@ def attach(
             DistributedDataParallel or under FSDP2.
         config: Settings of the step; ``None`` for the defaults. With `use_clip_grad` the step clips
             the gradients if the loop has not clipped them, and reports the norm. The loop itself
-            accumulates gradients and normalizes its losses.
+            accumulates gradients and normalizes its losses, and accelerate decides when they are
+            reduced (``GradientAccumulationPlugin.sync_each_batch``).
         ema: Average that follows the weights after each applied update: an average of the model
             that will be prepared, or a callable that takes the prepared model and returns an
             average. ``prepare`` calls the callable as its last action. ``None`` for no average.
@@ -375,4 +377,6 @@ def attach(
     """
     config = StepConfig() if config is None else config
     check_arguments(accelerator, config, ema, communication_hook)
-    return AttachedStep(accelerator, config, ema, scale_sense, communication_hook)
+    return AttachedStep(
+        accelerator, loop_config(accelerator, config), ema, scale_sense, communication_hook
+    )

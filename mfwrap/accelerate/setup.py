@@ -1,5 +1,6 @@
 """Check the arguments of `attach`, and name the parameters of prepared models."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -14,6 +15,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import refuse_lone_process
 from mfwrap.config import StepConfig
 from mfwrap.schedules.pickling import pickled_as
+from mfwrap.step.cell import reduces_each_batch
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 
@@ -113,12 +115,18 @@ def check_arguments(
         msg = "`attach` must be called before `accelerator.prepare`, but was called after it"
         raise RuntimeError(msg)
     _check_settings(accelerator, config)
+    loop_config(accelerator, config).check_micro_batches(accelerator.gradient_accumulation_steps)
     handler = accelerator.ddp_handler
     of_handler = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
     refuse_second_hook(
         None if of_handler == DDPCommunicationHookType.NO else of_handler,
         checked_communication_hook(communication_hook),
     )
+
+
+def loop_config(accelerator: Accelerator, config: StepConfig) -> StepConfig:
+    """Return the settings of a loop's step, with accelerate's decision when to reduce gradients."""
+    return dataclasses.replace(config, sync_each_batch=reduces_each_batch(accelerator))
 
 
 def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
@@ -138,6 +146,14 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
         msg = (
             f"`gradient_accumulation_steps` must be {steps}, as in the accelerator, or left at 1, "
             f"got {config.gradient_accumulation_steps}"
+        )
+        raise ValueError(msg)
+    if config.sync_each_batch and not reduces_each_batch(accelerator):
+        msg = (
+            "`sync_each_batch` must be left out in a loop, where accelerate decides when gradients "
+            "are reduced, got True; pass `GradientAccumulationPlugin(sync_each_batch=True)` to the "
+            "accelerator, or to a Trainer the `accelerator_config` "
+            "{'gradient_accumulation_kwargs': {'sync_each_batch': True}}"
         )
         raise ValueError(msg)
     refused = _REFUSED.get(accelerator.distributed_type)

@@ -171,6 +171,7 @@ class _Converter:
             if self._left.get(key) is not None:
                 training[key] = self._left.pop(key)
         self._accumulate_pipeline(training)
+        self._shard_accumulation(training)
         evaluates = self._left.pop("do_eval", False)
         steps, epochs = map(self._interval, ("eval_step_interval", "eval_epoch_interval"))
         if evaluates:
@@ -188,6 +189,16 @@ class _Converter:
             training["gradient_accumulation_steps"] = number
             self.notes.append(
                 "parallel_config.micro_batch_num: becomes training.gradient_accumulation_steps"
+            )
+
+    def _shard_accumulation(self, training: dict[str, Any]) -> None:
+        key, parallel = "parallel_optimizer_config", self._left.get("parallel")
+        settings = parallel.get(key) if isinstance(parallel, dict) else None
+        if isinstance(settings, dict) and settings.get("gradient_accumulation_shard") is True:
+            accumulation = {"sync_each_batch": True}
+            training["accelerator_config"] = {"gradient_accumulation_kwargs": accumulation}
+            self.notes.append(
+                f"parallel.{key}.gradient_accumulation_shard: becomes training.accelerator_config"
             )
 
     def _interval(self, name: str) -> int | None:

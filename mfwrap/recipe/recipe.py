@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.config import StepConfig
 from mfwrap.names import hint
 from mfwrap.recipe.callbacks import (
     MakeCallback,
@@ -35,6 +36,7 @@ from mfwrap.recipes.models.settings import (
     num_positions,
 )
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
+from mfwrap.trainer.mixin import loop_settings
 
 
 class RecipeWarning(UserWarning):
@@ -143,6 +145,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         check_max_length(document, training.arguments, network)
     check_optimizer(objects, training.arguments, training.schedule)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
+    _check_accumulation(document, step.config, training.arguments)
     curves = f"{training.arguments.output_dir}/tensorboard"
     monitors = read_monitor(
         objects,
@@ -163,6 +166,17 @@ def read_document(document: RecipeDocument) -> Recipe:
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )
+
+
+def _check_accumulation(
+    document: RecipeDocument, config: StepConfig, arguments: TrainingArguments
+) -> None:
+    """Raise `RecipeError` if the step's local norms do not fit how gradients are accumulated."""
+    try:
+        loop_settings(config, arguments)
+    except ValueError as error:
+        path = ("training", "accelerator_config")
+        raise document.error(path, str(error)) from error
 
 
 def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:

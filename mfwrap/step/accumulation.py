@@ -29,20 +29,28 @@ class Accumulated(NamedTuple):
 
 @final
 class GradientAccumulation:
-    """Run forward and backward of every micro-batch; reduce gradients on the last micro-batch only.
+    """Run forward and backward of every micro-batch, and reduce the gradients over the ranks.
 
     Args:
         network: Network to call, with or without DistributedDataParallel or ``fully_shard``.
         per_token: Divide the sum of numerators by the sum of denominators instead of averaging
             the losses of the micro-batches.
+        reduces_each: Reduce the gradients of each micro-batch. Otherwise only the last micro-batch
+            reduces the gradients, which are then the sum over all micro-batches.
         accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used; ``None``
             without accelerate.
     """
 
     def __init__(
-        self, network: nn.Module, *, per_token: bool, accelerator: "Accelerator | None" = None
+        self,
+        network: nn.Module,
+        *,
+        per_token: bool,
+        reduces_each: bool = False,
+        accelerator: "Accelerator | None" = None,
     ) -> None:
         self._network = network
+        self._reduces_each = reduces_each
         self._accelerator = accelerator
         self._distributed_parts = distributed_parts(network)
         self.sharded_parts = ShardedParts(network)
@@ -118,11 +126,12 @@ class GradientAccumulation:
         with contextlib.ExitStack() as stack:
             if self._accelerator is not None:
                 self._accelerator.sync_gradients = last
-            self.sharded_parts.reduce_gradients(now=last)
+            reduces = last or self._reduces_each
+            self.sharded_parts.reduce_gradients(now=reduces)
             # Turn the reduction on again even if a micro-batch raises. Otherwise later backward
             # passes, perhaps of another caller, would not reduce their gradients.
             stack.callback(self.sharded_parts.reduce_gradients, now=True)
-            if not last:
+            if not reduces:
                 for part in self._distributed_parts:
                     stack.enter_context(part.no_sync())
                 if self._accelerator is not None and not self._is_parallel:

@@ -50,12 +50,13 @@ DEFAULT_SCALE = _NotGiven(1.0)
 """Default of `MFTrainOneStepCell`'s `scale_sense`."""
 
 
-def check_accelerator(accelerator: "Accelerator", steps: int) -> None:
-    """Check the type of `accelerator`, and that it accumulates `steps` micro-batches per update.
+def check_accelerator(accelerator: "Accelerator", config: StepConfig) -> None:
+    """Check the type of `accelerator`, and that it accumulates gradients as `config` says.
 
     Raises:
         TypeError: If `accelerator` is not an ``accelerate.Accelerator``.
-        ValueError: If the accelerator accumulates a different number.
+        ValueError: If the accelerator accumulates a different number of micro-batches, or differs
+            in whether it reduces the gradients of each.
     """
     # Do not import accelerate here, because that is slow. If no other code has imported it, there
     # is no accelerator.
@@ -65,12 +66,23 @@ def check_accelerator(accelerator: "Accelerator", steps: int) -> None:
             f"`accelerator` must be an accelerate.Accelerator or None, got {described(accelerator)}"
         )
         raise TypeError(msg)
-    if accelerator.gradient_accumulation_steps != steps:
-        msg = (
-            "`gradient_accumulation_steps` must be "
-            f"{accelerator.gradient_accumulation_steps}, as in the accelerator, got {steps}"
-        )
-        raise ValueError(msg)
+    of_accelerator = {
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "sync_each_batch": reduces_each_batch(accelerator),
+    }
+    for name, expected in of_accelerator.items():
+        value = getattr(config, name)
+        if value != expected:
+            msg = f"`{name}` must be {expected}, as in the accelerator, got {value}"
+            raise ValueError(msg)
+
+
+def reduces_each_batch(accelerator: "Accelerator") -> bool:
+    """Return whether the accelerator reduces the gradients of each micro-batch.
+
+    It does with ``GradientAccumulationPlugin(sync_each_batch=True)``.
+    """
+    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
 
 def scale_of(accelerator: "Accelerator") -> ScaleSense:
@@ -186,6 +198,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         communication_hook: ``(state, hook)``, which the cell registers with the network's
             DistributedDataParallel. The hook reduces the gradients after their local norms are
             taken. ``None`` keeps torch's all-reduce.
+        sync_each_batch: See `StepConfig`.
 
     Raises:
         RuntimeError: If `local_norm` or `communication_hook` is given, but the network already has
@@ -232,6 +245,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         local_norm_groups: LocalNormGroups | None = None,
         max_consecutive_skips: int | None = 100,
         communication_hook: CommunicationHook | None = None,
+        sync_each_batch: bool = False,
     ) -> None:
         self.config = StepConfig(
             use_clip_grad=use_clip_grad,
@@ -243,6 +257,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             global_norm_spike_threshold=global_norm_spike_threshold,
             local_norm_groups=local_norm_groups,
             max_consecutive_skips=max_consecutive_skips,
+            sync_each_batch=sync_each_batch,
         )
         parts = distributed_parts(checked_network(network))
         _check_communication_hook(communication_hook, parts)
@@ -250,7 +265,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
             raise TypeError(msg)
         if accelerator is not None:
-            check_accelerator(accelerator, gradient_accumulation_steps)
+            check_accelerator(accelerator, self.config)
         self.ema = ema
         inner = checked_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
@@ -265,7 +280,10 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
         super().__init__(network, inner, loss_scale)
         self._accumulate = GradientAccumulation(
-            network, per_token=calculate_per_token_loss, accelerator=accelerator
+            network,
+            per_token=calculate_per_token_loss,
+            reduces_each=sync_each_batch,
+            accelerator=accelerator,
         )
         if calculate_per_token_loss:
             self._accumulate.sharded_parts.check_per_token(parameters.reduction)
@@ -335,11 +353,13 @@ class MFTrainOneStepCell(LossScaleHooks):
         Raises:
             RuntimeError: In the same cases as a call of the cell.
             TypeError: If `micro_batches` is not a sequence, or in the same cases as a call.
-            ValueError: If `micro_batches` is empty, or in the same cases as a call.
+            ValueError: If `micro_batches` is empty, if it has several micro-batches although
+                `local_norm` and `sync_each_batch` are set, or in the same cases as a call.
         """
         return self._step(calls_of(micro_batches))
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
+        self.config.check_micro_batches(len(calls))
         self._update.release_gradients()
         guard = self._guard
         try:

@@ -74,7 +74,8 @@ class MFTrainerMixin(_Base):
         args: Positional arguments of the Trainer.
         step: Settings of the step. Leave `gradient_accumulation_steps` and `max_grad_norm` at their
             defaults, or give the values of the training arguments. Leave
-            `calculate_per_token_loss` at False, because the Trainer itself normalizes losses.
+            `calculate_per_token_loss` at False, because the Trainer itself normalizes losses, and
+            `sync_each_batch`, which the Trainer takes from its ``accelerator_config``.
         ema: Average of the weights, updated after each applied update: an average of the model's
             parameters, or a callable that gets the prepared model and returns an average. The
             attribute ``ema`` holds it.
@@ -358,5 +359,11 @@ def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
                 f"the training arguments, got {value}"
             )
             raise ValueError(msg)
+    accelerator_config: Any = args.accelerator_config
+    of_accelerate = accelerator_config.gradient_accumulation_kwargs or {}
+    reduces_each = config.sync_each_batch or bool(of_accelerate.get("sync_each_batch"))
+    num_micro_batches = max(args.gradient_accumulation_steps, of_accelerate.get("num_steps", 1))
+    checked = dataclasses.replace(config, sync_each_batch=reduces_each)
+    checked.check_micro_batches(num_micro_batches)
     # The Trainer itself counts micro-batches; the accelerator must not count them again.
     return dataclasses.replace(config, gradient_accumulation_steps=1)

@@ -22,18 +22,33 @@ DEFAULTS = {
     "global_norm_spike_threshold": 1.0,
     "local_norm_groups": None,
     "max_consecutive_skips": 100,
+    "sync_each_batch": False,
 }
 FLAGS = [
     "use_clip_grad",
     "local_norm",
     "calculate_per_token_loss",
     "use_skip_data_by_global_norm",
+    "sync_each_batch",
 ]
 
 
 def test_defaults_are_the_contracts():
     """Without arguments, every setting has its documented default."""
     assert dataclasses.asdict(StepConfig()) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("local_norm", "sync_each_batch", "number"),
+    [(True, True, 1), (True, False, 4), (False, True, 4)],
+)
+def test_local_norms_need_one_reduction(local_norm, sync_each_batch, number):
+    """Local norms and a reduction of each micro-batch exclude each other, except with one."""
+    settings = {"local_norm": local_norm, "sync_each_batch": sync_each_batch}
+    StepConfig(gradient_accumulation_steps=number, **settings).check_micro_batches(number)
+
+    with pytest.raises(ValueError, match=r"`local_norm` must be False .* with 4 micro-batches"):
+        StepConfig(local_norm=True, sync_each_batch=True, gradient_accumulation_steps=4)
 
 
 def test_settings_cannot_be_changed():

@@ -35,6 +35,7 @@ class Case(NamedTuple):
     precision: str = "float32"
     optimizer: str = "fused AdamW"
     per_token: bool = False
+    sync_each_batch: bool = False
 
 
 class TokenModel(nn.Module):

@@ -31,6 +31,10 @@ CASES = [
     Case("two meshes", 1, "float32", "fused AdamW", per_token=True),
     Case("layers", 4, "float32", "fused SGD", per_token=True),
     Case("partly replicated", 4, "float32", "fused AdamW"),
+    Case("layers", 4, "bf16", "fused AdamW", sync_each_batch=True),
+    Case("replicas", 4, "float32", "fused SGD", sync_each_batch=True),
+    Case("two meshes", 4, "float32", "fused SGD", per_token=True, sync_each_batch=True),
+    Case("partly replicated", 4, "float32", "fused AdamW", sync_each_batch=True),
 ]
 
 OTHER_CASES = [
@@ -64,18 +68,20 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         use_clip_grad=True,
         max_grad_norm=MAX_NORM,
         scale_sense=2.0**16,
-        local_norm=True,
+        local_norm=not case.sync_each_batch,
         gradient_accumulation_steps=case.accumulation,
+        sync_each_batch=case.sync_each_batch,
         ema=ema,
         calculate_per_token_loss=case.per_token,
     )
     outputs = [cell.step(micro_batches_of(case, step, rank)) for step in range(NUM_STEPS)]
+    norms = [getattr(output, "local_norm", torch.empty(0)) for output in outputs]
     return {
         "losses": torch.stack([output.loss for output in outputs]),
         "norms": torch.stack([output.global_norm for output in outputs]),
-        "local norms": torch.stack([output.local_norm for output in outputs]),
+        "local norms": torch.stack(norms),
         "overflow": [output.overflow.item() for output in outputs],
-        "sizes": outputs[0].size,
+        "sizes": getattr(outputs[0], "size", torch.empty(0)),
         "names": cell.local_norm_names,
         "weights": [whole(parameter) for parameter in network.parameters()],
         "averages": [whole(average) for _, average in ema.named_averages()],

@@ -8,6 +8,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -81,6 +82,11 @@ SETTINGS = {
         ValueError,
         "`gradient_accumulation_steps` must be 1, as in the accelerator, or left at 1, got 4",
         {"config": StepConfig(gradient_accumulation_steps=4)},
+    ),
+    "a reduction of each micro-batch": (
+        ValueError,
+        "`sync_each_batch` must be left out in a loop",
+        {"config": StepConfig(sync_each_batch=True)},
     ),
 }
 ACCELERATORS = {
@@ -162,6 +168,24 @@ def test_only_an_accelerator_can_be_attached(accelerator):
     """`attach` raises a TypeError for any object that is not an accelerator."""
     with pytest.raises(TypeError, match=r"`accelerator` must be an accelerate\.Accelerator, got"):
         attach(accelerator)
+
+
+def test_accelerates_reduction_of_each_micro_batch_is_taken_over():
+    """The step has accelerate's `sync_each_batch`, and no local norms of several micro-batches."""
+
+    def accelerator(steps):
+        plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
+        return new_accelerator(gradient_accumulation_plugin=plugin)
+
+    for config in (StepConfig(), StepConfig(sync_each_batch=True)):
+        assert attach(accelerator(4), config).config.sync_each_batch
+    assert attach(accelerator(1), StepConfig(local_norm=True)).config.sync_each_batch
+    refused_attach(
+        accelerator(4),
+        ValueError,
+        "`local_norm` must be False if `sync_each_batch` reduces .* with 4 micro-batches",
+        config=StepConfig(local_norm=True),
+    )
 
 
 def test_a_communication_hook_is_given_once():

@@ -128,6 +128,9 @@ runner_wrapper: {type: MFPipelineWithLossScaleCell, micro_batch_num: 8, use_clip
 parallel_config: {pipeline_stage: 2, micro_batch_num: 8}
 runner_config: {epochs: 1, batch_size: 2}
 """,
+    "sharded_accumulation": """
+parallel: {parallel_mode: 1, parallel_optimizer_config: {gradient_accumulation_shard: True}}
+""",
     "skip": """
 use_skip_data_by_global_norm: True
 runner_wrapper: {use_clip_grad: True, max_grad_norm: 1.0}
@@ -211,12 +214,15 @@ def test_top_level_switches():
     check, _ = imported("nan_check")
     evaluation, _ = imported("evaluation")
     pipeline, _ = imported("pipeline")
+    sharded, _ = imported("sharded_accumulation")
 
     assert skip.step.config.use_skip_data_by_global_norm
     assert skip.step.config.global_norm_spike_threshold == 3.0
     assert len(skip.make_callbacks) == len(check.make_callbacks) == 1
     assert (evaluation.arguments.eval_strategy, evaluation.arguments.eval_steps) == ("steps", 50)
     assert pipeline.arguments.gradient_accumulation_steps == 8
+    accumulation = sharded.arguments.accelerator_config.gradient_accumulation_kwargs
+    assert accumulation == {"sync_each_batch": True}
 
 
 def test_what_is_left_out_is_noted():

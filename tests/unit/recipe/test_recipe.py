@@ -9,6 +9,16 @@ from mfwrap.recipe.library import shipped_recipes
 from support.recipe_texts import message, parsed, recipe_text
 
 
+def test_local_norms_need_gradients_that_are_reduced_together():
+    """Local norms with accelerate's `sync_each_batch` are refused where the recipe sets it."""
+    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    training = {"gradient_accumulation_steps": 2, "accelerator_config": accumulation}
+    parsed(training=training)
+
+    text = recipe_text(training=training, runner_wrapper={"local_norm": True})
+    assert "accelerator_config: `local_norm` must be False if `sync_each" in message(text=text)
+
+
 # TRL sets `gradient_checkpointing`, which newer releases of transformers deprecate.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -111,6 +112,18 @@ def test_differing_accumulation_is_refused(theirs, ours):
     message = f"`gradient_accumulation_steps` must be {theirs}, as in the accelerator, got {ours}"
     with pytest.raises(ValueError, match=message):
         prepared_training(accelerator, gradient_accumulation_steps=ours)
+
+
+def test_a_differing_reduction_is_refused():
+    """The accelerator and the cell must agree on whether each micro-batch is reduced."""
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    settings = {"gradient_accumulation_steps": 2}
+
+    with pytest.raises(ValueError, match="`sync_each_batch` must be True, as in the accelerator"):
+        prepared_training(accelerator, **settings)
+    _, _, _, cell = prepared_training(accelerator, sync_each_batch=True, **settings)
+    assert cell.config.sync_each_batch
 
 
 class Watching(TokenClassifier):

@@ -254,6 +254,16 @@ def test_micro_batches_are_a_sequence_of_at_least_one(micro_batches, error, mess
     assert_refused(cell, lambda: cell.step(micro_batches), error, f"`micro_batches` .*{message}")
 
 
+def test_micro_batches_that_have_no_local_norms():
+    """Several micro-batches that are reduced one by one have no local norms; a single one has."""
+    cell = build(local_norm=True, sync_each_batch=True)
+    [batch] = labelled_batches(1)
+    message = "`local_norm` must be False if `sync_each_batch` reduces .* with 2 micro-batches"
+
+    assert_refused(cell, lambda: cell.step([batch, batch]), ValueError, message)
+    assert cell.step([batch]).local_norm.isfinite().all()
+
+
 class Returning(LinearProbe):
     """A network that returns a given value."""
 

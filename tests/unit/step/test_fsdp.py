@@ -67,9 +67,9 @@ def run(ranks, request) -> list[dict[str, Any]]:
     return ranks.run(train, request.param)
 
 
-def _cases(test: Any) -> Any:
-    """Parametrize a test with all cases; the ranks train each case once."""
-    marked = [pytest.param(case, case, id=case_id(case)) for case in CASES]
+def _cases(test: Any, cases: list[Case] = CASES) -> Any:
+    """Parametrize a test with cases and the slow cases; the ranks train each case once."""
+    marked = [pytest.param(case, case, id=case_id(case)) for case in cases]
     slow = pytest.mark.slow
     marked += [pytest.param(case, case, id=case_id(case), marks=slow) for case in OTHER_CASES]
     return pytest.mark.parametrize(("case", "run"), marked, indirect=["run"], scope="module")(test)
@@ -93,7 +93,11 @@ def test_norms_weights_and_averages_are_those_of_one_process(ranks, case, run):
         assert rank["applied"] == NUM_STEPS - case.per_token
 
 
-@_cases
+def _cases_with_local_norms(test: Any) -> Any:
+    return _cases(test, [case for case in CASES if not case.sync_each_batch])
+
+
+@_cases_with_local_norms
 def test_local_norms_are_those_of_this_ranks_own_loss(case, run):
     """Local norms agree with the float64 norms of this rank's own micro-batches."""
     rtol = 1e-5 if case.precision == "float32" else 2e-2

@@ -1,5 +1,6 @@
 """MFTrainer takes the arguments of the step and of the Trainer, and checks them."""
 
+import contextlib
 import dataclasses
 import pickle
 from pathlib import Path
@@ -24,10 +25,10 @@ from support.trainer_runs import new_trainer, tiny_llama, train
 from support.training_state import assert_same_state
 
 
-def arguments() -> TrainingArguments:
+def arguments(**settings) -> TrainingArguments:
     """Return arguments with accumulation over four micro-batches."""
-    defaults = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
-    return TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **defaults)
+    settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5} | settings
+    return TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **settings)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,27 @@ def test_settings_that_contradict_the_arguments_are_refused(config, message, tmp
         loop_settings(config, arguments())
     with pytest.raises(ValueError, match=message):
         new_trainer(MFTrainer, tmp_path, extras={"step": config}, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "sync_each_batch", "is_refused"),
+    [({}, True, True), ({"num_steps": 2}, True, True), ({}, False, False)],
+    ids=["arguments", "plugin", "off"],
+)
+def test_local_norms_of_micro_batches_that_are_reduced_one_by_one(
+    accumulation, sync_each_batch, is_refused, tmp_path
+):
+    """The Trainer's `sync_each_batch` is honored, and excludes local norms."""
+    kwargs = accumulation | {"sync_each_batch": sync_each_batch}
+    settings = {
+        "accelerator_config": {"gradient_accumulation_kwargs": kwargs},
+        "gradient_accumulation_steps": 1 if accumulation else 2,
+    }
+    expected = pytest.raises(ValueError, match=r"`local_norm` must be False .* 2 micro-batches")
+    with expected if is_refused else contextlib.nullcontext():
+        loop_settings(StepConfig(local_norm=True), arguments(**settings))
+    trainer = new_trainer(MFTrainer, tmp_path, **settings)
+    assert trainer.attached.config.sync_each_batch == sync_each_batch
 
 
 @pytest.mark.parametrize("step", [{"local_norm": True}, StepConfig, 1], ids=["dict", "class", "1"])
