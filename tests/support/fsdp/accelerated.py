@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -19,10 +23,17 @@ from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainerMixin
 from support.attached_runs import new_accelerator
+from support.fsdp.accumulation import MessageBytes
 from support.fsdp.training import whole
 from support.small_llama import small_llama
 
-__all__ = ["evaluate_averages", "resume_attached", "train_attached", "train_with_trainer"]
+__all__ = [
+    "evaluate_averages",
+    "reduce_with_trainer",
+    "resume_attached",
+    "train_attached",
+    "train_with_trainer",
+]
 
 NUM_STEPS = 3
 NUM_ROWS = 4
@@ -64,10 +75,18 @@ class Loop:
     Args:
         accumulation: Number of micro-batches per update.
         state_dict_type: How accelerate saves a sharded network.
+        sync_each_batch: Whether the gradients of each micro-batch are reduced.
     """
 
-    def __init__(self, accumulation: int, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
-        self.accelerator = new_accelerator(gradient_accumulation_steps=accumulation)
+    def __init__(
+        self,
+        accumulation: int,
+        state_dict_type: str = "SHARDED_STATE_DICT",
+        *,
+        sync_each_batch: bool = False,
+    ) -> None:
+        accumulates = GradientAccumulationPlugin(accumulation, sync_each_batch=sync_each_batch)
+        self.accelerator = new_accelerator(gradient_accumulation_plugin=accumulates)
         self.accumulation = accumulation
         if self.accelerator.num_processes > 1:
             plugin = FullyShardedDataParallelPlugin(
@@ -83,7 +102,7 @@ class Loop:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         self.attached: AttachedStep = attach(
             self.accelerator,
-            StepConfig(local_norm=True),
+            StepConfig(local_norm=not sync_each_batch),
             lambda prepared: ExponentialMovingAverage(prepared, DECAY),
             scale_sense=2.0**10,
         )
@@ -104,7 +123,11 @@ class Loop:
                     self.optimizer.zero_grad()
             output = self.attached.last_output
             reports.append(
-                {name: getattr(output, name) for name in ("loss", "global_norm", "local_norm")}
+                {
+                    name: getattr(output, name)
+                    for name in ("loss", "global_norm", "local_norm")
+                    if hasattr(output, name)
+                }
             )
         return reports
 
@@ -120,12 +143,44 @@ class Loop:
 
 
 @reset_accelerate_after()
-def train_attached(rank: int, accumulation: int) -> dict[str, Any]:
-    """Train an attached loop that clips; return its reports and its state."""
+def train_attached(
+    rank: int,
+    accumulation: int,
+    sync_each_batch: bool = False,  # noqa: FBT001, FBT002  (of `run`)
+) -> dict[str, Any]:
+    """Train an attached loop that clips; return its reports, its state and its reductions."""
     del rank
-    loop = Loop(accumulation)
-    reports = loop.train()
-    return {"reports": reports, "state": loop.state()}
+    loop = Loop(accumulation, sync_each_batch=sync_each_batch)
+    with MessageBytes() as messages:
+        reports = loop.train()
+    return {"reports": reports, "state": loop.state(), "reductions": _reductions(messages)}
+
+
+def _reductions(messages: MessageBytes) -> int:
+    return messages.sent["number of _reduce_scatter_base_"]
+
+
+@reset_accelerate_after()
+def reduce_with_trainer(rank: int, folder: str) -> dict[str, Any]:
+    """Train with the Trainer in both ways; return logged norms, weights and reductions of each."""
+    del rank
+    found: dict[str, Any] = {}
+    for way, sync_each_batch in {"once": False, "each": True}.items():
+        accumulation = {"sync_each_batch": sync_each_batch}
+        trainer = new_trainer(
+            f"{folder}/{way}",
+            2,
+            "FULL_STATE_DICT",
+            [],
+            StepConfig(),
+            accelerator_config={"gradient_accumulation_kwargs": accumulation},
+        )
+        with MessageBytes() as messages:
+            trainer.train()
+        log = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+        reductions = _reductions(messages)
+        found[way] = {"norms": log, "state": _weights(trainer), "reductions": reductions}
+    return found
 
 
 @reset_accelerate_after()
@@ -175,6 +230,7 @@ def new_trainer(
     num_ranks: int,
     state_dict_type: str,
     callbacks: list[TrainerCallback],
+    step: StepConfig | None = None,
     **arguments: Any,
 ) -> ShardingMFTrainer:
     """Return a trainer of the small Llama; with several ranks, its network is sharded."""
@@ -213,7 +269,7 @@ def new_trainer(
         train_dataset=data,
         eval_dataset=data[:8],
         callbacks=callbacks,
-        step=StepConfig(local_norm=True),
+        step=StepConfig(local_norm=True) if step is None else step,
         ema=lambda prepared: ExponentialMovingAverage(prepared, DECAY),
     )
 

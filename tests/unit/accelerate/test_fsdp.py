@@ -7,6 +7,7 @@ from torch import nn
 from support.fsdp.accelerated import (
     NUM_STEPS,
     evaluate_averages,
+    reduce_with_trainer,
     resume_attached,
     rows_of,
     train_attached,
@@ -48,6 +49,27 @@ def test_local_norms_of_an_attached_loop(two_ranks, accumulation):
 
         norms = result["reports"][0]["local_norm"].double()
         torch.testing.assert_close(norms, torch.stack(expected), rtol=1e-5, atol=1e-9)
+
+
+def test_an_attached_loop_reduces_each_micro_batch(two_ranks):
+    """With accelerate's `sync_each_batch`, a loop reduces twice as often, with the same result."""
+    once = two_ranks.run(train_attached, 2, False)  # noqa: FBT003  (arguments of a rank)
+    each = two_ranks.run(train_attached, 2, True)  # noqa: FBT003  (arguments of a rank)
+
+    for ours, expected in zip(each, once, strict=True):
+        assert ours["reductions"] == 2 * expected["reductions"] > 0
+        torch.testing.assert_close(ours["state"], expected["state"], **ROUNDED)
+        for report, other in zip(ours["reports"], expected["reports"], strict=True):
+            torch.testing.assert_close(report["global_norm"], other["global_norm"])
+
+
+@pytest.mark.slow
+def test_the_trainer_reduces_each_micro_batch(two_ranks, tmp_path):
+    """With accelerate's `sync_each_batch`, the Trainer reduces twice as often."""
+    for found in two_ranks.run(reduce_with_trainer, str(tmp_path)):
+        assert found["each"]["reductions"] == 2 * found["once"]["reductions"] > 0
+        assert found["each"]["norms"] == pytest.approx(found["once"]["norms"], rel=1e-5)
+        torch.testing.assert_close(found["each"]["state"], found["once"]["state"], **ROUNDED)
 
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
