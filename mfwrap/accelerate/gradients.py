@@ -41,6 +41,7 @@ from torch.utils.weak import TensorWeakRef
 from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.update import Measurement, StepUpdate
+from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import square_of_all
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
 
@@ -316,7 +317,9 @@ def clip_grad_norm(
         Norm before clipping, shape ``()``; float32 for the L2 norm. Does not synchronize with the
         device.
     """
-    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+    held = list(parameters)
+    place_gradients(held)
+    gradients = {id(p): p.grad for p in held if p.grad is not None}
     if not gradients:
         return torch.zeros_like(loss_scale)
     concerned = [window for window in windows if window.update.parameters.among(gradients)]
@@ -344,13 +347,18 @@ def clip_grad_value(
         clip_value: Largest magnitude.
     """
     held = list(parameters)
+    place_gradients(held)
     identities = {id(parameter) for parameter in held}
     concerned = [window for window in windows if window.update.parameters.among(identities)]
     for window in concerned:
         window.unscale()
         # Clamping turns inf into a finite number, so record the overflow first.
         window.note_overflow()
-    torch.nn.utils.clip_grad_value_(held, clip_value)
+    # Not torch's `clip_grad_value_`: it fails if only some of the gradients are distributed.
+    with torch.no_grad():
+        for members in _by_device([p.grad for p in held if p.grad is not None]).values():
+            torch._foreach_clamp_min_(members, -clip_value)
+            torch._foreach_clamp_max_(members, clip_value)
     for window in concerned:
         window.accept_clipped()
 
@@ -418,8 +426,13 @@ def _of_unscaled(measured: Measurement) -> Measurement:
 @torch.no_grad()
 def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors on any devices by `factor`, a tensor of shape ``()``, without host reads."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in local_tensors(gradients):
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, members in by_device.items():
+    for device, members in _by_device(gradients).items():
         torch._foreach_mul_(members, on_device(factor, device))
+
+
+def _by_device(gradients: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Return this rank's shards of gradients by device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for local in local_tensors(gradients):
+        by_device.setdefault(local.device, []).append(local)
+    return by_device

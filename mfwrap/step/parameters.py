@@ -12,6 +12,7 @@ from mfwrap.arguments import callers_stacklevel, described
 from mfwrap.collectives import num_ranks, refuse_lone_process
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
+from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import (
@@ -114,6 +115,8 @@ class TrainedParameters:
         self._trainable: list[bool] = []
         self.device = next(iter(self._parameters.values())).device
         """Training device: that of the first parameter."""
+        # Distributed parameters, whose gradients may have other placements than they have.
+        self._distributed = [p for p in self._parameters.values() if is_distributed(p)]
         self.reduction = SquareReduction.among(list(self._parameters.values()))
         """Sum over the ranks that hold shards; ``None`` if no parameter is distributed."""
         self._groups = self.groups()
@@ -148,6 +151,9 @@ class TrainedParameters:
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
         """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
 
+        A distributed gradient is first brought to the placements of its parameter, so all ranks
+        that share parameters must call this method.
+
         Args:
             may_be_absent: Whether to accept that no parameter has a gradient instead of raising.
 
@@ -155,7 +161,7 @@ class TrainedParameters:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed, a
                 parameter of the network has been replaced, or the network has moved to another
                 device.
-            TypeError: If a gradient is sparse, or differs in placements from its parameter.
+            TypeError: If a gradient is sparse.
         """
         if not self.are_current:
             msg = (
@@ -172,6 +178,7 @@ class TrainedParameters:
             raise RuntimeError(msg)
         for parameter in self._outside:
             parameter.grad = None
+        place_gradients(self._distributed)
         gradients = [parameter.grad for parameter in self._parameters.values()]
         absent = 0
         for name, gradient in zip(self._parameters, gradients, strict=True):
@@ -190,8 +197,6 @@ class TrainedParameters:
                 "one of its parameters"
             )
             raise RuntimeError(msg)
-        if self.reduction is not None:
-            self._check_placements()
         return gradients
 
     def _check_network(self, absent: int) -> None:
@@ -235,19 +240,6 @@ class TrainedParameters:
         fault = self._replaced()
         if fault is not None:
             warnings.warn(fault, stacklevel=callers_stacklevel())
-
-    def _check_placements(self) -> None:
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
-            if not is_distributed(parameter) or not is_distributed(gradient):
-                continue
-            if gradient.placements != parameter.placements:
-                msg = (
-                    f"the gradient of `{name}` must have its parameter's placements "
-                    f"{parameter.placements}, got {gradient.placements}; redistribute it in a "
-                    "hook of the parameter"
-                )
-                raise TypeError(msg)
 
     def present_gradients(self) -> list[Tensor]:
         """Return the gradients that are not ``None``."""

@@ -8,6 +8,7 @@ from torch import Tensor, distributed
 
 from mfwrap.collectives import add_over_ranks
 from mfwrap.tensors.norms import as_real, norms_of_each, sum_of_squares
+from mfwrap.tensors.placements import without_partial_sums
 from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups, on_device
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ def square_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     If any tensor is distributed, all ranks of its mesh must call this function. Does not
     synchronize with the device.
     """
-    squares = sum_of_squares(local_tensors(tensors), device)
-    reduction = SquareReduction.among(tensors)
+    whole = without_partial_sums(tensors)
+    squares = sum_of_squares(local_tensors(whole), device)
+    reduction = SquareReduction.among(whole)
     if reduction is not None:
         squares, _ = reduction(squares)
     return squares.sum()
@@ -133,8 +135,9 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
         Shape ``(N,)``, float32, on the device of the first tensor. Does not synchronize with the
         device.
     """
-    norms = norms_of_each(local_tensors(tensors), tensors[0].device)
-    reduction = SquareReduction.among(tensors)
+    whole = without_partial_sums(tensors)
+    norms = norms_of_each(local_tensors(whole), tensors[0].device)
+    reduction = SquareReduction.among(whole)
     if reduction is None:
         return norms
     # Square in float64: in float32 the squares of Adam's second moments would underflow.
@@ -149,7 +152,7 @@ def has_non_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     If any tensor is distributed, all ranks of its mesh must call this function, and get the same
     answer. Does not synchronize with the device.
     """
-    whole = list(tensors)
+    whole = without_partial_sums(list(tensors))
     # If any element is non-finite, so is the largest magnitude. To compute the largest magnitude,
     # torch needs no temporary of the tensor's size; `isfinite` on the tensor would need one.
     finite = [

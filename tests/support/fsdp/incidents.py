@@ -34,6 +34,7 @@ from support.host_reads import HostReads
 
 __all__ = [
     "OPTIMIZERS",
+    "Messages",
     "call_a_module_twice",
     "count_host_reads",
     "count_messages",
@@ -136,7 +137,7 @@ def _are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-class _Messages(TorchDispatchMode):
+class Messages(TorchDispatchMode):
     """Count the messages between ranks, by operator and number of elements."""
 
     def __init__(self) -> None:
@@ -168,11 +169,11 @@ def count_messages(rank: int, case: Case) -> dict[str, Any]:
     )
     [batch] = micro_batches_of(case, 0, rank)
     cell(*batch)
-    with _Messages() as plain:
+    with Messages() as plain:
         loss = network(*batch)
         (loss[0] if case.per_token else loss).backward()
     network.zero_grad()
-    with _Messages() as ours:
+    with Messages() as ours:
         cell(*batch)
     return {"more": dict(ours.sent - plain.sent), "less": dict(plain.sent - ours.sent)}
 

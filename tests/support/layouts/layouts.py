@@ -108,6 +108,13 @@ LAYOUTS = [
         resumes_on=(1, 3),
     ),
     Layout(
+        "sequence parallelism",
+        2,
+        networks.in_sequence_parallel,
+        ranks_per_share=0,
+        resumes_on=(1, 3),
+    ),
+    Layout(
         "tensor parallelism and `fully_shard`",
         4,
         networks.in_tensor_parallel_and_fsdp,

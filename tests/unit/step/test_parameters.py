@@ -262,8 +262,8 @@ def one_rank(folder):
         torch.distributed.destroy_process_group()
 
 
-def test_a_gradient_that_is_placed_otherwise_than_its_parameter_is_refused_by_name(tmp_path):
-    """A gradient of partial sums for a sharded parameter raises an error naming the parameter."""
+def test_gradients_have_the_placements_of_their_parameters(tmp_path):
+    """A gradient of partial sums is added up; a gradient that is placed already stays as it is."""
     network = Tied()
     with one_rank(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
@@ -274,8 +274,10 @@ def test_a_gradient_that_is_placed_otherwise_than_its_parameter_is_refused_by_na
         assert ours.gradients()[2] is bias.grad
 
         bias.grad = DTensor.from_local(torch.ones(bias.shape), mesh, [Partial()])
-        with pytest.raises(TypeError, match=r"the gradient of `body.bias` must have its parameter"):
-            ours.gradients()
+        placed = ours.gradients()[2]
+        assert placed is bias.grad
+        assert placed.placements == bias.placements
+        assert torch.equal(placed.to_local(), torch.ones(bias.shape))
 
 
 def test_the_training_device_is_the_first_parameters():
