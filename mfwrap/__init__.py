@@ -26,6 +26,7 @@ from mfwrap.step.mindspore_cells import (
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
+from mfwrap.step.pipeline import pipeline_stages
 from mfwrap.tensors.deferred import DeferredReads
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "grad",
+    "pipeline_stages",
     "value_and_grad",
 ]
 

@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from mfwrap.collectives import add_over_ranks
+from mfwrap.config import StepConfig
+from mfwrap.preflight import step_facts
 from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.rank_guard import RankGuard, rank_guard
+from mfwrap.step.ranks import StageTotals
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 
@@ -49,12 +55,16 @@ class GradientAccumulation:
         reduces_each: bool = False,
         accelerator: "Accelerator | None" = None,
     ) -> None:
-        self._network = network
+        self.network = network
+        """Network, with its wrappers."""
         self._reduces_each = reduces_each
         self._accelerator = accelerator
-        self._distributed_parts = distributed_parts(network)
+        self.distributed_parts = distributed_parts(network)
+        """DistributedDataParallel modules of the network."""
         self.sharded_parts = ShardedParts(network)
         """Modules of the network that ``fully_shard`` has sharded."""
+        self.stages: StageTotals | None = None
+        """Always ``None``: no other rank holds another stage of the network."""
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
         )
@@ -78,7 +88,7 @@ class GradientAccumulation:
                     with self._autocast():
                         part = self._forward(call)
                     self._backward(part, loss_scale, len(calls))
-                parts.append(_detached(part, loss_scale.device))
+                parts.append(detached(part, loss_scale.device))
         except BaseException:
             self.sharded_parts.discard_half_a_step()
             raise
@@ -88,6 +98,19 @@ class GradientAccumulation:
                 # scheduler does not advance.
                 self._accelerator.sync_gradients = True
         return self._accumulated(parts)
+
+    def guard(self, optimizer: Optimizer, config: StepConfig) -> RankGuard | None:
+        """Return the guard of the ranks that train the network; ``None`` without other ranks.
+
+        Args:
+            optimizer: Optimizer of the network.
+            config: Settings of the step.
+        """
+        return rank_guard(
+            self.distributed_parts,
+            self.sharded_parts,
+            lambda: step_facts([self.network], [optimizer], config),
+        )
 
     def _backward(self, part: LossParts, loss_scale: Tensor, num_micro_batches: int) -> None:
         # Multiply in float32: a float16 loss times the scale would overflow.
@@ -103,23 +126,9 @@ class GradientAccumulation:
         if not denominators:
             return Accumulated(total / len(parts), None)
         local = torch.stack(denominators).sum()
-        return Accumulated(total / local, self._normalizer(local))
-
-    def _normalizer(self, local: Tensor) -> Normalizer:
-        """Return the remaining divisor of gradients that were averaged over ranks.
-
-        The sum of numerators over all ranks must be divided by the sum of denominators over all
-        ranks. The reduction has already divided by the number of ranks. So the remaining divisor is
-        the sum of denominators divided by the number of ranks.
-        """
-        if not self._distributed_parts:
-            is_partial = bool(self.sharded_parts.units)
-            reduced = local / self.sharded_parts.divisor if is_partial else local
-            return Normalizer(reduced, local, is_partial)
-        group = self._distributed_parts[0].process_group
-        total = local.clone()
-        add_over_ranks(total, group)
-        return Normalizer(total / group.size(), local)
+        return Accumulated(
+            total / local, normalizer_of(local, self.distributed_parts, self.sharded_parts)
+        )
 
     @contextlib.contextmanager
     def _reduction(self, *, last: bool) -> Iterator[None]:
@@ -132,15 +141,15 @@ class GradientAccumulation:
             # passes, perhaps of another caller, would not reduce their gradients.
             stack.callback(self.sharded_parts.reduce_gradients, now=True)
             if not reduces:
-                for part in self._distributed_parts:
+                for part in self.distributed_parts:
                     stack.enter_context(part.no_sync())
                 if self._accelerator is not None and not self._is_parallel:
-                    stack.enter_context(self._accelerator.no_sync(self._network))
+                    stack.enter_context(self._accelerator.no_sync(self.network))
             yield
 
     @property
     def _is_parallel(self) -> bool:
-        return bool(self._distributed_parts or self.sharded_parts.units)
+        return bool(self.distributed_parts or self.sharded_parts.units)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         if self._accelerator is None:
@@ -149,6 +158,32 @@ class GradientAccumulation:
         return context
 
 
-def _detached(part: LossParts, device: torch.device) -> LossParts:
+def detached(part: LossParts, device: torch.device) -> LossParts:
+    """Return a micro-batch's loss without its graph, in float32 on `device`."""
     denominator = None if part.denominator is None else on_device(part.denominator, device)
     return LossParts(on_device(part.numerator.detach().float(), device), denominator)
+
+
+def normalizer_of(
+    local: Tensor, parts: Sequence[DistributedDataParallel], sharded_parts: ShardedParts
+) -> Normalizer:
+    """Return the remaining divisor of gradients that were averaged over ranks.
+
+    The sum of numerators over all ranks must be divided by the sum of denominators over all ranks.
+    The reduction has already divided by the number of ranks. So the remaining divisor is the sum of
+    denominators divided by the number of ranks.
+
+    Args:
+        local: Sum of this rank's denominators, shape ``()``, float32.
+        parts: DistributedDataParallel modules of the network; all their ranks must call this
+            function.
+        sharded_parts: Modules of the network that ``fully_shard`` has sharded.
+    """
+    if not parts:
+        is_partial = bool(sharded_parts.units)
+        reduced = local / sharded_parts.divisor if is_partial else local
+        return Normalizer(reduced, local, is_partial)
+    group = parts[0].process_group
+    total = local.clone()
+    add_over_ranks(total, group)
+    return Normalizer(total / group.size(), local)

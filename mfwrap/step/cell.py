@@ -18,28 +18,26 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.preflight import step_facts
 from mfwrap.records.run_files import resume_records, save_records
-from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
 from mfwrap.step.mindspore_cells import LossScaleHooks
 from mfwrap.step.parameters import (
     TrainedParameters,
-    checked_network,
     checked_optimizer,
     network_parameters,
 )
-from mfwrap.step.rank_guard import rank_guard
+from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.state import check_keys, restore
 from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
 from mfwrap.tensors.norm_groups import LocalNormGroups
-from mfwrap.tensors.wrappers import distributed_parts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from mfwrap.step.pipeline import PipelineSchedule
 
 
 class _NotGiven(float):
@@ -173,7 +171,8 @@ class MFTrainOneStepCell(LossScaleHooks):
     Args:
         network: Network that returns a loss of one element, an output with a ``loss`` (Hugging Face
             models), or a tuple that begins with the loss. With `calculate_per_token_loss`: a
-            Hugging Face model, or a network that returns ``(numerator, denominator)``.
+            Hugging Face model, or a network that returns ``(numerator, denominator)``. Or: a
+            schedule of ``torch.distributed.pipelining``, see `pipeline_stages`.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
         use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
         max_grad_norm: See `StepConfig`.
@@ -228,7 +227,7 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     def __init__(
         self,
-        network: nn.Module,
+        network: "nn.Module | PipelineSchedule",
         optimizer: Optimizer,
         use_clip_grad: bool = False,  # noqa: FBT001, FBT002  (MindFormers' signature)
         max_grad_norm: float = 1.0,
@@ -259,7 +258,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             max_consecutive_skips=max_consecutive_skips,
             sync_each_batch=sync_each_batch,
         )
-        parts = distributed_parts(checked_network(network))
+        self._accumulate = accumulation_of(network, self.config, accelerator)
+        parts = self._accumulate.distributed_parts
         _check_communication_hook(communication_hook, parts)
         if ema is not None and not isinstance(ema, ExponentialMovingAverage):
             msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
@@ -270,7 +270,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         inner = checked_optimizer(optimizer)
         self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        present = functools.partial(network_parameters, network)
+        module = self._accumulate.network
+        present = functools.partial(network_parameters, module)
         parameters = TrainedParameters(present(), inner, local_norm_groups, present=present)
         if ema is not None:
             _check_average(ema, parameters)
@@ -278,16 +279,11 @@ class MFTrainOneStepCell(LossScaleHooks):
         self._update = StepUpdate(
             parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
         )
-        super().__init__(network, inner, loss_scale)
-        self._accumulate = GradientAccumulation(
-            network,
-            per_token=calculate_per_token_loss,
-            reduces_each=sync_each_batch,
-            accelerator=accelerator,
-        )
+        super().__init__(module, inner, loss_scale)
         if calculate_per_token_loss:
             self._accumulate.sharded_parts.check_per_token(parameters.reduction)
         self._update.agreement = agreement_of(parts, parameters.tensors)
+        self._update.stages = self._accumulate.stages
         # Register communication hooks after everything that may raise: they cannot be removed.
         self._update.local_squares = sharded_local_squares_of(
             self._accumulate.sharded_parts,
@@ -300,11 +296,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
-        self._guard = rank_guard(
-            parts,
-            self._accumulate.sharded_parts,
-            lambda: step_facts([network], [inner], self.config),
-        )
+        self._guard = self._accumulate.guard(inner, self.config)
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
 

@@ -122,7 +122,7 @@ class MeanLoss:
                 or does not depend on a trainable parameter.
         """
         _check_has_elements(call)
-        return LossParts(_loss_of(self._network(*call.arguments, **call.keywords)), None)
+        return LossParts(loss_of(self._network(*call.arguments, **call.keywords)), None)
 
 
 @final
@@ -170,13 +170,13 @@ class PerTokenLoss:
                 ``labels``.
         """
         if not self._counts_targets:
-            return _pair_of(self._network(*call.arguments, **call.keywords))
+            return pair_of(self._network(*call.arguments, **call.keywords))
         labels = self._targets(call)
         # Set the dtype explicitly: the program may have changed torch's default.
         one = torch.ones((), dtype=torch.float32, device=labels.device)
         one.requires_grad_(self._divides_by_it is None)
         output = self._network(*call.arguments, **call.keywords, num_items_in_batch=one)
-        numerator = _loss_of(output)
+        numerator = loss_of(output)
         if self._divides_by_it is None:
             self._divides_by_it = _depends_on(numerator, one)
         if not self._divides_by_it:
@@ -234,7 +234,7 @@ def _split(name: str, value: Any, num_parts: int) -> Sequence[Any]:
 
 def _check_has_elements(call: NetworkCall) -> None:
     """Refuse an empty micro-batch: its mean loss is NaN, and its gradients are finite zeros."""
-    tensors = [tensor for tensor in _tensors_in(call) if tensor.dim() > 0]
+    tensors = [tensor for tensor in tensors_in(call) if tensor.dim() > 0]
     if tensors and not any(tensor.numel() for tensor in tensors):
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         msg = (
@@ -244,18 +244,29 @@ def _check_has_elements(call: NetworkCall) -> None:
         raise ValueError(msg)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value, also those inside mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for element in value.values():
-            yield from _tensors_in(element)
+            yield from tensors_in(element)
     elif isinstance(value, (list, tuple)):
         for element in value:
-            yield from _tensors_in(element)
+            yield from tensors_in(element)
 
 
-def _loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, source: str = "network") -> Tensor:
+    """Return the loss in the output of a network or a loss function, shape ``()``.
+
+    Args:
+        output: Tensor of one element, output with a ``loss``, or tuple that begins with the loss.
+        source: Name of the argument that has returned `output`, for errors.
+
+    Raises:
+        TypeError: If `output` has no loss.
+        ValueError: If the loss does not have exactly one element, or requires no gradient.
+    """
     if isinstance(output, Mapping):
         loss = output.get("loss")
     elif isinstance(output, (tuple, list)):
@@ -266,48 +277,59 @@ def _loss_of(output: Any) -> Tensor:
         loss = getattr(output, "loss", None)
     if loss is None:
         msg = (
-            "`network` must return a loss: a tensor of one element, an output with `loss`, or a "
+            f"`{source}` must return a loss: a tensor of one element, an output with `loss`, or a "
             f"tuple that begins with the loss; got {type(output).__name__} without a loss (a "
             "Hugging Face model computes it if the batch has `labels`)"
         )
         raise TypeError(msg)
-    return _differentiable("loss", loss)
+    return _differentiable("loss", loss, source)
 
 
-def _pair_of(output: Any) -> LossParts:
+def pair_of(output: Any, source: str = "network") -> LossParts:
+    """Return the numerator and the denominator in the output of a network or a loss function.
+
+    Args:
+        output: Pair of a tensor of one element, and a tensor of one element or a number.
+        source: Name of the argument that has returned `output`, for errors.
+
+    Raises:
+        TypeError: If `output` is not such a pair.
+        ValueError: If a tensor does not have exactly one element, or the numerator requires no
+            gradient.
+    """
     if not isinstance(output, (tuple, list)) or len(output) != 2:
         size = f" of {len(output)}" if isinstance(output, (tuple, list)) else ""
         msg = (
-            "`network` must return (numerator, denominator) with calculate_per_token_loss=True, "
+            f"`{source}` must return (numerator, denominator) with calculate_per_token_loss=True, "
             f"got {type(output).__name__}{size}"
         )
         raise TypeError(msg)
-    numerator = _differentiable("numerator", output[0])
+    numerator = _differentiable("numerator", output[0], source)
     denominator = output[1]
     if isinstance(denominator, (int, float)):
         denominator = torch.full((), denominator, dtype=torch.float32, device=numerator.device)
-    return LossParts(numerator, _one_element("denominator", denominator).detach().float())
+    return LossParts(numerator, _one_element("denominator", denominator, source).detach().float())
 
 
-def _one_element(name: str, value: Any) -> Tensor:
+def _one_element(name: str, value: Any, source: str) -> Tensor:
     if not isinstance(value, Tensor):
-        msg = f"the {name} that `network` returns must be a tensor, got {described(value)}"
+        msg = f"the {name} that `{source}` returns must be a tensor, got {described(value)}"
         raise TypeError(msg)
     if value.numel() != 1:
         msg = (
-            f"the {name} that `network` returns must have exactly one element, got shape "
+            f"the {name} that `{source}` returns must have exactly one element, got shape "
             f"{tuple(value.shape)}"
         )
         raise ValueError(msg)
     return value.reshape(())
 
 
-def _differentiable(name: str, value: Any) -> Tensor:
-    scalar = _one_element(name, value)
+def _differentiable(name: str, value: Any, source: str) -> Tensor:
+    scalar = _one_element(name, value, source)
     if not scalar.requires_grad:
         msg = (
-            f"the {name} that `network` returns must depend on a trainable parameter, got a tensor "
-            "that does not require a gradient"
+            f"the {name} that `{source}` returns must depend on a trainable parameter, got a "
+            "tensor that does not require a gradient"
         )
         raise ValueError(msg)
     return scalar

@@ -24,7 +24,7 @@ from mfwrap.tensors.wrappers import (
 )
 
 
-def checked_network(network: nn.Module) -> nn.Module:
+def checked_network(network: object) -> nn.Module:
     """Return `network` if a cell can train it in this process.
 
     Raises:

@@ -20,6 +20,8 @@ class RankGuard:
         group: Ranks that update the network together; ``None`` for all ranks.
         facts: Returns what must be the same on all ranks. Called once, before the first update.
         warned: Topics of the facts whose differences are only logged.
+        problems: Returns sentences that say what keeps this rank from training. Called once, before
+            the first update.
     """
 
     def __init__(
@@ -27,11 +29,13 @@ class RankGuard:
         group: "distributed.ProcessGroup | None",
         facts: Callable[[], Facts],
         warned: Sequence[str] = (),
+        problems: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._group = group
         self._ranks = ranks_of(group)
         self._facts = facts
         self._warned = warned
+        self._problems = problems
         self.is_checked = False
         """Whether the ranks have been compared."""
 
@@ -61,7 +65,8 @@ class RankGuard:
 
     def _check(self) -> None:
         if not self.is_checked:
-            check_ranks_agree(self._facts(), group=self._group, warned=self._warned)
+            problems = self._problems()
+            check_ranks_agree(self._facts(), problems, group=self._group, warned=self._warned)
             self.is_checked = True
 
 

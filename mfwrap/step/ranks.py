@@ -1,5 +1,8 @@
 """Make ranks reach the same decision if their gradients differ after the reduction.
 
+`RankAgreement` is for ranks that train the same parameters, `StageTotals` for ranks that train the
+stages of one pipeline.
+
 Where DistributedDataParallel or ``fully_shard`` reduces all gradients, every rank has bitwise
 identical gradients and makes the same decision. But DistributedDataParallel may wrap only some
 modules of a network, or ignore some parameters. Then one rank might skip an update that another
@@ -7,12 +10,14 @@ rank applies. Such ranks average their sums of squares, and all decide by this m
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import add_over_ranks
+from mfwrap.step.forward import Normalizer
 from mfwrap.tensors.shards import is_distributed
 
 
@@ -44,6 +49,52 @@ class RankAgreement:
         return mean.float()
 
 
+class PipelineTotals(NamedTuple):
+    """Numbers of a whole pipeline, the same on all its ranks."""
+
+    square: Tensor
+    """Sum of squares of all gradients, shape ``()``, float32."""
+
+    loss: Tensor
+    """Loss of the last stage, shape ``()``, float32."""
+
+    normalizer: Normalizer | None
+    """Divisor of the gradients besides the loss scale; ``None`` if there is none."""
+
+
+@final
+class StageTotals:
+    """Sum over the ranks of a pipeline what each rank knows of its own stages, in one all-reduce.
+
+    Args:
+        group: Process group of the pipeline's ranks; ``None`` for all ranks.
+    """
+
+    def __init__(self, group: "distributed.ProcessGroup | None") -> None:
+        self._group = group
+
+    def __call__(
+        self, square: Tensor, loss: Tensor, normalizer: Normalizer | None
+    ) -> PipelineTotals:
+        """Add up the numbers of all stages. Does not synchronize with the device.
+
+        Args:
+            square: Sum of squares of the gradients of this rank's stages, shape ``()``, float32.
+            loss: Loss on the rank of the last stage, 0 on all other ranks; shape ``()``, float32.
+            normalizer: Divisors on the rank of the last stage, zeros on all other ranks; ``None``
+                on all ranks if there is none.
+        """
+        own = [square, loss]
+        if normalizer is not None:
+            own += [normalizer.reduced, normalizer.local]
+        # In float64 the sum has no rounding error that float32 could show, whatever its order.
+        message = torch.stack([value.double() for value in own])
+        add_over_ranks(message, self._group)
+        totals = message.float().unbind()
+        shared = None if normalizer is None else Normalizer(totals[2], totals[3])
+        return PipelineTotals(totals[0], totals[1], shared)
+
+
 def agreement_of(
     parts: Sequence[DistributedDataParallel], parameters: Sequence[nn.Parameter]
 ) -> RankAgreement | None:
@@ -63,12 +114,13 @@ def agreement_of(
         # No agreement is needed. `SquareReduction` sums over the ranks that hold shards, and in the
         # same collective it averages the sums of squares of all other parameters.
         return None
-    reduced = {id(parameter) for part in parts for parameter in _reduced_by(part)}
+    reduced = {id(parameter) for part in parts for parameter in reduced_by(part)}
     if all(id(p) in reduced for p in parameters if p.requires_grad):
         return None
     return RankAgreement(parts[0].process_group)
 
 
-def _reduced_by(part: DistributedDataParallel) -> list[nn.Parameter]:
+def reduced_by(part: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients a DistributedDataParallel module reduces."""
     ignored = part.parameters_to_ignore
     return [p for name, p in part.module.named_parameters() if name not in ignored]

@@ -38,7 +38,7 @@ from mfwrap.step.forward import Normalizer
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
 from mfwrap.step.parameters import TrainedParameters
-from mfwrap.step.ranks import RankAgreement
+from mfwrap.step.ranks import RankAgreement, StageTotals
 from mfwrap.tensors.norm_groups import NormGroups
 from mfwrap.tensors.norms import sum_of_squares, sums_by_group
 from mfwrap.tensors.sharded_norms import SquareReduction
@@ -69,6 +69,9 @@ class Measurement(NamedTuple):
     """Whether the batch has at least one target, shape ``()``, bool; ``None`` if targets are not
     counted."""
 
+    loss: Tensor | None = None
+    """Loss to report, shape ``()``, float32; ``None`` if it was not given."""
+
 
 def measure(
     gradients: Sequence[Tensor | None],
@@ -79,6 +82,8 @@ def measure(
     local_squares: LocalSquares | None = None,
     agreement: RankAgreement | None = None,
     reduction: SquareReduction | None = None,
+    loss: Tensor | None = None,
+    stages: StageTotals | None = None,
 ) -> Measurement:
     """Compute norms and the overflow flag in one read of the gradients.
 
@@ -95,6 +100,9 @@ def measure(
             there are no such ranks.
         reduction: Sum over the ranks that hold shards of the gradients; ``None`` without shards.
             All these ranks get the same sums. A partial `normalizer` is summed in the same message.
+        loss: Loss to report, shape ``()``, float32; needed with `stages`.
+        stages: Sum over the ranks that hold other stages of a pipeline; ``None`` without a
+            pipeline. It also makes `loss` and `normalizer` known on all these ranks.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
@@ -106,6 +114,8 @@ def measure(
         if normalizer is not None and normalizer.is_partial:
             normalizer = Normalizer(total, normalizer.local)
     square = squares.sum() if agreement is None else agreement.mean(squares.sum())
+    if stages is not None and loss is not None:
+        square, loss, normalizer = stages(square, loss, normalizer)
     if normalizer is None:
         divisor = local_divisor = loss_scale.clone()
     else:
@@ -123,6 +133,7 @@ def measure(
         local_norm=sums_by_group(own_squares, groups.members).sqrt() / local_divisor,
         groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
+        loss=loss,
     )
 
 
@@ -218,6 +229,8 @@ class StepUpdate:
             are this rank's own.
         agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
             there are no such ranks.
+        stages: Sum over the ranks that hold other stages of a pipeline; ``None`` without a
+            pipeline.
 
     Raises:
         TypeError: If the step of `optimizer` needs a closure.
@@ -237,12 +250,14 @@ class StepUpdate:
         reported: bool = False,
         local_squares: LocalSquares | None = None,
         agreement: RankAgreement | None = None,
+        stages: StageTotals | None = None,
     ) -> None:
         self._config = config
         self._optimizer = SkippableOptimizer(optimizer)
         self.parameters = parameters
         self.local_squares = local_squares
         self.agreement = agreement
+        self.stages = stages
         self._device = parameters.device
         self._loss_scale = loss_scale
         self._ema = ema
@@ -268,7 +283,8 @@ class StepUpdate:
             ValueError: If a learning rate is a non-finite number.
         """
         try:
-            return self.apply(loss, self.measure(normalizer))
+            measured = self.measure(normalizer, loss=loss)
+            return self.apply(loss if measured.loss is None else measured.loss, measured)
         finally:
             self.release_gradients()
 
@@ -283,7 +299,11 @@ class StepUpdate:
             self.local_squares.reset()
 
     def measure(
-        self, normalizer: Normalizer | None = None, *, may_be_absent: bool = False
+        self,
+        normalizer: Normalizer | None = None,
+        *,
+        loss: Tensor | None = None,
+        may_be_absent: bool = False,
     ) -> Measurement:
         """Compute norms and the overflow flag in one read of the present gradients.
 
@@ -291,6 +311,7 @@ class StepUpdate:
 
         Args:
             normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
+            loss: Loss to report, shape ``()``, float32; needed in a pipeline.
             may_be_absent: Whether to treat all gradients as zeros if no parameter has one, instead
                 of raising.
 
@@ -313,6 +334,8 @@ class StepUpdate:
                 local_squares=self.local_squares,
                 agreement=self.agreement,
                 reduction=self.parameters.reduction,
+                loss=loss,
+                stages=self.stages,
             )
         if normalizer is None and self._loss_scale.is_one:
             return measured._replace(divisor=None)

@@ -1,7 +1,7 @@
 """Find networks, optimizers and distributed modules inside the wrappers around them."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, final
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,9 +42,24 @@ def reshard(network: nn.Module) -> None:
         part.reshard()
 
 
+@final
+class PipelineStages(nn.ModuleDict):
+    """The stages of a pipeline that this rank runs, by name: ``stage_0``, ``stage_1``, ...
+
+    The numbers count the stages of the whole pipeline, so names of parameters differ between ranks
+    that run different stages.
+    """
+
+    def unwrapped(self) -> Self:
+        """Return the same stages without DistributedDataParallel and ``torch.compile``."""
+        return type(self)({name: unwrapped_network(stage) for name, stage in self.items()})
+
+
 def unwrapped_network(network: nn.Module) -> nn.Module:
     """Return the network inside DistributedDataParallel and ``torch.compile``."""
     while True:
+        if isinstance(network, PipelineStages):
+            return network.unwrapped()
         if isinstance(network, DistributedDataParallel):
             network = network.module
         elif any(name == "_orig_mod" for name, _ in network.named_children()):

@@ -1,0 +1,394 @@
+"""The first half of a training step in a pipeline: a schedule runs all micro-batches.
+
+In a pipeline each rank holds some of the network's layers, its *stages*. A schedule of
+``torch.distributed.pipelining`` splits the batch into micro-batches, sends activations and their
+gradients between the ranks, and leaves the gradients of each rank's own stages in
+``parameter.grad``. The step needs three more things:
+
+- **The loss must be scaled.** The schedule calls the loss function itself, on the rank of the last
+  stage. During a step, `PipelineAccumulation` replaces it by a function that scales the loss.
+- **The gradients must be divided by the number of micro-batches**, if the schedule has
+  ``scale_grads``. torch divides each gradient in a pass of its own. The step divides the loss
+  instead, and turns ``scale_grads`` off for the duration of the step.
+- **All ranks must reach the same decision.** No rank holds all gradients, and only one has the
+  loss. `StageTotals` adds up the squared norms, and passes the loss along in the same message.
+
+Only this file uses private names of torch's schedules: ``_stage``, ``_stages``, ``_loss_fn``,
+``_n_microbatches``, ``_args_chunk_spec``, ``_kwargs_chunk_spec`` and ``_internal_losses``.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from mfwrap.collectives import num_ranks
+from mfwrap.config import StepConfig
+from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
+from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
+from mfwrap.step.forward import LossParts, NetworkCall, Normalizer, loss_of, pair_of, tensors_in
+from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.parameters import checked_network, network_parameters
+from mfwrap.step.rank_guard import RankGuard
+from mfwrap.step.ranks import StageTotals, reduced_by
+from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
+from mfwrap.tensors.wrappers import PipelineStages, distributed_parts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    PipelineSchedule = PipelineScheduleMulti | PipelineScheduleSingle
+
+
+def pipeline_stages(schedule: "PipelineSchedule") -> PipelineStages:
+    """Return the stages that a pipeline schedule runs on this rank, as one module.
+
+    Build the optimizer and the average of the weights from this module: the names of its parameters
+    are the same on every rank that runs the stage, and differ between stages. Calling the module is
+    not possible; the schedule calls the stages.
+
+    Args:
+        schedule: Schedule of ``torch.distributed.pipelining``.
+
+    Returns:
+        The stages by name, ``stage_0``, ``stage_1``, ...; the number is the ``stage_index``.
+
+    Raises:
+        TypeError: If `schedule` is not such a schedule.
+    """
+    if not _is_schedule(schedule):
+        msg = (
+            "`schedule` must be a schedule of torch.distributed.pipelining, got "
+            f"{type(schedule).__name__}"
+        )
+        raise TypeError(msg)
+    return PipelineStages(
+        {f"stage_{stage.stage_index}": stage.submod for stage in _stages_of(schedule)}
+    )
+
+
+def _is_schedule(value: object) -> bool:
+    # Do not import the module here, because that is slow. If no other code has imported it, there
+    # is no schedule.
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    return module is not None and isinstance(
+        value, (module.PipelineScheduleSingle, module.PipelineScheduleMulti)
+    )
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    return list(getattr(schedule, "_stages", None) or [schedule._stage])
+
+
+def accumulation_of(
+    network: "nn.Module | PipelineSchedule",
+    config: StepConfig,
+    accelerator: "Accelerator | None" = None,
+) -> "GradientAccumulation | PipelineAccumulation":
+    """Return the first half of the step that trains a network or a pipeline.
+
+    Args:
+        network: Network, or schedule of a pipeline.
+        config: Settings of the step.
+        accelerator: As in `GradientAccumulation`.
+
+    Raises:
+        TypeError: If `network` is neither a module nor a schedule, or cannot be trained.
+        ValueError: If a schedule cannot be trained with these settings.
+    """
+    if _is_schedule(network):
+        if accelerator is not None:
+            msg = (
+                "`accelerator` must be None with a pipeline schedule, which accelerate does not "
+                "know; use autocast inside the stages"
+            )
+            raise ValueError(msg)
+        return PipelineAccumulation(network, config)
+    return GradientAccumulation(
+        checked_network(network),
+        per_token=config.calculate_per_token_loss,
+        reduces_each=config.sync_each_batch,
+        accelerator=accelerator,
+    )
+
+
+@final
+class PipelineAccumulation:
+    """Run forward and backward of every micro-batch through a schedule of a pipeline.
+
+    Args:
+        schedule: Schedule of ``torch.distributed.pipelining`` with a loss function, one on each
+            rank of the pipeline.
+        config: Settings of the step.
+
+    Raises:
+        ValueError: If the schedule has no loss function or mixes process groups, or the step should
+            accumulate gradients itself, or DistributedDataParallel would not reduce all gradients.
+    """
+
+    def __init__(self, schedule: Any, config: StepConfig) -> None:
+        self._schedule = schedule
+        self._stages = _stages_of(schedule)
+        _check_schedule(schedule, self._stages, config)
+        self._per_token = config.calculate_per_token_loss
+        self.network = pipeline_stages(schedule)
+        """Stages of this rank."""
+        self.distributed_parts = distributed_parts(self.network)
+        """DistributedDataParallel modules of the stages."""
+        self.sharded_parts = ShardedParts(self.network)
+        """Modules of the stages that ``fully_shard`` has sharded."""
+        self._group: distributed.ProcessGroup | None = self._stages[0].group
+        self.stages = StageTotals(self._group) if self._stages[0].group_size > 1 else None
+        """Sum over the ranks of the pipeline; ``None`` if it has only one rank."""
+        self._has_first = any(stage.is_first for stage in self._stages)
+        self._has_last = any(stage.is_last for stage in self._stages)
+
+    def __call__(self, calls: Sequence[NetworkCall], loss_scale: Tensor) -> Accumulated:
+        """Run the schedule once; it adds scaled gradients to the ``grad`` of this rank's stages.
+
+        Args:
+            calls: One call with the arguments of the schedule's ``step``. Positional arguments are
+                used on the rank of the first stage, ``target`` on the rank of the last stage, and
+                all other keywords on every rank.
+            loss_scale: Loss scale, shape ``()``, float32.
+
+        Returns:
+            Loss and divisors of the whole batch on the rank of the last stage, zeros on all other
+            ranks.
+
+        Raises:
+            TypeError: If the loss function returns no loss, or `calls` has a keyword that the step
+                sets itself.
+            ValueError: If there is not exactly one call, ``target`` is missing, or the batch cannot
+                be split evenly into micro-batches.
+        """
+        arguments, keywords = self._arguments(calls)
+        divides = self._schedule.scale_grads and not self._per_token
+        share = self._schedule._n_microbatches if divides else 1
+        parts: list[LossParts] = []
+        try:
+            with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
+                self._schedule.step(*arguments, **keywords, return_outputs=False)
+        except BaseException:
+            self.sharded_parts.discard_half_a_step()
+            # torch finds the losses by their position, so the next step would use these.
+            self._schedule._internal_losses.clear()
+            raise
+        if not self._has_last:
+            return self._of_other_ranks(loss_scale)
+        # torch calls the loss function once more in the first step, to find out about shapes.
+        return self._accumulated(parts[-self._schedule._n_microbatches :], share)
+
+    def _arguments(self, calls: Sequence[NetworkCall]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(calls) != 1:
+            msg = (
+                "one update of a pipeline takes one whole batch, which its schedule splits into "
+                f"micro-batches, got {len(calls)} micro-batches; call the cell with the batch"
+            )
+            raise ValueError(msg)
+        arguments, keywords = calls[0]
+        own = sorted({"losses", "return_outputs"} & keywords.keys())
+        if own:
+            msg = (
+                f"the cell of a pipeline takes no {' and no '.join(map(repr, own))}: it runs the "
+                "schedule only to train, and returns the loss in its output"
+            )
+            raise TypeError(msg)
+        others = {name: value for name, value in keywords.items() if name != "target"}
+        if self._has_first and self._schedule._args_chunk_spec is None:
+            self._check_rows("inputs", arguments)
+        if self._schedule._kwargs_chunk_spec is None:
+            self._check_rows("keywords", {k: v for k, v in others.items() if k != "loss_kwargs"})
+        if self._has_last:
+            if keywords.get("target") is None:
+                msg = (
+                    "the cell of a pipeline needs `target` on the rank of the last stage, for the "
+                    "schedule's loss function; got none"
+                )
+                raise ValueError(msg)
+            others["target"] = keywords["target"]
+            self._check_rows("target", others["target"])
+        return (arguments if self._has_first else ()), others
+
+    def _check_rows(self, name: str, value: Any) -> None:
+        # torch would split such a batch unevenly. The ranks that receive a smaller micro-batch into
+        # a buffer for the largest one would compute with old rows.
+        number = self._schedule._n_microbatches
+        for tensor in tensors_in(value):
+            if tensor.dim() > 0 and (tensor.shape[0] == 0 or tensor.shape[0] % number):
+                msg = (
+                    f"the first dimension of `{name}` must be a multiple of the schedule's "
+                    f"{number} micro-batches, got shape {tuple(tensor.shape)}"
+                )
+                raise ValueError(msg)
+
+    @contextlib.contextmanager
+    def _scaled_loss(self, scale: Tensor, parts: list[LossParts]) -> Iterator[None]:
+        """Make the schedule multiply its losses by `scale`, and append each loss to `parts`."""
+        schedule = self._schedule
+        loss_fn, scale_grads = schedule._loss_fn, schedule.scale_grads
+        read = pair_of if self._per_token else _mean_of
+
+        def scaled(*arguments: Any, **keywords: Any) -> Tensor:
+            part = read(loss_fn(*arguments, **keywords), "loss_fn")
+            parts.append(detached(part, scale.device))
+            # Multiply in float32: a float16 loss times the scale would overflow.
+            with torch.autocast(part.numerator.device.type, enabled=False):
+                return part.numerator.float() * on_device(scale, part.numerator.device)
+
+        schedule._loss_fn, schedule.scale_grads = scaled, False
+        try:
+            yield
+        finally:
+            schedule._loss_fn, schedule.scale_grads = loss_fn, scale_grads
+
+    @contextlib.contextmanager
+    def _held_reductions(self) -> Iterator[None]:
+        """Keep DistributedDataParallel from reducing in a backward other than the last.
+
+        torch turns the reduction on for the last backward itself. But it runs one forward more in
+        the first step, to find out about shapes. That forward would prepare a reduction in the
+        first backward, and torch would raise an error in the second step.
+        """
+        with contextlib.ExitStack() as stack:
+            for part in self.distributed_parts:
+                stack.enter_context(part.no_sync())
+            yield
+
+    def _of_other_ranks(self, loss_scale: Tensor) -> Accumulated:
+        zero = torch.zeros((), dtype=torch.float32, device=loss_scale.device)
+        if not self._per_token:
+            return Accumulated(zero, None)
+        return Accumulated(zero, Normalizer(zero, zero, bool(self.sharded_parts.units)))
+
+    def _accumulated(self, parts: Sequence[LossParts], share: int) -> Accumulated:
+        total = torch.stack([part.numerator for part in parts]).sum()
+        denominators = [part.denominator for part in parts if part.denominator is not None]
+        if not denominators:
+            return Accumulated(total / share, None)
+        local = torch.stack(denominators).sum()
+        normalizer = normalizer_of(local, self.distributed_parts, self.sharded_parts)
+        return Accumulated(total / local, normalizer)
+
+    def guard(self, optimizer: Optimizer, config: StepConfig) -> RankGuard | None:
+        """Return the guard of the ranks of this pipeline; ``None`` if there is only one rank.
+
+        Args:
+            optimizer: Optimizer of this rank's stages.
+            config: Settings of the step.
+        """
+        if num_ranks() == 1:
+            return None
+        schedule = self._schedule
+
+        def facts() -> dict[str, dict[str, str]]:
+            return {
+                "settings of the step": setting_facts(config),
+                "versions": version_facts(),
+                "optimizer": {"class": type(optimizer).__name__},
+                "pipeline": {
+                    "schedule": type(schedule).__name__,
+                    "number of micro-batches": str(schedule._n_microbatches),
+                    "scale_grads": str(schedule.scale_grads),
+                    "number of stages": str(self._stages[0].num_stages),
+                    "number of ranks that average a stage's gradients": self._replicas(),
+                },
+            }
+
+        def problems() -> list[str]:
+            # The ranks that hold the same stage are compared by name and shape. Their problems are
+            # sent to the ranks of the other stages, which would otherwise wait for them forever.
+            own = step_facts([self.network], [optimizer], config)
+            found = [_disagreement(own, group) for group in self._data_groups()]
+            return [problem for problem in found if problem is not None]
+
+        return RankGuard(self._group, facts, problems=problems)
+
+    def _data_groups(self) -> "list[distributed.ProcessGroup]":
+        """Return the groups of ranks that hold the same stages as this rank."""
+        if self.distributed_parts:
+            return [self.distributed_parts[0].process_group]
+        meshes = (p.device_mesh for p in self.network.parameters() if is_distributed(p))
+        mesh = next(meshes, None)
+        return [] if mesh is None else list(mesh_groups(mesh))
+
+    def _replicas(self) -> str:
+        """Return over how many ranks the gradients of this rank's stages are averaged."""
+        numbers: dict[int, float] = {}
+        for part in self.distributed_parts:
+            numbers |= {id(p): part.process_group.size() for p in reduced_by(part)}
+        for unit in self.sharded_parts.units:
+            numbers |= {id(p): unit.divisor for p in unit.parameters}
+        trained = [p for p in network_parameters(self.network).values() if p.requires_grad]
+        return " and ".join(f"{n:g}" for n in sorted({numbers.get(id(p), 1) for p in trained}))
+
+
+def _mean_of(output: Any, source: str) -> LossParts:
+    return LossParts(loss_of(output, source), None)
+
+
+def _disagreement(facts: Any, group: Any) -> str | None:
+    try:
+        check_ranks_agree(facts, group=group)
+    except RuntimeError as error:
+        return str(error).removeprefix("cannot start training: ")
+    return None
+
+
+def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) -> None:
+    if schedule._loss_fn is None:
+        msg = (
+            f"`network` must be a schedule that trains, got {type(schedule).__name__} without "
+            "`loss_fn`; pass `loss_fn` to the schedule on every rank"
+        )
+        raise ValueError(msg)
+    if config.gradient_accumulation_steps != 1:
+        msg = (
+            "`gradient_accumulation_steps` must be 1 with a pipeline schedule, which accumulates "
+            f"its {schedule._n_microbatches} micro-batches, got "
+            f"{config.gradient_accumulation_steps}; pass `n_microbatches` to the schedule"
+        )
+        raise ValueError(msg)
+    if config.sync_each_batch:
+        msg = (
+            "`sync_each_batch` must be False with a pipeline schedule, which reduces gradients "
+            "after its last micro-batch, got True"
+        )
+        raise ValueError(msg)
+    if any(stage.group is not stages[0].group for stage in stages):
+        msg = "`network` must be a schedule whose stages have the same process group, got several"
+        raise ValueError(msg)
+    for stage in stages:
+        _check_replicas(schedule, stage)
+
+
+def _check_replicas(schedule: Any, stage: Any) -> None:
+    """Refuse DistributedDataParallel where a schedule does not make it reduce."""
+    parts = distributed_parts(stage.submod)
+    if any(part is not stage.submod for part in parts):
+        msg = (
+            "DistributedDataParallel must wrap whole stages of a pipeline, because a schedule "
+            f"reduces only these, got modules inside stage {stage.stage_index}; wrap the stage"
+        )
+        raise ValueError(msg)
+    if parts and _splits_backward(schedule):
+        msg = (
+            f"the stages of {type(schedule).__name__} must not be wrapped in "
+            "DistributedDataParallel, which does not reduce the gradients of weights that a "
+            "schedule computes after those of activations; use `fully_shard` on the stages, or a "
+            "schedule such as ScheduleInterleaved1F1B"
+        )
+        raise ValueError(msg)
+
+
+def _splits_backward(schedule: Any) -> bool:
+    """Return whether a schedule computes gradients of activations and weights separately."""
+    order = schedule.pipeline_order or {}
+    actions = [each for actions in order.values() for each in actions if each is not None]
+    actions += [sub for each in actions for sub in each.sub_actions or ()]
+    return any(each.computation_type.name == "BACKWARD_WEIGHT" for each in actions)

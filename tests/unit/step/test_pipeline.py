@@ -1,0 +1,306 @@
+"""The cell trains pipelines of torch.distributed.pipelining as one process trains the network."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap.step.pipeline import PipelineAccumulation, pipeline_stages
+from support.attached_runs import new_accelerator
+from support.ranks.pipelines import (
+    BAD_STEP,
+    Case,
+    disagree,
+    disagree_about_replicas,
+    messages_of,
+    train_pipeline,
+    train_whole,
+)
+from support.ranks.pool import RankPool
+
+CASES = {
+    "1F1B": Case(),
+    "1F1B, sums": Case(scale_grads=False),
+    "GPipe, per token": Case(schedule="GPipe", num_micro_batches=4, per_token=True),
+    "interleaved": Case(schedule="Interleaved1F1B", stages_per_rank=2),
+    "breadth first": Case(schedule="LoopedBFS", stages_per_rank=2, per_token=True),
+    "zero bubble": Case(schedule="InterleavedZeroBubble", stages_per_rank=2, num_micro_batches=4),
+    "zero bubble V": Case(
+        schedule="ZBVZeroBubble", stages_per_rank=2, is_v_shaped=True, num_micro_batches=4
+    ),
+    "dual pipe V": Case(
+        schedule="DualPipeV", stages_per_rank=2, is_v_shaped=True, num_micro_batches=4
+    ),
+}
+FAST = {"1F1B", "interleaved"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES],
+)
+def test_equal_to_one_process(two_ranks, name):
+    """Two ranks make the updates that one process makes with the whole network."""
+    case = CASES[name]
+    expected = train_whole(case)
+    for rank in two_ranks.run(train_pipeline, asdict(case)):
+        assert_equal(rank, expected)
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6, nan_ok=True)
+        for own, whole in zip(rank["local_norms"], expected["local_norms"], strict=True):
+            assert own == pytest.approx({name: whole[name] for name in own}, rel=1e-5, nan_ok=True)
+
+
+def assert_equal(rank, expected):
+    """Assert that a rank of a pipeline has made the updates of the whole network."""
+    for exact in ("overflows", "scales", "counts"):
+        assert rank[exact] == expected[exact]
+    assert rank["overflows"][BAD_STEP]
+    assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-6, nan_ok=True)
+    for own, whole in zip(rank["states"], expected["states"], strict=True):
+        floating = [name for name, value in own.items() if value.is_floating_point()]
+        weights = [name for name in floating if name.startswith(("/network", "/Exponential"))]
+        assert weights
+        for name in weights:
+            torch.testing.assert_close(own[name], whole[name], rtol=1e-6, atol=1e-6, msg=name)
+    before, after = rank["states"][BAD_STEP - 1 : BAD_STEP + 1]
+    for name, value in before.items():
+        # The number of calls counts skipped updates, too.
+        assert torch.equal(value, after[name]) or name.endswith("num_calls"), name
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """Start four processes that are the ranks of two pipelines."""
+    with RankPool(4, tmp_path_factory.mktemp("four_ranks")) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_process_with_replicas(four_ranks, name, data):
+    """Two pipelines with averaged gradients make the updates of one process with all data."""
+    case = CASES[name].with_data(data)
+    if data == "ddp" and ("zero" in name or "dual" in name):
+        with pytest.raises(RuntimeError, match="must not be wrapped in DistributedDataParallel"):
+            four_ranks.run(train_pipeline, asdict(case))
+        return
+    expected = train_whole(case, (0, 1))
+    for number, rank in enumerate(four_ranks.run(train_pipeline, asdict(case))):
+        assert_equal(rank, expected)
+        # Losses and local norms are those of this rank's own pipeline.
+        own = train_whole(replace(case, data=""), (number % 2,))
+        assert rank["losses"][0] == pytest.approx(own["losses"][0], rel=1e-6)
+        norms = own["local_norms"][0]
+        assert rank["local_norms"][0] == pytest.approx(
+            {name: norms[name] for name in rank["local_norms"][0]}, rel=1e-5
+        )
+
+
+def test_a_step_adds_one_message(two_ranks):
+    """Norms, loss and targets travel in one all-reduce of four numbers."""
+    assert two_ranks.run(messages_of) == [[4], [4]]
+
+
+def test_ranks_that_disagree(two_ranks):
+    """Before the first update, both ranks raise the same error."""
+    first, second = two_ranks.run(disagree)
+
+    assert first == second
+    assert "max_consecutive_skips is 10 on rank 0 but 11 on rank 1" in first[0]
+    assert "pipeline: scale_grads is True on rank 0 but False on rank 1" in first[1]
+
+
+@pytest.mark.slow
+def test_a_stage_without_replicas_is_refused(four_ranks):
+    """If only some stages average their gradients, all ranks raise the same error."""
+    errors = four_ranks.run(disagree_about_replicas)
+
+    assert "average a stage's gradients is 2 on rank 0 but 1 on rank 2" in errors[0]
+    assert "average a stage's gradients is 2 on rank 1 but 1 on rank 3" in errors[1]
+
+
+@pytest.fixture(scope="module")
+def _one_rank(tmp_path_factory):
+    """Make this process the only rank of a process group."""
+    store = distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    distributed.destroy_process_group()
+
+
+def mean_square(output, target):
+    """Return the mean of the squared differences."""
+    return (output - target).square().mean()
+
+
+def one_stage(module=None, kind=ScheduleGPipe, loss_fn=mean_square):
+    """Return a schedule of two micro-batches, with one stage that is the whole network."""
+    module = nn.Linear(2, 1) if module is None else module
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+    return kind(stage, n_microbatches=2, loss_fn=loss_fn)
+
+
+def two_stages(module, kind):
+    """Return a schedule of two micro-batches, whose two stages are both on this rank."""
+    modules = [nn.Linear(2, 2), module]
+    stages = [PipelineStage(each, i, 2, torch.device("cpu")) for i, each in enumerate(modules)]
+    return kind(stages, n_microbatches=2, loss_fn=mean_square)
+
+
+def sgd(schedule):
+    """Return an optimizer of a schedule's stages."""
+    return SGD(pipeline_stages(schedule).parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("_one_rank")
+class TestOneRank:
+    """A schedule needs no second rank."""
+
+    def test_the_stages_have_names(self):
+        """The names of parameters begin with the number of the stage."""
+        names = dict(pipeline_stages(one_stage()).named_parameters())
+
+        assert list(names) == ["stage_0.weight", "stage_0.bias"]
+        with pytest.raises(TypeError, match="must be a schedule of torch"):
+            pipeline_stages(nn.Linear(2, 1))
+
+    @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+    def test_an_error_of_the_loss_does_not_reach_the_next_step(self, kind):
+        """After an error in the second micro-batch, a step is that of a schedule without it."""
+        fails = [False]
+
+        def loss_fn(output, target):
+            if fails[0] and target[0] > 0:
+                msg = "the batch is damaged"
+                raise ValueError(msg)
+            return mean_square(output, target)
+
+        torch.manual_seed(0)
+        network = nn.Linear(2, 1)
+        schedule = one_stage(network, kind, loss_fn)
+        reference = nn.Linear(2, 1)
+        reference.load_state_dict(network.state_dict())
+        whole = WithLossCell(reference, nn.MSELoss())
+        expected = MFTrainOneStepCell(
+            whole, SGD(reference.parameters(), lr=0.1), gradient_accumulation_steps=2
+        )
+        cell = MFTrainOneStepCell(schedule, sgd(schedule))
+        inputs, target = torch.randn(4, 2), torch.tensor([[-1.0], [-2.0], [3.0], [4.0]])
+
+        for fails[0] in (False, True, False):
+            if fails[0]:
+                with pytest.raises(ValueError, match="damaged"):
+                    cell(inputs, target=target)
+                continue
+            assert cell(inputs, target=target).loss == expected(inputs, target).loss
+
+        torch.testing.assert_close(network.weight, reference.weight, rtol=1e-6, atol=1e-6)
+
+    def test_evaluation_between_steps_is_not_scaled(self):
+        """Outside of a step, the schedule's losses and gradients are its own."""
+        schedule = one_stage()
+        cell = MFTrainOneStepCell(schedule, sgd(schedule), scale_sense=1024.0)
+        inputs, target = torch.randn(4, 2), torch.zeros(4, 1)
+        cell(inputs, target=target)
+        losses: list[torch.Tensor] = []
+        output = schedule.eval(inputs, target=target, losses=losses)
+
+        assert schedule.scale_grads
+        torch.testing.assert_close(torch.stack(losses).mean(), output.square().mean())
+
+    @pytest.mark.parametrize(
+        ("arguments", "keywords", "error", "message"),
+        [
+            ((3,), {"target": 4}, ValueError, "`inputs` must be a multiple .* 2 micro-batches"),
+            ((0,), {"target": 0}, ValueError, r"`inputs` must be .* got shape \(0, 2\)"),
+            ((4,), {"target": 3}, ValueError, "`target` must be a multiple"),
+            ((4,), {"target": 4, "x": 3}, ValueError, "`keywords` must be a multiple"),
+            ((4,), {}, ValueError, "needs `target` on the rank of the last stage"),
+            ((4,), {"target": 4, "losses": 4}, TypeError, "takes no 'losses'"),
+        ],
+    )
+    def test_bad_batches(self, arguments, keywords, error, message):
+        """A batch that the schedule cannot split, or an argument it does not take, is refused."""
+        schedule = one_stage()
+        cell = MFTrainOneStepCell(schedule, sgd(schedule))
+
+        with pytest.raises(error, match=message):
+            cell(*[torch.ones(n, 2) for n in arguments], **rows(keywords))
+
+    def test_several_micro_batches_are_refused(self):
+        """`step` takes the whole batch, which the schedule splits itself."""
+        schedule = one_stage()
+        cell = MFTrainOneStepCell(schedule, sgd(schedule))
+        batch = {"target": torch.ones(4, 1)}
+
+        with pytest.raises(ValueError, match="takes one whole batch"):
+            cell.step([batch, batch])
+
+    @pytest.mark.parametrize(
+        ("make", "settings", "error", "message"),
+        [
+            (lambda: one_stage(loss_fn=None), {}, ValueError, "GPipe without `loss_fn`"),
+            (
+                one_stage,
+                {"gradient_accumulation_steps": 2},
+                ValueError,
+                "must be 1 with a pipeline schedule, which accumulates its 2 micro-batches, got 2",
+            ),
+            (one_stage, {"sync_each_batch": True}, ValueError, "`sync_each_batch` must be False"),
+            (one_stage, {"calculate_per_token_loss": True}, TypeError, "`loss_fn` must return"),
+            (
+                lambda: one_stage(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)))),
+                {},
+                ValueError,
+                "must wrap whole stages of a pipeline.* inside stage 0",
+            ),
+            (
+                lambda: two_stages(
+                    DistributedDataParallel(nn.Linear(2, 1)), ScheduleInterleavedZeroBubble
+                ),
+                {},
+                ValueError,
+                "stages of ScheduleInterleavedZeroBubble must not be wrapped",
+            ),
+        ],
+    )
+    def test_refused_by_name(self, make, settings, error, message):
+        """What would train wrong numbers is refused, at construction where that is possible."""
+        schedule = make()
+
+        with pytest.raises(error, match=message):
+            MFTrainOneStepCell(schedule, sgd(schedule), **settings)(
+                torch.ones(4, 2), target=torch.ones(4, 1)
+            )
+
+    def test_an_accelerator_is_refused(self):
+        """The library accelerate does not know pipelines."""
+        schedule = one_stage()
+
+        with pytest.raises(ValueError, match="`accelerator` must be None with a pipeline"):
+            MFTrainOneStepCell(schedule, sgd(schedule), accelerator=new_accelerator())
+
+    def test_two_stages_on_one_rank(self):
+        """Without other ranks, nothing is sent."""
+        schedule = two_stages(nn.Linear(2, 1), ScheduleInterleaved1F1B)
+        cell = MFTrainOneStepCell(schedule, sgd(schedule), use_clip_grad=True)
+        output = cell(torch.ones(4, 2), target=torch.ones(4, 1))
+
+        assert isinstance(cell._accumulate, PipelineAccumulation)
+        assert cell._accumulate.stages is None
+        assert output.global_norm > 0
+
+
+def rows(sizes):
+    """Return tensors with these numbers of rows."""
+    return {name: torch.ones(size, 1) for name, size in sizes.items()}
