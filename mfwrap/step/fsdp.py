@@ -76,7 +76,12 @@ class ShardedUnit:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Sharded parameters: the ones that an optimizer holds."""
-        return [each.sharded_param for each in self._group.fsdp_params]
+        # The modules know them. torch's own references may be out of date until the first forward:
+        # transformers puts new parameters into the modules when it loads a sharded model.
+        if not self._group.is_sharded:
+            return [each.sharded_param for each in self._group.fsdp_params]
+        places = [each._module_info for each in self._group.fsdp_params]
+        return [place.module.get_parameter(place.param_name) for place in places]
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -343,8 +348,8 @@ def sharded_local_squares_of(
     split = {id(p) for unit in parts.units if unit.is_split_further for p in unit.parameters}
     if distributed & split:
         msg = (
-            "`local_norm` must be False with tensor parallelism, in which no rank has a whole "
-            "gradient"
+            "`local_norm` must be False with tensor or expert parallelism, in which no rank has a "
+            "whole gradient"
         )
         raise ValueError(msg)
     if distributed - {id(p) for unit in parts.units for p in unit.parameters}:

@@ -46,6 +46,7 @@ __all__ = [
     "meet_a_bad_loss_everywhere",
     "new_cell",
     "norms_of_placed_tensors",
+    "replace_parameters",
     "train_with_a_divisor",
 ]
 
@@ -376,3 +377,18 @@ class _Twice(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layer(self.layer(inputs)).square().mean()
+
+
+def replace_parameters(rank: int) -> dict[str, Any]:
+    """Return local norms with and without new parameters put into the sharded network."""
+    [batch] = micro_batches_of(Case(), 0, rank)
+    norms = {}
+    for key in ("expected", "replaced"):
+        network = sharded(new_model(per_token=False), Case())
+        if key == "replaced":
+            for module in network.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    setattr(module, name, new)
+        norms[key] = new_cell(network, "fused AdamW", local_norm=True)(*batch).local_norm
+    return norms

@@ -16,6 +16,7 @@ from support.fsdp.incidents import (
     meet_a_bad_loss,
     meet_a_bad_loss_everywhere,
     norms_of_placed_tensors,
+    replace_parameters,
     train_with_a_divisor,
 )
 from support.fsdp.networks import Case, new_model
@@ -113,6 +114,12 @@ def test_local_norms_of_a_module_that_is_called_twice_are_exact(ranks):
         torch.testing.assert_close(norms["ours"], norms["expected"], rtol=1e-5, atol=0)
 
 
+def test_parameters_may_be_replaced_after_sharding(ranks):
+    """Local norms are found for parameters that a loader has put into a sharded network."""
+    for norms in ranks.run(replace_parameters):
+        assert torch.equal(norms["replaced"], norms["expected"])
+
+
 def test_a_step_forgets_the_norms_that_it_has_used(ranks):
     """A step of a network that is partly sharded keeps no norm of the part that is replicated.
 
@@ -161,6 +168,7 @@ def test_what_cannot_be_exact_is_refused(ranks):
     ("kind", "name"),
     [
         (FSDPParamGroup, "post_backward"),
+        (FSDPParamGroup, "is_sharded"),
         (FSDPParam, "accumulate_unsharded_grad_if_needed"),
         (FSDPParam, "unsharded_accumulated_grad_data"),
         (FSDPParam, "unsharded_grad_data"),
