@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -39,6 +39,7 @@ from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.parameters import refuse_generation_pipeline
 from mfwrap.step.rank_guard import RankGuard, rank_guard
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
@@ -64,13 +65,14 @@ class AttachedAccelerator:
         self.attachment.build()
         return prepared
 
-    def prepare_model(self, *args: Any, **keywords: Any) -> Any:
+    def prepare_model(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
         """Prepare a model as accelerate does, and record its DistributedDataParallel modules.
 
         They must be recorded here: accelerate's own list has each model as it was before
         DistributedDataParallel wrapped it.
         """
-        prepared = super().prepare_model(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
+        refuse_generation_pipeline(model)
+        prepared = super().prepare_model(model, *args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         self.attachment.see_model(prepared)
         return prepared
 

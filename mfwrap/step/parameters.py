@@ -29,7 +29,8 @@ def checked_network(network: object) -> nn.Module:
 
     Raises:
         TypeError: If `network` is not a module, or is an engine of DeepSpeed.
-        ValueError: If a launcher started several processes, but this one has no process group.
+        ValueError: If a launcher started several processes, but this one has no process group, or
+            if transformers has split the network into pipeline stages.
     """
     refuse_lone_process(
         num_ranks(),
@@ -46,7 +47,27 @@ def checked_network(network: object) -> nn.Module:
             "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports the results"
         )
         raise TypeError(msg)
+    refuse_generation_pipeline(network)
     return network
+
+
+def refuse_generation_pipeline(network: nn.Module) -> None:
+    """Raise an error if transformers has split a network into pipeline stages.
+
+    transformers makes such stages for generation. They send activations, but no gradients.
+
+    Raises:
+        ValueError: If a module of the network is such a stage.
+    """
+    for module in network.modules():
+        stage: Any = vars(module).get("_pp_stage")
+        if stage is not None and stage.pp_size > 1:
+            msg = (
+                f"`network` must not be split by transformers, got pp_size={stage.pp_size}: its "
+                "stages send no gradients to each other; use torch.distributed.pipelining, and "
+                "pass the schedule to MFTrainOneStepCell"
+            )
+            raise ValueError(msg)
 
 
 def checked_optimizer(optimizer: Any) -> Optimizer:

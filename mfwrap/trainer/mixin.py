@@ -34,7 +34,7 @@ from mfwrap.trainer.events import (
     monitors,
 )
 from mfwrap.trainer.log import Losses
-from mfwrap.trainer.preflight import check_optimizer, check_trainer_ranks
+from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 
 if TYPE_CHECKING:
     # The mixin is combined with a Trainer, so it has the Trainer's methods.
@@ -116,7 +116,7 @@ class MFTrainerMixin(_Base):
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
-        check_optimizer(self)
+        check_construction(self)
         add_step_to_events(self, self._before_event, self._termination)
 
     @property

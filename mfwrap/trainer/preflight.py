@@ -14,6 +14,7 @@ from mfwrap.preflight import (
     step_facts,
 )
 from mfwrap.step.backward_updates import refuse_update_in_backward
+from mfwrap.step.parameters import refuse_generation_pipeline
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
 
@@ -65,15 +66,18 @@ def check_optim(args: TrainingArguments) -> None:
         raise ValueError(msg)
 
 
-def check_optimizer(trainer: "MFTrainerMixin") -> None:
-    """Raise an error if the weights of a trainer's optimizer would change during backward.
+def check_construction(trainer: "MFTrainerMixin") -> None:
+    """Raise an error if the step cannot train a trainer's model or run its optimizer.
 
     Call it at the end of the trainer's construction.
 
     Raises:
-        TypeError: If the trainer was given such an optimizer.
-        ValueError: If ``args.optim`` names such an optimizer.
+        TypeError: If the trainer was given an optimizer that changes weights during backward.
+        ValueError: If ``args.optim`` names such an optimizer, or transformers has split the model
+            into pipeline stages.
     """
+    model: Any = trainer.model
+    refuse_generation_pipeline(model)
     check_optim(trainer.args)
     if trainer.optimizer is not None:
         refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))

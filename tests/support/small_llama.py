@@ -1,13 +1,15 @@
 """A tiny Llama with bytes as its vocabulary, and batches of text for it."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
 
 from support.small_networks import IGNORED
 
-__all__ = ["byte_batch", "small_llama"]
+__all__ = ["byte_batch", "small_llama", "split_for_generation"]
 
 _TEXT = (
     "What drove the gradients mad? A scale too large by half, a norm that was not taken, a step "
@@ -27,6 +29,16 @@ def small_llama() -> LlamaForCausalLM:
         attn_implementation="eager",
     )
     return LlamaForCausalLM(config)
+
+
+def split_for_generation(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return a model with the layers of the first of two of transformers' pipeline stages."""
+    # torch's fake process group has two ranks but needs one process.
+    distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
+    try:
+        return apply_pipeline_parallelism(model, init_device_mesh("cpu", (2,)))
+    finally:
+        distributed.destroy_process_group()
 
 
 def byte_batch(lengths: list[int], *, start: int = 0) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from mfwrap.accelerate import attach
 from mfwrap.accelerate.classes import AttachedOptimizer, StepScaler
 from mfwrap.accelerate.schedules import AttachedScheduler
 from support.attached_runs import new_accelerator
+from support.small_llama import small_llama, split_for_generation
 
 SCALE = 2.0**10
 
@@ -209,3 +210,12 @@ def test_the_loss_of_micro_batches_that_the_loop_counts():
     optimizer.step()
 
     assert step.last_output.loss == sum(losses) / 2
+
+
+def test_stages_of_transformers_are_refused():
+    """`prepare` refuses a network that transformers has split for generation."""
+    accelerator = new_accelerator()
+    attach(accelerator)
+
+    with pytest.raises(ValueError, match="must not be split by transformers, got pp_size=2"):
+        accelerator.prepare(split_for_generation(small_llama()))

@@ -19,6 +19,7 @@ from mfwrap.step.parameters import (
     network_parameters,
 )
 from mfwrap.tensors.norms import sums_by_group
+from support.small_llama import small_llama, split_for_generation
 
 
 class Tied(nn.Module):
@@ -376,3 +377,11 @@ def test_a_network_may_gain_parameters():
 
     assert None not in ours.gradients()
     ours.warn_of_replaced()
+
+
+def test_stages_of_transformers_are_refused():
+    """A network that transformers has split for generation cannot be trained."""
+    network = split_for_generation(small_llama())
+
+    with pytest.raises(ValueError, match="must not be split by transformers, got pp_size=2"):
+        MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
