@@ -116,6 +116,9 @@ class MFTrainerMixin(_Base):
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
+        # Where gradients lie on several meshes, the Trainer would clip them itself, although they
+        # are still scaled. The attached accelerator clips the gradients of any meshes.
+        self._mixed_mesh_grads = False
         check_construction(self)
         add_step_to_events(self, self._before_event, self._termination)
 
