@@ -14,7 +14,7 @@ from mfwrap.collectives.calls import (
     this_rank,
 )
 from mfwrap.collectives.debug import compare_if_asked
-from mfwrap.collectives.launch import refuse_lone_process, start_failure
+from mfwrap.collectives.launch import leave_shared_store, refuse_lone_process, start_failure
 from mfwrap.collectives.watch import RankWatch, rank_watch
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "gather_on_all",
     "gather_on_main",
     "is_first_on_node",
+    "leave_shared_store",
     "num_ranks",
     "raising_together",
     "rank_watch",

@@ -1,13 +1,98 @@
-"""Check that the processes of a launcher train together, and explain why a rank could not start."""
+"""Prepare ranks to join, check that they train together, and explain why a rank could not join."""
 
 import os
+import socket
+import time
+import uuid
 from types import TracebackType
+from typing import Any
+
+from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks
 
 _NUM_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which launchers (torchrun, MPI) tell the number of processes, as accelerate reads
 them."""
+
+_AGENT_HOSTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_STORE_OF_START = "mfwrap/launch/store"
+_SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_TO_CONNECT = 5.0
+
+_own_store: Any = None
+"""Server of `leave_shared_store`, which runs as long as this object exists."""
+
+
+def leave_shared_store() -> None:
+    """Give the ranks of this start of torchrun a key-value store of their own.
+
+    The agent of torchrun hosts one store for all its starts of the workers. After a restart, a rank
+    would find the addresses of killed ranks in it, and wait for them until the timeout (see issue
+    135712 of PyTorch). So rank 0 hosts a new store, and the variables that
+    ``init_process_group`` reads are changed to it. ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the
+    environment of torchrun has the same effect.
+
+    Call it on all ranks, before the process group is set up. Does nothing without torchrun, or if
+    there is a process group already.
+
+    Raises:
+        ConnectionError: If rank 0 cannot be reached.
+    """
+    global _own_store  # noqa: PLW0603  (one process group per process)
+    if os.environ.get(_AGENT_HOSTS_STORE) != str(True) or distributed.is_initialized():
+        return
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        shared = _tcp_store(address, port, is_master=False)
+        _own_store = store_of_start(shared, address, is_host=os.environ.get("RANK") == "0")
+    except (distributed.DistError, KeyError, ValueError) as error:
+        raise _failure(error) from error
+    os.environ |= {"MASTER_PORT": str(_own_store.port), _AGENT_HOSTS_STORE: str(False)}
+
+
+def store_of_start(shared: Any, address: str, *, is_host: bool) -> Any:
+    """Host a new ``TCPStore``, or connect to the one that another rank of this start hosts.
+
+    Args:
+        shared: ``TCPStore`` that all starts share. It may name stores of earlier starts.
+        address: Address of the host.
+        is_host: Whether this rank hosts the store.
+
+    Raises:
+        DistError: If there is no new store within the timeout of `shared`.
+    """
+    if is_host:
+        # `multi_tenant` lets `init_process_group` share this server.
+        own = _tcp_store(address, 0, is_master=True, multi_tenant=True)
+        mark = uuid.uuid4().hex
+        own.set(mark, "")
+        shared.set(_STORE_OF_START, f"{own.port} {mark}")
+        return own
+    deadline = time.monotonic() + shared.timeout.total_seconds()
+    while time.monotonic() < deadline:
+        port, _, mark = shared.get(_STORE_OF_START).decode().partition(" ")
+        if _listens(address, int(port)):
+            own = _tcp_store(address, int(port), is_master=False)
+            if own.check([mark]):
+                return own
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    msg = f"rank 0 has not started within {shared.timeout}"
+    raise distributed.DistStoreError(msg)
+
+
+def _tcp_store(address: str, port: int, **settings: bool) -> Any:
+    kind: Any = distributed.TCPStore  # type: ignore[attr-defined]  # (missing in torch's stubs)
+    return kind(address, port, wait_for_workers=False, **settings)
+
+
+def _listens(address: str, port: int) -> bool:
+    """Return whether a port can be connected to; torch would log each failure."""
+    try:
+        socket.create_connection((address, port), _SECONDS_TO_CONNECT).close()
+    except OSError:
+        return False
+    return True
 
 
 def refuse_lone_process(num_processes: int, remedy: str) -> None:
@@ -45,9 +130,13 @@ def start_failure(error: BaseException) -> ConnectionError | None:
         The error to raise instead; ``None`` if `error` was not raised while
         ``torch.distributed`` set up a process group.
     """
-    text = " ".join(str(error).split()) or "no reason given"
-    if not _comes_from_joining(error.__traceback__) and "MASTER_ADDR" not in text:
+    if not _comes_from_joining(error.__traceback__) and "MASTER_ADDR" not in str(error):
         return None
+    return _failure(error)
+
+
+def _failure(error: BaseException) -> ConnectionError:
+    text = " ".join(str(error).split()) or "no reason given"
     rank, number, address, port = (
         os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )

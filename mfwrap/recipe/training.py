@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from mfwrap.collectives import refuse_lone_process
+from mfwrap.collectives import leave_shared_store, refuse_lone_process
 from mfwrap.recipe.document import Path, shown
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.sections import (
@@ -108,6 +108,7 @@ def read_training(
             _merge(objects, settings, {"learning_rate": rate}, "lr_schedule")
     if wrapper is not None:
         settings["max_grad_norm"] = _max_grad_norm(objects, training, wrapper)
+    leave_shared_store()
     arguments = objects.build(("training",), kind, settings, known=known)
     try:
         refuse_lone_process(

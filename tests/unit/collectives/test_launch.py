@@ -1,6 +1,9 @@
 """A process that a launcher started trains with the others, or says in one sentence why not."""
 
+import functools
+import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -10,7 +13,8 @@ from torch import distributed, nn
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepCell
 from mfwrap.accelerate import attach
-from mfwrap.collectives import refuse_lone_process, start_failure
+from mfwrap.collectives import leave_shared_store, refuse_lone_process, start_failure
+from mfwrap.collectives.launch import store_of_start
 
 
 @pytest.fixture
@@ -97,3 +101,47 @@ def test_an_error_of_another_kind():
         int("many")
 
     assert start_failure(caught.value) is None
+
+
+def stores_of_starts(shared, *, early):
+    """Return the stores of both ranks; with `early`, rank 1 looks before rank 0 has begun."""
+    with ThreadPoolExecutor(2) as ranks:
+        join = functools.partial(ranks.submit, store_of_start, address="localhost")
+        order = [False, True] if early else [True, False]
+        joined = {is_host: join(shared.clone(), is_host=is_host) for is_host in order}
+        return joined[True].result(), joined[False].result()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_store_for_each_start(early):
+    """Ranks that are started again do not meet in a store of an earlier start."""
+    shared = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("", 0)) as closed:
+        gone = closed.getsockname()[1]
+    # Another program may listen where the store of an earlier start was.
+    other = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for port in (gone, other.port):
+        shared.set("mfwrap/launch/store", f"{port} mark")
+        hosted, joined = stores_of_starts(shared, early=early)
+        hosted.set("key", "value")
+
+        assert joined.get("key") == b"value"
+        assert joined.port not in {gone, other.port}
+
+
+def test_without_torchrun(monkeypatch):
+    """Without torchrun's shared store, nothing is changed."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    leave_shared_store()
+
+    assert os.environ["MASTER_PORT"] == "29500"
+
+
+def test_a_shared_store_that_cannot_be_reached(monkeypatch):
+    """Variables that are missing are an error that names rank and address."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+    with pytest.raises(ConnectionError, match=r"could not join the other ranks at .*MASTER_ADDR"):
+        leave_shared_store()
