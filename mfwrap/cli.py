@@ -1,7 +1,7 @@
 """The command line: check, run, write and convert recipes, plot runs, and verify checkpoints.
 
 Exit codes: 0 if all went well, 1 if a run failed or a checkpoint is damaged, 2 if a recipe or the
-command is wrong, 130 if the user interrupted it.
+command is wrong, 75 if SIGTERM or SIGUSR1 stopped a run, 130 if the user interrupted it.
 """
 
 import gc
@@ -61,9 +61,17 @@ def cli() -> None:
       mfwrap recipes
       mfwrap train image_classification --set training.num_train_epochs=3
       mfwrap init causal_lm && mfwrap validate causal_lm.yaml
-      torchrun --nproc-per-node 2 -m mfwrap train causal_lm.yaml
-      accelerate launch -m mfwrap train causal_lm.yaml
+      torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
+        -m mfwrap train causal_lm.yaml --resume=auto
       mfwrap import-mindformers pretrain_llama.yaml > llama.yaml
+
+    \b
+    Exit codes:
+      0    finished
+      1    failed; or `verify` found a damaged checkpoint
+      2    the recipe or the command is wrong
+      75   a signal (SIGTERM, SIGUSR1) stopped the run; start it again
+      130  interrupted by the user
 
     \b
     Shell completion, for bash (zsh and fish in the same way):
@@ -80,7 +88,8 @@ def cli() -> None:
     flag_value=_RESUME_NEWEST,
     default=None,
     metavar="[PATH]",
-    help="Resume from the checkpoint PATH, or from the newest one in the run folder.",
+    help="Resume from the checkpoint PATH, or from the newest one in the run folder. With "
+    "--resume=auto, start the run, resume it, or report that it has finished, whichever fits.",
 )
 @click.option(
     "--overwrite",
@@ -94,23 +103,39 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
     weights are averaged, model_ema to its run folder. If that folder already holds checkpoints,
     pass --resume or --overwrite.
 
+    At SIGTERM or SIGUSR1, the run finishes its step, saves a checkpoint and exits with 75. With
+    --resume=auto, the same command then continues the run, also after a crash.
+
     \b
     Examples:
       mfwrap train causal_lm --set training.max_steps=20
       mfwrap train my.yaml --set callbacks.0.per_print_times=1 --set ema=null
+      mfwrap train my.yaml --resume=auto
       mfwrap train my.yaml --resume
       mfwrap train my.yaml --resume runs/my/checkpoint-50
       mfwrap train my.yaml --overwrite
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    checked = _checked(recipe, overrides)
-    if resume is not None:
-        _check_resume(checked, resume, overwrite=overwrite)
-    _hide_progress_bars(checked)
-    from mfwrap.recipe.run import run_recipe  # noqa: PLC0415  (loads transformers)
+    from mfwrap.termination import EXIT_STOPPED, exiting_when_stopped  # noqa: PLC0415  (slow)
 
     try:
-        from_newest = resume == _RESUME_NEWEST
-        result = run_recipe(checked, resume=resume or from_newest, overwrite=overwrite, say=_say)
+        with exiting_when_stopped():
+            _train(recipe, overrides, resume, overwrite=overwrite)
+    except SystemExit as stopped:
+        if stopped.code == EXIT_STOPPED:
+            _say(f"stopped by a signal; continue with: mfwrap train {recipe} --resume=auto")
+        raise
+
+
+def _train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrite: bool) -> None:
+    checked = _checked(recipe, overrides)
+    from mfwrap.recipe.resumption import check_resume  # noqa: PLC0415  (loads transformers)
+    from mfwrap.recipe.run import run_recipe  # noqa: PLC0415  (loads transformers)
+
+    chosen = True if resume == _RESUME_NEWEST else resume or False
+    check_resume(checked.arguments.output_dir or "", chosen, overwrite=overwrite)
+    _hide_progress_bars(checked)
+    try:
+        result = run_recipe(checked, resume=chosen, overwrite=overwrite, say=_say)
     except RecipeError:
         raise
     except Exception as error:  # noqa: BLE001  (any library may raise any error)
@@ -168,7 +193,7 @@ def init(name: str, output: Path | None) -> None:
     text = shipped[name].text if name in shipped else find_recipe(name)[0]
     file = Path(f"{Path(name).stem}.yaml") if output is None else output
     _write_new(file, text)
-    click.echo(f"wrote {file}; train it with: mfwrap train {file}")
+    click.echo(f"wrote {file}; train it with: mfwrap train {file} --resume=auto")
 
 
 @cli.command("import-mindformers")
@@ -320,27 +345,6 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
     if recipe.without_meaning:
         _warn(name, ["ignored keys: " + ", ".join(recipe.without_meaning)])
     return recipe
-
-
-def _check_resume(recipe: "Recipe", resume: str, *, overwrite: bool) -> None:
-    from transformers.trainer_utils import get_last_checkpoint  # noqa: PLC0415  (slow)
-
-    from mfwrap.checkpoints.folders import complete_move  # noqa: PLC0415  (slow)
-
-    if overwrite:
-        msg = "--overwrite deletes the checkpoints that --resume needs; give only one of the two"
-        raise RecipeError(msg)
-    folder = recipe.arguments.output_dir or ""
-    # If a process was killed while it replaced a checkpoint, the checkpoint may have no folder of
-    # its name. Finish the replacement before looking for checkpoints.
-    complete_move(Path(folder) if resume == _RESUME_NEWEST else Path(resume).parent)
-    if resume == _RESUME_NEWEST:
-        if not Path(folder).is_dir() or get_last_checkpoint(folder) is None:
-            msg = f"--resume: no checkpoint in {folder} (`training.output_dir`)"
-            raise RecipeError(msg)
-    elif not Path(resume).is_dir():
-        msg = f"--resume: no such folder: {resume}; expected a checkpoint folder"
-        raise RecipeError(msg)
 
 
 def _hide_progress_bars(recipe: "Recipe") -> None:

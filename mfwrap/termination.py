@@ -1,25 +1,41 @@
-"""Stop a training on SIGTERM after a step that all ranks finish."""
+"""Stop a training on SIGTERM or SIGUSR1 after a step that all ranks finish."""
 
 import contextlib
 import itertools
 import signal
 import threading
 import warnings
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self, final
+from typing import Any, Never, Protocol, Self, final
 
 import torch
 from torch import distributed
 
 from mfwrap.collectives import any_rank, num_ranks, this_rank
+from mfwrap.collectives.messages import has_keys
+from mfwrap.collectives.places import named_ranks
+
+EXIT_STOPPED = 75
+"""Exit code of a training that a signal has stopped: ``EX_TEMPFAIL``, "try again later"."""
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""Signals that stop a training. Slurm can send SIGUSR1 some time before the time limit of a job.
+Windows has no SIGUSR1."""
 
 _SECONDS_BETWEEN_CHECKS = 0.5
+_SECONDS_FOR_ANSWERS = 10.0
+"""Time after which a rank that has not answered counts as dead. torchrun kills the remaining ranks
+30 seconds after it has asked them to stop."""
+
 _trainings = itertools.count()
 
 
 @final
 class RankTermination:
-    """Stop all ranks after the same step if any rank receives SIGTERM within a ``with`` block.
+    """Stop all ranks after the same step if any rank receives a signal within a ``with`` block.
+
+    The signals are SIGTERM and SIGUSR1.
 
     With one process, the last step is the step during which the signal arrives. With several
     processes, a thread of each rank checks ``torch.distributed``'s key-value store twice a second
@@ -28,7 +44,7 @@ class RankTermination:
     """
 
     def __init__(self) -> None:
-        self._sigterm = SigtermFlag()
+        self._flag = StopFlag()
         self._last_step: LastStep | None = None
         self.is_stopping = False
         """Last result of `stops_after`: whether training must stop; the same on all ranks."""
@@ -37,7 +53,7 @@ class RankTermination:
         self.is_stopping = False
         if num_ranks() > 1:
             self._last_step = _last_step_of_all_ranks()
-        self._sigterm.__enter__()
+        self._flag.__enter__()
         return self
 
     def __exit__(
@@ -46,7 +62,7 @@ class RankTermination:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._sigterm.__exit__(kind, error, traceback)
+        self._flag.__exit__(kind, error, traceback)
         if self._last_step is not None:
             self._last_step.close()
             self._last_step = None
@@ -56,8 +72,12 @@ class RankTermination:
 
         Call it after each step, on all ranks. Step numbers must increase by one, and must be the
         same on all ranks.
+
+        Raises:
+            RuntimeError: If a rank does not answer after a signal. Its process has probably ended:
+                a launcher sends SIGTERM to the remaining ranks when one rank has failed.
         """
-        is_requested = self._sigterm.is_set
+        is_requested = self._flag.is_set
         if self._last_step is None:
             self.is_stopping = is_requested
         else:
@@ -65,19 +85,19 @@ class RankTermination:
         return self.is_stopping
 
     def conclude(self, device: torch.device) -> bool:
-        """Stop handling SIGTERM, and return whether any rank has received one.
+        """Stop handling the signals, and return whether any rank has received one.
 
         Call it on all ranks when the training has ended. The ranks wait for each other.
 
         Args:
             device: Device that the process group's backend can send from (a GPU for NCCL).
         """
-        self._sigterm.__exit__(None, None, None)
+        self._flag.__exit__(None, None, None)
         if self._last_step is None:
-            return self._sigterm.is_set
+            return self._flag.is_set
         # Answer first: another rank may be waiting to learn which step this rank has begun.
         self._last_step.close()
-        return any_rank(flag=self._sigterm.is_set, device=device)
+        return any_rank(flag=self._flag.is_set, device=device)
 
 
 def _last_step_of_all_ranks() -> "LastStep":
@@ -98,12 +118,12 @@ class KeyValueStore(Protocol):
         """Return whether all keys have values."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Wait until all keys have values, and return the values."""
+        """Return the values of keys."""
 
 
 @final
 class LastStep:
-    """Let all ranks agree on the last step after any rank has received SIGTERM.
+    """Let all ranks agree on the last step after any rank has received a signal.
 
     1. The rank that received the signal sets the key ``asked`` in the store.
     2. A thread of each rank sees that key and answers with the number of the step that its rank
@@ -138,7 +158,10 @@ class LastStep:
 
         Args:
             step: Number of the finished step.
-            is_requested: Whether this rank has received a SIGTERM.
+            is_requested: Whether this rank has received a signal.
+
+        Raises:
+            RuntimeError: If a rank has not answered in time.
         """
         with self._lock:
             if is_requested and not self._has_answered:
@@ -149,8 +172,20 @@ class LastStep:
                 self._begun = step + 1
                 return False
         if self._number is None:
-            self._number = max(int(answer) for answer in self._store.multi_get(self._answers))
+            self._number = self._largest_answer()
         return step >= self._number
+
+    def _largest_answer(self) -> int:
+        if not has_keys(self._store, self._answers, _SECONDS_FOR_ANSWERS):
+            silent = [r for r, key in enumerate(self._answers) if not self._store.check([key])]
+            if silent:
+                msg = (
+                    f"training was asked to stop, but {named_ranks(silent)} did not answer within "
+                    f"{_SECONDS_FOR_ANSWERS:.0f} s and has probably died; this rank ends without "
+                    "saving, so resume from the last checkpoint"
+                )
+                raise RuntimeError(msg)
+        return max(int(answer) for answer in self._store.multi_get(self._answers))
 
     def close(self) -> None:
         """Stop the thread, and write this rank's answer so that no other rank waits for it."""
@@ -174,28 +209,33 @@ class LastStep:
                     return
         except distributed.DistError as error:
             warnings.warn(
-                "lost the connection to the key-value store of torch.distributed, so a SIGTERM at "
+                "lost the connection to the key-value store of torch.distributed, so a signal at "
                 f"another rank will not be noticed: {error}",
                 stacklevel=2,
             )
 
 
 @final
-class SigtermFlag:
-    """Within a ``with`` block, record the first SIGTERM; the second one ends the process at once.
+class StopFlag:
+    """Within a ``with`` block, record SIGTERM and SIGUSR1; repeating a signal ends the process.
 
     Python handles signals only in the main thread. In any other thread the block does nothing.
+    SIGUSR1 is left alone if other code handles it.
     """
 
     def __init__(self) -> None:
         self.is_set = False
-        """Whether the process has received a SIGTERM in the current or last block."""
-        self._before: Any = None
+        """Whether the process has received a signal in the current or last block."""
+        self._received: set[int] = set()
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self.is_set = False
+        self._received.clear()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._receive)
+            for number in _SIGNALS:
+                if number == signal.SIGTERM or _is_free(number):
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(
@@ -204,18 +244,45 @@ class SigtermFlag:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before is not None:
+        while self._before:
+            number, before = self._before.popitem()
             # Leave a handler that other code has set meanwhile: transformers' callback for
             # `enable_jit_checkpoint` removes its own handler when a training ends, which must not
             # be put back.
-            ours = signal.SIG_DFL if self.is_set else self._receive
-            if signal.getsignal(signal.SIGTERM) == ours:
-                signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+            ours = signal.SIG_DFL if number in self._received else self._receive
+            if signal.getsignal(number) == ours:
+                signal.signal(number, before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.is_set = True
+        self._received.add(number)
         # For a second signal, set the default action, which ends the process at once. A Python
         # handler would run only after the current call into torch has returned.
         signal.signal(number, signal.SIG_DFL)
+
+
+def _is_free(number: int) -> bool:
+    """Return whether no other code handles a signal."""
+    return signal.getsignal(number) in {signal.SIG_DFL, _exit}
+
+
+@contextlib.contextmanager
+def exiting_when_stopped() -> Iterator[None]:
+    """Within the block, exit with `EXIT_STOPPED` at a signal that arrives outside of a training.
+
+    A training within the block stops after its step and saves first; see `RankTermination`.
+    """
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in before:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> Never:
+    del number, frame
+    raise SystemExit(EXIT_STOPPED)

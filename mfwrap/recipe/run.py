@@ -1,31 +1,24 @@
 """Run a recipe: train, evaluate and save."""
 
-import contextlib
 import copy
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from datasets import Dataset
-from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
-from mfwrap.checkpoints.folders import (
-    ABANDONED,
-    PARTIAL,
-    remove_checkpoints,
-    staging_folder,
-    whole_file,
-    whole_folder,
-)
-from mfwrap.recipe.document import RecipeDocument, RecipeError
+from mfwrap.checkpoints.folders import whole_file, whole_folder
+from mfwrap.checkpoints.resumption import AUTO
+from mfwrap.recipe.document import RecipeError
+from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
+from mfwrap.recipe.resumption import RECIPE_FILE, former_run, write_result
 from mfwrap.recipe.training import scheduled
 from mfwrap.recipes.data.columns import ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
@@ -35,8 +28,8 @@ class RunResult(NamedTuple):
     """Result of a run."""
 
     folder: Path
-    """Run folder with ``recipe.yaml``, ``metrics.jsonl``, checkpoints, ``model``, and ``model_ema``
-    if the recipe averages weights."""
+    """Run folder with ``recipe.yaml``, ``metrics.jsonl``, checkpoints, ``model``, ``result.json``,
+    and ``model_ema`` if the recipe averages weights."""
 
     metrics: dict[str, float]
     """Metrics of the last evaluation; those of averaged weights begin with ``ema_``."""
@@ -54,18 +47,27 @@ def run_recipe(
     Args:
         recipe: Recipe to run.
         resume: Checkpoint folder to resume from, or ``True`` for the newest checkpoint in the run
-            folder.
+            folder. With ``"auto"``, the same call starts a run, resumes it from its newest intact
+            checkpoint, or returns its result if it has finished. Rank 0 decides for all ranks.
         overwrite: Whether to delete the checkpoints and models of an earlier run in the folder. The
             records of an earlier run are always deleted, except when the run is resumed.
-        say: With `overwrite`, called in the main process with a line that lists what was deleted.
+        say: Called in the main process with a line that lists what `overwrite` has deleted, or that
+            says that the run had finished before.
 
     Raises:
-        RecipeError: If the data lack something that the task needs, or if the folder has
-            checkpoints and neither `resume` nor `overwrite` is given.
+        RecipeError: If the data lack something that the task needs, if the folder has checkpoints
+            and neither `resume` nor `overwrite` is given, or if `resume` is ``"auto"`` and the
+            folder has the run of another recipe.
         ValueError: If there is no intact checkpoint to resume from.
     """
     folder = Path(recipe.arguments.output_dir or "")
-    if not (resume or overwrite):
+    if resume == AUTO:
+        former = former_run(recipe.document, folder)
+        if former.metrics is not None:
+            say(f"{folder}: this run has finished before; --overwrite runs it again")
+            return RunResult(folder, former.metrics)
+        resume = AUTO if former.has_checkpoints else False
+    elif not (resume or overwrite):
         check_former_run(recipe.document, folder)
     trainer, recorder = build_trainer(recipe)
     if not resume:
@@ -75,11 +77,15 @@ def run_recipe(
         if overwrite and removed:
             say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
+        (folder / RESULT).unlink(missing_ok=True)
         text = yaml.safe_dump(recipe.document.data, sort_keys=False, allow_unicode=True)
-        with whole_file(folder / "recipe.yaml") as partial:
+        with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(text, encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
-    return RunResult(folder, finish(trainer, recorder, folder))
+    metrics = finish(trainer, recorder, folder)
+    if trainer.is_world_process_zero():
+        write_result(folder, metrics)
+    return RunResult(folder, metrics)
 
 
 def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
@@ -219,102 +225,3 @@ def _average(trainer: Any) -> ExponentialMovingAverage | None:
     found: list[ExponentialMovingAverage | None] = [trainer.ema]
     found += [one.ema for one in trainer.callback_handler.callbacks if isinstance(one, EMACallback)]
     return next((one for one in found if one is not None), None)
-
-
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
-_RECORD = re.compile(
-    r"(anomalies|checkpoint_health|local_norms|metrics|throughput|training_state)"
-    r"(_rank\d+)?\.jsonl"
-    r"|(abnormal_global_norm\.json|error_rank_\d+\.txt|run\.(html|png))"
-    rf"({re.escape(PARTIAL)})?"
-)
-_EVENTS = "tensorboard/events.out.tfevents.*"
-_MODELS = ("model", "model_ema")
-
-
-def check_former_run(document: RecipeDocument, folder: Path) -> None:
-    """Refuse to start in a folder that has checkpoints.
-
-    A later resume would take the newest checkpoint, no matter which run wrote it.
-
-    Args:
-        document: Recipe; supplies the place for the error.
-        folder: Folder of the run that is about to start.
-
-    Raises:
-        RecipeError: If the folder has a checkpoint.
-    """
-    found = _checkpoints(folder)
-    if found:
-        says = (
-            f"must be a folder without checkpoints, got {folder} with {found[-1].name}; resume "
-            "that run with --resume, delete it with --overwrite, or choose another folder with "
-            "--set training.output_dir=..."
-        )
-        raise document.error(("training", "output_dir"), says)
-
-
-def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -> list[str]:
-    """Delete the records of an earlier run, so that they do not mix with those of this run.
-
-    Every process must call this function before any process writes to the folder. The main process
-    of each node deletes the files. Files that do not come from a run are kept.
-
-    Args:
-        folder: Run folder.
-        arguments: Arguments of the training.
-        overwrite: Whether to delete checkpoints and models as well.
-
-    Returns:
-        Names of the files and folders that the main process has deleted; an empty list in all other
-        processes.
-    """
-    removed: list[str] = []
-    with arguments.main_process_first(local=False):
-        if arguments.process_index == 0:
-            removed = _remove(folder, overwrite=overwrite)
-    # Delete the files of the other nodes, too, which may have separate disks. On a shared disk the
-    # main process has deleted the files already.
-    with arguments.main_process_first(), contextlib.suppress(FileNotFoundError):
-        if arguments.local_process_index == 0 and arguments.process_index != 0:
-            _remove(folder, overwrite=overwrite)
-    return removed
-
-
-def _remove(folder: Path, *, overwrite: bool) -> list[str]:
-    removed: list[str] = []
-    if overwrite:
-        folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
-        folders += [path for name in _MODELS if (path := folder / name).is_dir()]
-        folders += [path for path in _checkpoints(folder) if path.parent == folder]
-        # Remove the newest checkpoint last, and the records after it: if the process is killed
-        # before that, the earlier run can still be resumed without repeating a step.
-        remove_checkpoints(folders, folder)
-        # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
-        shutil.rmtree(staging_folder(folder), ignore_errors=True)
-        removed += [path.name for path in folders]
-    records = _matching(folder, _RECORD)
-    files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
-    for path in files:
-        path.unlink(missing_ok=True)
-    removed += [path.relative_to(folder).as_posix() for path in files]
-    return sorted(removed)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints, in the order of their steps.
-
-    If a process was killed while it replaced a checkpoint, the checkpoint may be in the staging
-    folder. Such checkpoints are included.
-    """
-    replaced = [
-        one
-        for one in staging_folder(folder).glob("replaced/*")
-        if one.is_dir() and _CHECKPOINT.fullmatch(one.name)
-    ]
-    found = [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return [path for path in folder.glob("*") if pattern.fullmatch(path.name)]

@@ -25,6 +25,7 @@ from mfwrap.checkpoints.folders import (
     staging_folder,
 )
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
 from mfwrap.checkpoints.verification import (
     TRAINER_STATE,
@@ -87,8 +88,12 @@ class Checkpoints:
         One rank of each node reads the checkpoint. All ranks raise the same error, or none.
 
         Args:
-            asked_for: Folder of a checkpoint, or ``True`` for the newest checkpoint of the run.
+            asked_for: Folder of a checkpoint, ``True`` for the newest checkpoint of the run, or
+                ``"auto"`` for the newest one that is intact.
             trial: Trial of a hyperparameter search; ``None`` for an ordinary training.
+
+        Returns:
+            The folder; ``None`` for ``"auto"`` if the run has no checkpoints.
 
         Raises:
             ValueError: If there is no checkpoint, if it is damaged or incomplete or belongs to
@@ -107,19 +112,27 @@ class Checkpoints:
                 "have"
             )
             raise ValueError(msg)
-        if asked_for is True:
-            return str(Path(str(self._trainer.args.output_dir)) / names[0])
+        if asked_for is True or asked_for == AUTO:
+            return str(Path(str(self._trainer.args.output_dir)) / names[0]) if names[0] else None
         return asked_for
 
     def _intact(self, asked_for: Any, trial: Any) -> str:
-        """Return the name of the checkpoint to resume from, after all checks."""
+        """Return the name of the checkpoint to resume from, after all checks; empty for none."""
         trainer = self._trainer
-        is_last = asked_for is True
+        is_last = asked_for is True or asked_for == AUTO
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
         complete_move(run_folder)
         # Remove half-written and half-deleted checkpoints of a process that was killed.
         shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
+        # In a trial, do not compare the checkpoint with the current network: `model_init` may build
+        # a different network for the trial.
+        network = trainer.model if trial is None else None
         found = asked_for
+        if asked_for == AUTO:
+            found = find_checkpoint(run_folder, network=network, required=[TRAINER_STATE])
+            if found is not None:
+                check_average(found, is_given=self._keeps_average)
+            return "" if found is None else found.name
         if is_last:
             found = get_last_checkpoint(str(run_folder)) if run_folder.is_dir() else None
         if found is None:
@@ -128,9 +141,6 @@ class Checkpoints:
                 "`resume_from_checkpoint` out to train from the start"
             )
             raise ValueError(msg)
-        # In a trial, do not compare the checkpoint with the current network: `model_init` may build
-        # a different network for the trial.
-        network = trainer.model if trial is None else None
         check_checkpoint(Path(found), network, required=[TRAINER_STATE])
         check_average(Path(found), is_given=self._keeps_average)
         return Path(found).name

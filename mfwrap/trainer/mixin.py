@@ -24,7 +24,7 @@ from mfwrap.records.run_files import records_of_training
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
-from mfwrap.termination import RankTermination
+from mfwrap.termination import EXIT_STOPPED, RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
 from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.events import (
@@ -66,9 +66,11 @@ class MFTrainerMixin(_Base):
       or from a checkpoint of another network, raises an error that names the checkpoint.
     - A resumed training continues as if it had never stopped. Restored callbacks stay the same
       objects: mfwrap's always, others with ``args.restore_callback_states_from_checkpoint``.
-    - At SIGTERM the current step is finished, a checkpoint is saved, and the process exits with
-      status 0. With several ranks, a signal to any rank stops all of them after the same step. A
-      second SIGTERM ends the process at once.
+    - At SIGTERM or SIGUSR1 the current step is finished, a checkpoint is saved, and the process
+      exits with status 75. With several ranks, a signal to any rank stops all of them after the
+      same step. A second signal of the same kind ends the process at once.
+    - ``train(resume_from_checkpoint="auto")`` starts a training, or resumes it from the newest
+      intact checkpoint in ``args.output_dir``.
 
     Args:
         args: Positional arguments of the Trainer.
@@ -169,6 +171,15 @@ class MFTrainerMixin(_Base):
     ) -> Any:
         """Train as the Trainer does; first check the run folder and the checkpoint to resume from.
 
+        Args:
+            resume_from_checkpoint: Folder of a checkpoint, or ``True`` for the newest one. With
+                ``"auto"`` (for a folder of that name, give ``"./auto"``) the newest intact one if
+                there is any, else a training from the start; newer damaged ones cause a warning. A
+                training that has finished makes no further update.
+            trial: Trial of a hyperparameter search.
+            args: Further positional arguments of the Trainer's method.
+            kwargs: Further keyword arguments of the Trainer's method.
+
         Raises:
             OSError: On all ranks, if any rank cannot write to the run folder.
             RuntimeError: On all ranks, before the first update, if the ranks disagree about what
@@ -209,7 +220,7 @@ class MFTrainerMixin(_Base):
                 trained: Any = self.model
                 self._save_checkpoint(trained, trial)
         if must_exit:
-            raise SystemExit(0)
+            raise SystemExit(EXIT_STOPPED)
         return result
 
     def _init_training_state(

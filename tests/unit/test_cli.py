@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from click.shell_completion import ShellComplete
 from PIL import Image
 
+from mfwrap.callbacks.metrics_recorder import ThroughputRecorder
 from mfwrap.cli import cli, main
 from mfwrap.recipe.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
@@ -94,6 +96,52 @@ def test_resume_after_a_kill_between_two_renames(recipe, capsys):
     assert not replaced.exists()
 
 
+def test_one_command_that_comes_back(recipe, capsys):
+    """``--resume=auto`` starts the run, then reports its result without training again."""
+    short = ("train", recipe, "--resume=auto", "--set", "training.max_steps=3")
+    code, first, err = call(capsys, *short)
+    assert (code, err) == (0, "")
+
+    code, again, err = call(capsys, *short)
+
+    assert code == 0
+    assert first.endswith(again)
+    assert err == "mfwrap: runs/small: this run has finished before; --overwrite runs it again\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "event", "saved"),
+    [(signal.SIGTERM, "on_step_end", [3]), (signal.SIGUSR1, "on_train_end", [3, 6])],
+)
+def test_a_signal_stops_a_run(recipe, capsys, monkeypatch, number, event, saved):
+    """A run that gets a signal after its second step or at its end saves and exits with 75."""
+
+    def tell_to_end(_recorder, _args, state, _control, **_):
+        if state.global_step in {2, 6}:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(ThroughputRecorder, event, tell_to_end)
+        code, _, err = call(capsys, "train", recipe)
+
+    assert code == 75
+    assert f"stopped by a signal; continue with: mfwrap train {recipe} --resume=auto\n" in err
+    found = sorted(int(path.name[11:]) for path in Path("runs/small").glob("checkpoint-*"))
+    assert found == saved
+    assert not Path("runs/small/result.json").exists()
+    assert call(capsys, "train", recipe, "--resume=auto")[0] == 0
+
+
+def test_a_signal_before_the_training(recipe, capsys, monkeypatch):
+    """A run that gets a signal while it starts exits with 75 and leaves nothing behind."""
+    monkeypatch.setattr(
+        "mfwrap.recipe.run.set_seed", lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    )
+
+    assert call(capsys, "train", recipe)[0] == 75
+    assert not Path("runs").exists()
+
+
 def test_a_second_run_into_one_folder(recipe, capsys):
     """A second run into a folder is refused; with ``--overwrite`` it prints what it has removed."""
     short = ("train", recipe, "--set", "training.max_steps=3")
@@ -106,7 +154,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
     assert (code, err.count("\n")) == (0, 1)
     assert (
         err == "mfwrap: removed from runs/small: checkpoint-3, metrics.jsonl, model, "
-        "throughput.jsonl\n"
+        "result.json, throughput.jsonl\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""After a SIGTERM at any rank, all ranks stop after the same step."""
+"""After a SIGTERM or SIGUSR1 at any rank, all ranks stop after the same step."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from mfwrap import termination
-from mfwrap.termination import LastStep, RankTermination, SigtermFlag
+from mfwrap.termination import LastStep, RankTermination, StopFlag, exiting_when_stopped
 
 
-def tell_to_end():
-    """Send this process a SIGTERM."""
-    os.kill(os.getpid(), signal.SIGTERM)
+def tell_to_end(number=signal.SIGTERM):
+    """Send this process a signal."""
+    os.kill(os.getpid(), number)
 
 
 CPU = torch.device("cpu")
@@ -126,6 +126,17 @@ def test_a_rank_that_has_ended_answers():
     first.close()
 
 
+def test_a_rank_that_has_died(monkeypatch):
+    """A rank that does not answer is named, and nobody waits for it for long."""
+    monkeypatch.setattr(termination, "_SECONDS_FOR_ANSWERS", 0.05)
+    first = LastStep(distributed.HashStore(), "a/", 0, 3)
+
+    assert not first.is_reached(7, is_requested=False)
+    with pytest.raises(RuntimeError, match=r"ranks 1 and 2 did not answer .* without saving"):
+        first.is_reached(8, is_requested=True)
+    first.close()
+
+
 LOST = distributed.DistNetworkError("connection reset")
 
 
@@ -150,19 +161,20 @@ def with_lost_store():
 
 def test_a_store_that_is_lost():
     """A lost store causes a warning, and the training continues."""
-    with pytest.warns(UserWarning, match="SIGTERM at another rank .*: connection reset"):
+    with pytest.warns(UserWarning, match="a signal at another rank .*: connection reset"):
         last = with_lost_store()
 
     assert not last.is_reached(1, is_requested=False)
     last.close()
 
 
-def test_one_process():
-    """With one process, the step in which a SIGTERM comes is the last one."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_one_process(number):
+    """With one process, the step in which a signal comes is the last one."""
     with RankTermination() as ending:
         assert not ending.stops_after(1)
         assert not ending.is_stopping
-        tell_to_end()
+        tell_to_end(number)
         assert ending.stops_after(2)
         assert ending.is_stopping
         assert ending.conclude(CPU)
@@ -204,7 +216,7 @@ def test_the_handler_is_restored(concludes):
 
 def test_the_first_signal_is_noted():
     """The block continues after the first SIGTERM, and the flag is set."""
-    with SigtermFlag() as flag:
+    with StopFlag() as flag:
         assert not flag.is_set
         tell_to_end()
         went_on = flag.is_set
@@ -215,7 +227,7 @@ def test_the_first_signal_is_noted():
 
 def test_each_block_begins_anew():
     """The flag is cleared at the start of a block."""
-    flag = SigtermFlag()
+    flag = StopFlag()
     with flag:
         tell_to_end()
     with flag:
@@ -229,7 +241,7 @@ def test_the_flag_restores_the_handler(before):
     """The former handler is back after the block, also if the block raises."""
     at_first = signal.signal(signal.SIGTERM, before)
     try:
-        with pytest.raises(KeyError), SigtermFlag():
+        with pytest.raises(KeyError), StopFlag():
             raise KeyError
 
         assert signal.getsignal(signal.SIGTERM) == before
@@ -241,12 +253,49 @@ def test_a_handler_that_was_set_meanwhile_stays():
     """A handler that other code sets within the block is still there after the block."""
     at_first = signal.getsignal(signal.SIGTERM)
     try:
-        with SigtermFlag():
+        with StopFlag():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, at_first)
+
+
+def test_the_other_signal_after_the_first():
+    """SIGTERM after SIGUSR1 does not end the process: Slurm sends both, some time apart."""
+    with StopFlag() as flag:
+        tell_to_end(signal.SIGUSR1)
+        tell_to_end(signal.SIGTERM)
+
+        assert flag.is_set
+
+
+def test_sigusr1_that_other_code_handles():
+    """SIGUSR1 goes to the handler that other code has set."""
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+    try:
+        with StopFlag() as flag:
+            tell_to_end(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert (received, flag.is_set) == ([1], False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_outside_of_a_training(number):
+    """The process exits with 75; within a training, the training decides."""
+    before = signal.getsignal(number)
+    with exiting_when_stopped():
+        with StopFlag() as flag:
+            tell_to_end(number)
+        assert flag.is_set
+        with pytest.raises(SystemExit) as caught:
+            tell_to_end(number)
+
+    assert caught.value.code == 75
+    assert signal.getsignal(number) == before
 
 
 def test_in_another_thread():
@@ -255,7 +304,7 @@ def test_in_another_thread():
     found = []
 
     def run() -> None:
-        with SigtermFlag() as flag:
+        with StopFlag() as flag:
             found.extend([signal.getsignal(signal.SIGTERM), flag.is_set])
 
     thread = threading.Thread(target=run)
@@ -268,12 +317,12 @@ def test_in_another_thread():
 
 TOLD_TWICE = """
 import os, signal, sys
-from mfwrap.termination import SigtermFlag
+from mfwrap.termination import StopFlag
 
 def tell_to_end():
     os.kill(os.getpid(), signal.SIGTERM)
 
-with SigtermFlag() as flag:
+with StopFlag() as flag:
     tell_to_end()
     print("first", flush=True)
     if sys.argv[1] == "inside":
@@ -296,9 +345,9 @@ def test_the_second_signal_ends_the_process(second, printed):
 
 IN_LONG_CALL = """
 import collections, itertools, os, signal
-from mfwrap.termination import SigtermFlag
+from mfwrap.termination import StopFlag
 
-with SigtermFlag():
+with StopFlag():
     os.kill(os.getpid(), signal.SIGTERM)
     # An endless call into C that never checks for signals, like a kernel that hangs. Its first
     # element prints that it has begun.

@@ -32,7 +32,7 @@ def test_a_fault_at_a_step(tmp_path, fault, moment, struck):
             cause = "does not answer" if fault == "kill" else "has raised ValueError in update"
             assert f"rank 1 {cause}" in outcome.notes
         else:
-            assert (outcome.status, outcome.error) == (0, "")
+            assert (outcome.status, outcome.error) == (75 if fault == "SIGTERM" else 0, "")
     if fault == "SIGTERM":
         stopped = outcomes[0].step
         assert stopped in (MOMENTS[moment], MOMENTS[moment] + 1)

@@ -48,10 +48,10 @@ def end_from_last_checkpoint(folder):
 
 
 def test_told_to_end(left_alone, tmp_path):
-    """At SIGTERM the step is finished and saved, and the process exits with status 0."""
+    """At SIGTERM the step is finished and saved, and the process exits with status 75."""
     status, told = signalled(tmp_path, 2, signal.SIGTERM)
 
-    assert status == 0
+    assert status == 75
     assert told[-1].startswith("saved ")
     step = int(told[-1].split()[1])
     assert 0 < step < NUM_STEPS
@@ -153,7 +153,7 @@ def tell_to_end(folder, when, event, step):
     callbacks = [ToldToEnd(event, step), happened]
     with pytest.raises(SystemExit) as caught:
         trained(folder, SETTINGS, callbacks=callbacks, **EVALUATIONS[when])
-    assert caught.value.code == 0
+    assert caught.value.code == 75
     assert signal.getsignal(signal.SIGTERM) is handler
     return happened.events
 
@@ -206,13 +206,13 @@ def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
 
 
 def test_told_to_end_when_it_has(left_alone, tmp_path):
-    """A SIGTERM after the last step lets the run end as usual, with exit status 0."""
+    """A SIGTERM after the last step lets the run end as usual, with exit status 75."""
     told = ToldToEnd("on_train_end", NUM_STEPS)
 
     with pytest.raises(SystemExit) as caught:
         trained(tmp_path, SETTINGS, callbacks=[told])
 
-    assert caught.value.code == 0
+    assert caught.value.code == 75
     assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
 
 
@@ -223,3 +223,19 @@ def test_not_told_to_end(tmp_path):
     trainer = trained(tmp_path / "second", SETTINGS)
 
     assert trainer.state.global_step == NUM_STEPS
+
+
+def test_one_call_that_comes_back(left_alone, tmp_path):
+    """With ``"auto"`` one call starts a training, resumes it, and leaves a finished one alone."""
+    trainer = new_trainer(tmp_path, SETTINGS, callbacks=[ToldToEnd("on_substep_end", 3)])
+    with pytest.raises(SystemExit):
+        trainer.train(resume_from_checkpoint="auto")
+    (tmp_path / "checkpoint-8").mkdir()
+    trainer = new_trainer(tmp_path, SETTINGS, seed=1)
+    with pytest.warns(UserWarning, match=r"checkpoint-8: .*; resuming from .*checkpoint-4$"):
+        trainer.train(resume_from_checkpoint="auto")
+    again = new_trainer(tmp_path, SETTINGS, seed=1)
+    again.train(resume_from_checkpoint="auto")
+
+    assert_same_state(left_alone, lasting(end_of(trainer)))
+    assert_same_state(left_alone, lasting(end_of(again)))

@@ -99,12 +99,12 @@ def test_resumed(run, rank, step):
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_told_to_end(run, name):
-    """A SIGTERM to any rank stops all ranks after the same step; they save and exit with 0."""
+    """A SIGTERM to any rank stops all ranks after the same step; they save and exit with 75."""
     first, last = (results["told"][name] for results in run[1])
 
     assert first["step"] == last["step"]
     assert first["step"] in ENDINGS[name].stopped
-    assert [first["status"], last["status"]] == [0, 0]
+    assert [first["status"], last["status"]] == [75, 75]
     assert first["handler is back"]
     assert last["handler is back"]
 

@@ -1,0 +1,117 @@
+"""Find, keep and delete what an earlier run has left in a run folder."""
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+from mfwrap.checkpoints.folders import (
+    ABANDONED,
+    PARTIAL,
+    remove_checkpoints,
+    staging_folder,
+)
+from mfwrap.recipe.document import RecipeDocument
+
+RESULT = "result.json"
+"""File with the metrics of a run, written when the run has finished."""
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_RECORD = re.compile(
+    r"(anomalies|checkpoint_health|local_norms|metrics|throughput|training_state)"
+    r"(_rank\d+)?\.jsonl"
+    rf"|({re.escape(RESULT)}|abnormal_global_norm\.json|error_rank_\d+\.txt|run\.(html|png))"
+    rf"({re.escape(PARTIAL)})?"
+)
+_EVENTS = "tensorboard/events.out.tfevents.*"
+_MODELS = ("model", "model_ema")
+
+
+def check_former_run(document: RecipeDocument, folder: Path) -> None:
+    """Refuse to start in a run folder that has checkpoints.
+
+    A later resume would take the newest checkpoint, no matter which run wrote it.
+
+    Args:
+        document: Recipe; supplies the place for the error.
+        folder: Folder of the run that is about to start.
+
+    Raises:
+        RecipeError: If the folder has a checkpoint.
+    """
+    found = checkpoints(folder)
+    if found:
+        says = (
+            f"must be a folder without checkpoints, got {folder} with {found[-1].name}; resume "
+            "that run with --resume, delete it with --overwrite, or choose another folder with "
+            "--set training.output_dir=..."
+        )
+        raise document.error(("training", "output_dir"), says)
+
+
+def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -> list[str]:
+    """Delete the records of an earlier run, so that they do not mix with those of this run.
+
+    Every process must call this function before any process writes to the folder. The main process
+    of each node deletes the files. Files that do not come from a run are kept.
+
+    Args:
+        folder: Run folder.
+        arguments: Arguments of the training.
+        overwrite: Whether to delete checkpoints and models as well.
+
+    Returns:
+        Names of the files and folders that the main process has deleted; an empty list in all other
+        processes.
+    """
+    removed: list[str] = []
+    with arguments.main_process_first(local=False):
+        if arguments.process_index == 0:
+            removed = _remove(folder, overwrite=overwrite)
+    # Delete the files of the other nodes, too, which may have separate disks. On a shared disk the
+    # main process has deleted the files already.
+    with arguments.main_process_first(), contextlib.suppress(FileNotFoundError):
+        if arguments.local_process_index == 0 and arguments.process_index != 0:
+            _remove(folder, overwrite=overwrite)
+    return removed
+
+
+def _remove(folder: Path, *, overwrite: bool) -> list[str]:
+    removed: list[str] = []
+    if overwrite:
+        folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
+        folders += [path for name in _MODELS if (path := folder / name).is_dir()]
+        folders += [path for path in checkpoints(folder) if path.parent == folder]
+        # Remove the newest checkpoint last, and the records after it: if the process is killed
+        # before that, the earlier run can still be resumed without repeating a step.
+        remove_checkpoints(folders, folder)
+        # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
+        shutil.rmtree(staging_folder(folder), ignore_errors=True)
+        removed += [path.name for path in folders]
+    records = _matching(folder, _RECORD)
+    files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
+    for path in files:
+        path.unlink(missing_ok=True)
+    removed += [path.relative_to(folder).as_posix() for path in files]
+    return sorted(removed)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run folder, in the order of their steps.
+
+    If a process was killed while it replaced a checkpoint, the checkpoint may be in the staging
+    folder. Such checkpoints are included.
+    """
+    replaced = [
+        one
+        for one in staging_folder(folder).glob("replaced/*")
+        if one.is_dir() and _CHECKPOINT.fullmatch(one.name)
+    ]
+    found = [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return [path for path in folder.glob("*") if pattern.fullmatch(path.name)]

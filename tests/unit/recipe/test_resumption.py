@@ -1,0 +1,124 @@
+"""With ``resume="auto"`` one call starts a run, resumes it, or returns its result."""
+
+import json
+
+import pytest
+
+from mfwrap.recipe import RecipeError, parse_recipe, run_recipe
+from mfwrap.recipe.folder import RESULT
+from support.recipe_texts import recipe_text
+
+
+def run(folder, overrides=(), **training):
+    """Run a small recipe that saves every two steps; return its result and what it said."""
+    said = []
+    settings = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(folder)}
+    text = recipe_text(training=settings | {"logging_steps": 1} | training)
+    recipe = parse_recipe(text, "r.yaml", overrides)
+    return run_recipe(recipe, resume="auto", say=said.append), said
+
+
+def steps(folder):
+    """Return the steps in the records, once for each record."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def times(folder):
+    """Return when each file was changed."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def unfinish(folder):
+    """Leave a run folder as if the run had been killed after its last checkpoint."""
+    (folder / RESULT).unlink()
+
+
+def test_start_and_finish(tmp_path):
+    """A finished run returns its metrics again, says so, and changes nothing."""
+    first, said = run(tmp_path)
+    assert said == []
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    before = times(tmp_path)
+
+    again, said = run(tmp_path)
+
+    assert again == first
+    assert said == [f"{tmp_path}: this run has finished before; --overwrite runs it again"]
+    assert times(tmp_path) == before
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    """Records of a run without checkpoints are deleted, not continued."""
+    run(tmp_path / "alone")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("task: causal_lm\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    (folder / "checkpoint.partial").mkdir()
+
+    result, _ = run(folder)
+
+    assert result.metrics == run(tmp_path / "alone")[0].metrics
+    assert steps(folder) == [1, 2, 3, 4, 5, 6]
+    assert {path.name for path in folder.iterdir()} == {
+        path.name for path in (tmp_path / "alone").iterdir()
+    }
+
+
+def test_killed_after_a_checkpoint(tmp_path):
+    """The run is resumed; with a damaged checkpoint, from the one before it."""
+    first, _ = run(tmp_path)
+    unfinish(tmp_path)
+    weights = tmp_path / "checkpoint-6" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+    with pytest.warns(UserWarning, match=r"checkpoint-6: .*; resuming from .*checkpoint-4$"):
+        result, _ = run(tmp_path)
+
+    assert result.metrics == first.metrics
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "abandoned-checkpoint-6").is_dir()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("training.learning_rate=0.5", "--set training.learning_rate: the run in {} has 0.01, got"),
+        ("training.max_steps=12", "--set training.max_steps: the run in {} has 6, got 12"),
+        (
+            "model.config.hidden_size=4",
+            "--set model.config.hidden_size: the run in {} has 8, got 4",
+        ),
+        ("ema.decay=0.5", "--set ema.decay: ema: the run in {} has None, got {{'decay': 0.5}}"),
+    ],
+)
+def test_another_recipe(tmp_path, override, says, is_finished):
+    """A recipe that differs from that of the folder is refused with the differing key."""
+    run(tmp_path)
+    if not is_finished:
+        unfinish(tmp_path)
+    before = times(tmp_path)
+
+    with pytest.raises(RecipeError) as caught:
+        run(tmp_path, [override])
+
+    assert str(caught.value).startswith(says.format(tmp_path))
+    assert times(tmp_path) == before
+
+
+def test_a_recipe_that_differs_without_effect(tmp_path):
+    """A folder that was moved, and settings of what is printed, do not count."""
+    first, _ = run(tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+
+    assert run(tmp_path / "new", disable_tqdm=False, run_name="again")[0].metrics == first.metrics
+
+
+def test_checkpoints_without_a_recipe(tmp_path):
+    """A folder whose recipe is unknown is refused."""
+    (tmp_path / "checkpoint-2").mkdir()
+
+    with pytest.raises(RecipeError, match=r"cannot resume the run in .*: it has no recipe\.yaml"):
+        run(tmp_path)
