@@ -40,7 +40,7 @@ from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.parameters import refuse_generation_pipeline
-from mfwrap.step.rank_guard import RankGuard, rank_guard
+from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 if TYPE_CHECKING:
@@ -402,11 +402,12 @@ class LoopRanks:
         return contextlib.nullcontext() if self._guard is None else self._guard.updating(ends=ends)
 
     @functools.cached_property
-    def _guard(self) -> RankGuard | None:
+    def _guard(self) -> RankGuard | LoneGuard | None:
         # The first update reads this property, when all models are prepared.
-        sharded = ShardedParts(*self._accelerator._models)
+        models = self._accelerator._models
+        sharded = ShardedParts(*models)
         # A loop may draw as many batches as it likes, so their numbers may differ.
-        guard = rank_guard(self._parts, sharded, self._facts, warned=["data"])
+        guard = rank_guard(models, self._parts, sharded, self._facts, warned=["data"])
         if guard is not None:
             guard.is_checked = self.are_checked
         return guard

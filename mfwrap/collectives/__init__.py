@@ -1,5 +1,6 @@
 """Start collectives, count ranks, and report ranks that do not take part."""
 
+from mfwrap.collectives.announcements import Announcements, rank_announcements
 from mfwrap.collectives.calls import (
     add_over_ranks,
     any_rank,
@@ -18,6 +19,7 @@ from mfwrap.collectives.launch import leave_shared_store, refuse_lone_process, s
 from mfwrap.collectives.watch import RankWatch, rank_watch
 
 __all__ = [
+    "Announcements",
     "RankWatch",
     "add_over_ranks",
     "any_rank",
@@ -29,6 +31,7 @@ __all__ = [
     "leave_shared_store",
     "num_ranks",
     "raising_together",
+    "rank_announcements",
     "rank_watch",
     "ranks_of",
     "refuse_lone_process",

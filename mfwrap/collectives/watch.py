@@ -234,7 +234,7 @@ class RankWatch:
 
     def _run(self) -> None:
         try:
-            while distributed.is_initialized() and _default_store() is self.belongs_to:
+            while distributed.is_initialized() and default_store() is self.belongs_to:
                 self._publish()
                 self._messages.read_reports()
                 self._messages.answer_all()
@@ -344,7 +344,7 @@ def rank_watch() -> RankWatch | None:
     global _current  # noqa: PLW0603  (one watch per process and process group)
     if num_ranks() == 1:
         return None
-    store = _default_store()
+    store = default_store()
     if _current is None or _current.belongs_to is not store:
         if _current is not None:
             _current.close()
@@ -356,5 +356,6 @@ def rank_watch() -> RankWatch | None:
     return _current
 
 
-def _default_store() -> Any:
+def default_store() -> Any:
+    """Return the key-value store that the ranks of the process group share."""
     return distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)

@@ -14,7 +14,7 @@ from mfwrap.config import StepConfig
 from mfwrap.preflight import step_facts
 from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.rank_guard import RankGuard, rank_guard
+from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
 from mfwrap.step.ranks import StageTotals
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
@@ -99,7 +99,7 @@ class GradientAccumulation:
                 self._accelerator.sync_gradients = True
         return self._accumulated(parts)
 
-    def guard(self, optimizer: Optimizer, config: StepConfig) -> RankGuard | None:
+    def guard(self, optimizer: Optimizer, config: StepConfig) -> RankGuard | LoneGuard | None:
         """Return the guard of the ranks that train the network; ``None`` without other ranks.
 
         Args:
@@ -107,6 +107,7 @@ class GradientAccumulation:
             config: Settings of the step.
         """
         return rank_guard(
+            [self.network],
             self.distributed_parts,
             self.sharded_parts,
             lambda: step_facts([self.network], [optimizer], config),

@@ -4,12 +4,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
-from torch import distributed
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mfwrap.collectives import num_ranks, rank_watch, ranks_of
+from mfwrap.collectives import num_ranks, rank_announcements, rank_watch, ranks_of
 from mfwrap.preflight import Facts, check_ranks_agree
 from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.other_ranks import OtherRanks
+from mfwrap.tensors.shards import is_distributed
 
 
 @final
@@ -22,6 +24,7 @@ class RankGuard:
         warned: Topics of the facts whose differences are only logged.
         problems: Returns sentences that say what keeps this rank from training. Called once, before
             the first update.
+        others: Ranks outside of the group, which are compared, too; ``None`` for none.
     """
 
     def __init__(
@@ -30,12 +33,14 @@ class RankGuard:
         facts: Callable[[], Facts],
         warned: Sequence[str] = (),
         problems: Callable[[], Sequence[str]] = tuple,
+        others: OtherRanks | None = None,
     ) -> None:
         self._group = group
         self._ranks = ranks_of(group)
         self._facts = facts
         self._warned = warned
         self._problems = problems
+        self._others = others
         self.is_checked = False
         """Whether the ranks have been compared."""
 
@@ -68,31 +73,68 @@ class RankGuard:
             problems = self._problems()
             check_ranks_agree(self._facts(), problems, group=self._group, warned=self._warned)
             self.is_checked = True
+            if self._others is not None:
+                self._others.compare(ends=True)
+
+
+@final
+class LoneGuard:
+    """Compare this rank with the others, which train without it, in some of its updates.
+
+    Args:
+        others: The other ranks.
+    """
+
+    def __init__(self, others: OtherRanks) -> None:
+        self._others = others
+        self.is_checked = False
+        """Whether the ranks have been compared."""
+
+    @contextlib.contextmanager
+    def updating(self, *, ends: bool) -> Iterator[None]:
+        """Do an update, or a part of it, within the block.
+
+        Args:
+            ends: Whether the update ends with the block.
+
+        Raises:
+            RuntimeError: If another rank trains other parameters.
+        """
+        if not self.is_checked:
+            self.is_checked = self._others.compare(ends=ends)
+        yield
 
 
 def rank_guard(
+    networks: Sequence[nn.Module],
     parts: Sequence[DistributedDataParallel],
     sharded: ShardedParts,
     facts: Callable[[], Facts],
     warned: Sequence[str] = (),
-) -> RankGuard | None:
+) -> RankGuard | LoneGuard | None:
     """Return the guard of a network; ``None`` if no other rank takes part in its updates.
 
     Start the watch of the ranks, which then answers even if this rank never gets a batch.
 
     Args:
-        parts: The network's DistributedDataParallel modules.
-        sharded: The network's sharded parts.
+        networks: Networks that are trained.
+        parts: The networks' DistributedDataParallel modules.
+        sharded: The networks' sharded parts.
         facts: As in `RankGuard`.
         warned: As in `RankGuard`.
     """
     if rank_watch() is None and num_ranks() == 1:
         return None
-    if parts:
-        group = parts[0].process_group
-        return None if len(ranks_of(group)) == 1 else RankGuard(group, facts, warned)
+    group = parts[0].process_group if parts else None
+    if group is not None and len(ranks_of(group)) > 1:
+        others = OtherRanks(networks, rank_announcements(), are_refused=False)
+        spans_all = len(ranks_of(group)) == num_ranks()
+        return RankGuard(group, facts, warned, others=None if spans_all else others)
     # Shards with replicas have one group for each dimension of their mesh, but no group for the
     # whole mesh. If the mesh spans all ranks, use the group of all ranks.
     if any(len(unit.ranks) == num_ranks() for unit in sharded.units):
         return RankGuard(None, facts, warned)
-    return None
+    parameters = [parameter for network in networks for parameter in network.parameters()]
+    if num_ranks() == 1 or not parameters or any(map(is_distributed, parameters)):
+        return None
+    return LoneGuard(OtherRanks(networks, rank_announcements(), are_refused=True))

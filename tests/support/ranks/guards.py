@@ -11,12 +11,12 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mfwrap import MFTrainOneStepCell
+from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.accelerate import attach
 from mfwrap.collectives import gather_objects
 from support.attached_runs import new_accelerator
 
-__all__ = ["LOOPS", "fail_alone", "loop_apart", "train_apart"]
+__all__ = ["LOOPS", "fail_alone", "loop_apart", "train_alone", "train_apart"]
 
 
 class _Network(nn.Module):
@@ -67,6 +67,23 @@ def train_apart(rank: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         step(torch.ones(1, 2))
     return str(caught.value)
+
+
+def train_alone(rank: int) -> str:
+    """Train a plain network of another size on each rank; return the message of the error."""
+    network = nn.Linear(2, 1 + rank)
+    cell = MFTrainOneStepCell(
+        WithLossCell(network, nn.MSELoss()), SGD(network.parameters(), lr=0.1)
+    )
+    message = ""
+    for _ in range(2):
+        try:
+            cell(torch.ones(1, 2), torch.ones(1, 1 + rank))
+        except RuntimeError as error:
+            message = str(error)
+        # One of the ranks may do its first update before the other has announced its network.
+        gather_objects(rank)
+    return message
 
 
 def loop_apart(rank: int) -> str:

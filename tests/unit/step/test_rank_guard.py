@@ -11,7 +11,8 @@ from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import RankGuard, rank_guard
 from support.paths import TESTS
 from support.ranks import early_ends
-from support.ranks.guards import fail_alone, train_apart
+from support.ranks.guards import fail_alone, train_alone, train_apart
+from support.ranks.pool import RankPool
 
 HANGS_SECONDS = 30
 """A rank that has not ended by then hangs. Deadlocks are ended after 20 to 25 seconds."""
@@ -19,7 +20,8 @@ HANGS_SECONDS = 30
 
 def test_one_rank_needs_no_guard():
     """Without other ranks there is nothing to compare."""
-    assert rank_guard([], ShardedParts(nn.Linear(2, 1)), dict) is None
+    network = nn.Linear(2, 1)
+    assert rank_guard([network], [], ShardedParts(network), dict) is None
 
 
 def test_ranks_are_compared_before_the_first_update_only(monkeypatch):
@@ -40,6 +42,17 @@ def test_ranks_that_differ(two_ranks):
 
     assert first == second
     assert "optimizer: lr of group 0 is 0.1 on rank 0 but 0.2 on rank 1" in first
+
+
+@pytest.mark.slow
+def test_networks_that_nothing_joins(tmp_path):
+    """Ranks with different plain networks are refused at the latest in the second update."""
+    with RankPool(2, tmp_path) as ranks:
+        errors = ranks.run(train_alone)
+
+    for rank, error in enumerate(errors):
+        assert f"cannot train: rank {rank} trains `backbone.weight`" in error
+        assert f"but rank {1 - rank} trains `backbone.weight`" in error
 
 
 @pytest.mark.slow

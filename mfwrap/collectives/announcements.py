@@ -1,0 +1,88 @@
+"""Compare what ranks do without each other, through the key-value store of ``torch.distributed``.
+
+A collective must be started by all ranks. Ranks that train without each other may do so at any
+time, or not at all, so they cannot be compared by a collective. Instead each rank announces what it
+does, and looks at the announcements of the others. It waits only for ranks that have announced
+something else.
+"""
+
+import time
+from typing import Any, final
+
+from torch import distributed
+
+from mfwrap.collectives.calls import num_ranks, this_rank
+from mfwrap.collectives.messages import has_keys
+from mfwrap.collectives.watch import default_store
+
+
+@final
+class Announcements:
+    """Announce what this rank does, and find the ranks that do something else.
+
+    Args:
+        store: Key-value store that the ranks share.
+        rank: This rank.
+        num_ranks: Number of ranks.
+        seconds_to_follow: Time that another rank has to announce the same as this rank, if it has
+            announced only other things.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, num_ranks: int, seconds_to_follow: float = 5.0
+    ) -> None:
+        self.belongs_to = store
+        self._store = distributed.distributed_c10d.PrefixStore("mfwrap/announcements", store)
+        self.rank = rank
+        """This rank."""
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self._own: list[str] = []
+        self._seconds_to_follow = seconds_to_follow
+
+    def announce(self, digest: str, text: str) -> None:
+        """Tell the other ranks what this rank is about to do.
+
+        Args:
+            digest: Short string that is equal on ranks that do the same.
+            text: Description for messages.
+        """
+        if digest not in self._own:
+            self._own.append(digest)
+            self._store.set(f"{self.rank}/{digest}", "")
+        # Set the text last: a rank that has a text has its digest, too.
+        self._store.set(str(self.rank), text)
+
+    def all_agree(self, digest: str) -> bool:
+        """Return whether all other ranks have announced `digest`."""
+        return bool(self._store.check([f"{rank}/{digest}" for rank in self._others]))
+
+    def who_differs(self, digest: str) -> tuple[int, str] | None:
+        """Return a rank that has announced only what this rank has not, and its description.
+
+        Such a rank has `seconds_to_follow` to announce the same. Two ranks that announce different
+        things cannot both miss this: the later one finds the announcement of the earlier one.
+
+        Args:
+            digest: Digest that this rank has announced last.
+        """
+        deadline = time.monotonic() + self._seconds_to_follow
+        for rank in self._others:
+            if not self._store.check([str(rank)]):
+                continue
+            if any(self._store.check([f"{rank}/{own}"]) for own in self._own):
+                continue
+            if not has_keys(self._store, [f"{rank}/{digest}"], deadline - time.monotonic()):
+                return rank, self._store.get(str(rank)).decode()
+        return None
+
+
+_current: Announcements | None = None
+
+
+def rank_announcements() -> Announcements:
+    """Return the announcements of this process in the present process group."""
+    global _current  # noqa: PLW0603  (one object per process and process group)
+    store = default_store()
+    if _current is None or _current.belongs_to is not store:
+        _current = Announcements(store, this_rank(), num_ranks())
+    return _current

@@ -1,0 +1,59 @@
+"""Ranks compare what they do without a collective."""
+
+import pytest
+from torch import distributed
+
+from mfwrap.collectives import Announcements, rank_announcements
+
+
+@pytest.fixture
+def ranks():
+    """Return the announcements of two ranks, which do not wait for each other."""
+    store = distributed.HashStore()
+    return [Announcements(store, rank, 2, seconds_to_follow=0.0) for rank in range(2)]
+
+
+def test_ranks_that_do_the_same(ranks):
+    """Ranks agree once all of them have announced the same."""
+    first, second = ranks
+    first.announce("a", "training a")
+    assert not first.all_agree("a")
+    assert first.who_differs("a") is None
+    second.announce("a", "training a")
+
+    assert first.all_agree("a")
+    assert second.all_agree("a")
+
+
+def test_ranks_that_do_something_else(ranks):
+    """Each rank finds the announcement of the other, with its text."""
+    first, second = ranks
+    first.announce("a", "training a")
+    second.announce("b", "training b")
+
+    assert second.who_differs("b") == (0, "training a")
+    assert first.who_differs("a") == (1, "training b")
+
+
+def test_ranks_that_did_the_same_before(ranks):
+    """A rank may do something by itself after or before it has done the same as the others."""
+    first, second = ranks
+    for rank in ranks:
+        rank.announce("a", "training a")
+    first.announce("b", "probing b")
+
+    assert not first.all_agree("b")
+    assert first.who_differs("b") is None
+    assert second.who_differs("a") is None
+
+
+def test_one_object_for_each_process_group():
+    """A new process group starts without announcements."""
+    found = []
+    for _ in range(2):
+        distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
+        found.append(rank_announcements())
+        assert rank_announcements() is found[-1]
+        distributed.destroy_process_group()
+
+    assert found[0] is not found[1]
