@@ -22,6 +22,7 @@ from mfwrap.callbacks.mindspore.model_checkpoint import ModelCheckpoint
 from mfwrap.callbacks.mindspore.reduce_lr_on_plateau import ReduceLROnPlateau
 from mfwrap.callbacks.mindspore.time_monitor import TimeMonitor
 from mfwrap.callbacks.profile_monitor import ProfileMonitor
+from mfwrap.callbacks.rank_clock import RankClock
 from mfwrap.callbacks.replica_check import ReplicaCheck
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.model import Callback, RunContext, as_trainer_callback
@@ -43,6 +44,7 @@ __all__ = [
     "MetricsRecorder",
     "ModelCheckpoint",
     "ProfileMonitor",
+    "RankClock",
     "ReduceLROnPlateau",
     "ReplicaCheck",
     "RunContext",

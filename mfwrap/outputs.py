@@ -1,10 +1,13 @@
 """Results of a training step: detached tensors on the training device."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mfwrap.collectives.clock import StepSections
 
 
 class StepOutput(NamedTuple):
@@ -101,6 +104,10 @@ class StepReport:
 
     local_norm_names: tuple[str, ...]
     """Names of the groups of ``output.local_norm``, in its order."""
+
+    sections: "StepSections | None" = None
+    """Times of data loading, forward and backward, reduction, update and waiting on this rank,
+    since the previous update. ``None`` unless a monitor such as `RankClock` reads them."""
 
 
 def named_output(outputs: Any) -> Any:

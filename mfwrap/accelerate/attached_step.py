@@ -35,6 +35,7 @@ from mfwrap.accelerate.setup import (
     trained_models,
 )
 from mfwrap.accelerate.state import is_writer, load_step, save_step
+from mfwrap.accelerate.timing import LoopSections
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
@@ -94,6 +95,8 @@ class AttachedStep:
         with the device. The Trainer reads it after every step."""
         self.ranks = LoopRanks(accelerator, self._distributed_parts, config)
         """Check of the ranks that update the models together."""
+        self.sections = LoopSections(accelerator, self._distributed_parts)
+        """Times of the sections of the loop's steps."""
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
         optimizer directly instead of doing an update."""
@@ -169,6 +172,7 @@ class AttachedStep:
             self.flush()
         finally:
             self.checkpoints.detach()
+            self.sections.detach()
             for window in self.step.windows.values():
                 window.hand_back(scaled=scales)
                 window.update.local_squares = None

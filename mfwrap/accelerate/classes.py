@@ -32,7 +32,7 @@ from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.schedules import attach_scheduler
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
-from mfwrap.collectives import rank_watch
+from mfwrap.collectives import Section, rank_watch, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.preflight import Facts, num_batches, step_facts
@@ -113,6 +113,7 @@ class AttachedAccelerator:
         """Run backward as accelerate does; explain an error that another rank has caused."""
         with self.attachment.ranks.updating(ends=False):
             super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
+        section_clock.switch(Section.DATA)
         for window in self.attachment.step.windows.values():
             window.after_backward()
 
@@ -319,7 +320,10 @@ class StepScaler:
         """Return a loss times the loss scale."""
         self.attachment.build(final=True)
         numbered = self.attachment.numbers_micro_batches
-        return self.attachment.step.scaled(outputs, self._accelerator.step if numbered else None)
+        loss = self.attachment.step.scaled(outputs, self._accelerator.step if numbered else None)
+        if section_clock.is_on:
+            self.attachment.sections.follow(loss)
+        return loss
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the loss scale, in place, once."""

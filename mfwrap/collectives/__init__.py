@@ -14,6 +14,7 @@ from mfwrap.collectives.calls import (
     ranks_of,
     this_rank,
 )
+from mfwrap.collectives.clock import Section, section_clock
 from mfwrap.collectives.debug import compare_if_asked
 from mfwrap.collectives.launch import leave_shared_store, refuse_lone_process, start_failure
 from mfwrap.collectives.watch import RankWatch, rank_watch
@@ -21,6 +22,7 @@ from mfwrap.collectives.watch import RankWatch, rank_watch
 __all__ = [
     "Announcements",
     "RankWatch",
+    "Section",
     "add_over_ranks",
     "any_rank",
     "broadcast_from_main",
@@ -35,6 +37,7 @@ __all__ = [
     "rank_watch",
     "ranks_of",
     "refuse_lone_process",
+    "section_clock",
     "start_failure",
     "this_rank",
 ]

@@ -25,6 +25,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, distributed
 
+from mfwrap.collectives.clock import Section, section_clock
+
 _T = TypeVar("_T")
 
 
@@ -54,7 +56,8 @@ def add_over_ranks(tensor: Tensor, group: "distributed.ProcessGroup | None" = No
         group: Ranks to sum over; ``None`` for all ranks.
     """
     if group is not None or num_ranks() > 1:
-        distributed.all_reduce(tensor, group=group)
+        with _waiting():
+            distributed.all_reduce(tensor, group=group)
 
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
@@ -69,7 +72,8 @@ def any_rank(*, flag: bool, device: torch.device) -> bool:
     if num_ranks() == 1:
         return flag
     found = torch.full((), float(flag), device=device)
-    distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
+    with _waiting():
+        distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
     return bool(found)
 
 
@@ -85,7 +89,8 @@ def gather_on_all(tensor: Tensor) -> Tensor:
     if num_ranks() == 1:
         return torch.stack([tensor])
     of_ranks = [torch.empty_like(tensor) for _ in range(num_ranks())]
-    distributed.all_gather(of_ranks, tensor)
+    with _waiting():
+        distributed.all_gather(of_ranks, tensor)
     return torch.stack(of_ranks)
 
 
@@ -104,7 +109,8 @@ def gather_on_main(tensor: Tensor) -> Tensor | None:
     of_ranks = None
     if this_rank() == 0:
         of_ranks = [torch.empty_like(tensor) for _ in range(num_ranks())]
-    distributed.gather(tensor, of_ranks, dst=0)
+    with _waiting():
+        distributed.gather(tensor, of_ranks, dst=0)
     return None if of_ranks is None else torch.stack(of_ranks)
 
 
@@ -115,7 +121,8 @@ def broadcast_from_main(tensor: Tensor) -> None:
         tensor: Tensor of the same shape and dtype on every rank.
     """
     if num_ranks() > 1:
-        distributed.broadcast(tensor, src=0)
+        with _waiting():
+            distributed.broadcast(tensor, src=0)
 
 
 def gather_objects(value: _T, group: "distributed.ProcessGroup | None" = None) -> list[_T]:
@@ -130,7 +137,8 @@ def gather_objects(value: _T, group: "distributed.ProcessGroup | None" = None) -
     if num_ranks() == 1:
         return [value]
     values = [value] * len(ranks_of(group))
-    distributed.all_gather_object(values, value, group=group)
+    with _waiting():
+        distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -169,6 +177,11 @@ def ranks_of(group: "distributed.ProcessGroup | None" = None) -> list[int]:
     return (
         distributed.get_process_group_ranks(group) if group is not None else [*range(num_ranks())]
     )
+
+
+def _waiting() -> contextlib.AbstractContextManager[None]:
+    """Count the time within a block as waiting for other ranks."""
+    return section_clock.within(Section.WAITING)
 
 
 def _has_group() -> bool:

@@ -28,6 +28,7 @@ from typing import Any, final
 from torch import Tensor, distributed
 
 from mfwrap.collectives import calls
+from mfwrap.collectives.clock import Section, section_clock
 from mfwrap.collectives.messages import has_keys
 from mfwrap.collectives.places import is_skipped, named_ranks, place_of
 from mfwrap.collectives.progress import COLLECTIVES
@@ -88,7 +89,8 @@ def _compared(function: Callable[..., Any], parameter: str | None) -> Callable[.
             given = signature.bind(*args, **keywords).arguments
             tensor = None if parameter is None else given.get(parameter)
             frame = sys._getframe(1)  # noqa: SLF001  (no public name)
-            _compare(_call(function.__name__, tensor, frame), given.get("group"))
+            with section_clock.within(Section.WAITING):
+                _compare(_call(function.__name__, tensor, frame), given.get("group"))
         return function(*args, **keywords)
 
     wrapper.is_compared = True  # type: ignore[attr-defined]  # (marks the wrapper)

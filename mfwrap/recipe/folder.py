@@ -20,7 +20,7 @@ RESULT = "result.json"
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _RECORD = re.compile(
-    r"(anomalies|checkpoint_health|local_norms|metrics|throughput|training_state)"
+    r"(anomalies|checkpoint_health|local_norms|metrics|rank_clock|throughput|training_state)"
     r"(_rank\d+)?\.jsonl"
     rf"|({re.escape(RESULT)}|abnormal_global_norm\.json|error_rank_\d+\.txt|run\.(html|png))"
     rf"({re.escape(PARTIAL)})?"

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.collectives import add_over_ranks
+from mfwrap.collectives import Section, add_over_ranks, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.preflight import step_facts
 from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
 from mfwrap.step.ranks import StageTotals
+from mfwrap.step.waiting import time_replicas
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 
@@ -81,6 +82,9 @@ class GradientAccumulation:
             ValueError: If the loss does not have exactly one element, or does not depend on a
                 trainable parameter.
         """
+        if section_clock.is_on:
+            time_replicas(self.distributed_parts)
+            self.sharded_parts.time_collectives()
         parts: list[LossParts] = []
         try:
             for index, call in enumerate(calls):
@@ -119,7 +123,10 @@ class GradientAccumulation:
         share = 1 if part.denominator is not None else num_micro_batches
         with torch.autocast(numerator.device.type, enabled=False):
             scale = on_device(loss_scale / share, numerator.device)
-            (numerator * scale).backward()
+            scaled = numerator * scale
+            section_clock.follow_backward(scaled)
+            scaled.backward()
+        section_clock.switch(Section.FORWARD_BACKWARD)
 
     def _accumulated(self, parts: Sequence[LossParts]) -> Accumulated:
         total = torch.stack([part.numerator for part in parts]).sum()

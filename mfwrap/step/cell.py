@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
@@ -356,12 +357,14 @@ class MFTrainOneStepCell(LossScaleHooks):
         guard = self._guard
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
+                section_clock.switch(Section.FORWARD_BACKWARD)
                 accumulated = self._accumulate(calls, self._loss_scale.value)
                 self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:
             # Release the gradients even if forward or backward raises. Otherwise the next step
             # would add its gradients to those of an incomplete step.
             self._update.release_gradients()
+            section_clock.switch(Section.DATA)
         return self.last_report.output
 
     def flush(self) -> None:

@@ -30,7 +30,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from mfwrap.collectives import Section, section_clock
 from mfwrap.step.local_norms import LocalSquares
+from mfwrap.step.waiting import time_method
 from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, on_device
@@ -56,10 +58,13 @@ class ReductionSeam:
         """Call the callbacks if gradients are about to be reduced, then torch's own method."""
         # torch calls this after every backward. With `reduce_grads` off, torch's method does not
         # reduce the gradients but keeps them for a later backward, so it is too early to read them.
-        if self._group.reduce_grads:
-            for callback in self.callbacks:
-                callback()
-        self._reduce(*arguments)
+        if not self._group.reduce_grads:
+            self._reduce(*arguments)
+            return
+        for callback in self.callbacks:
+            callback()
+        with section_clock.within(Section.WAITING):
+            self._reduce(*arguments)
 
 
 @final
@@ -117,6 +122,12 @@ class ShardedUnit:
             self._group.post_backward = seam
         return seam
 
+    def time_collectives(self) -> None:
+        """Count the time in gathers and reductions as waiting for other ranks from now on."""
+        self.before_reduction()
+        for name in ("unshard", "wait_for_unshard"):
+            time_method(self._group, name)
+
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return pairs of a sharded parameter and this rank's own whole gradient of it.
 
@@ -169,6 +180,11 @@ class ShardedParts:
         """Set whether later backward passes reduce gradients (`now` is true) or accumulate them."""
         for part in self._parts:
             part.set_requires_gradient_sync(now, recurse=False)
+
+    def time_collectives(self) -> None:
+        """Count the time in gathers and reductions as waiting; see `ShardedUnit`."""
+        for unit in self.units:
+            unit.time_collectives()
 
     def discard_half_a_step(self) -> None:
         """Free the gathered weights and whole gradients that a failed forward or backward left."""

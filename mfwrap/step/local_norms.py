@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.arguments import described
+from mfwrap.collectives import Section, section_clock
 from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.shards import on_device
 
@@ -175,7 +176,8 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.read(bucket)
         inner_state, hook = state.communication_hook
-        return hook(inner_state, bucket)
+        with section_clock.within(Section.REDUCTION):
+            return hook(inner_state, bucket)
 
     # Keep the inner hook's name: torch logs the name, and uses it to detect hooks that a device
     # does not support.

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described, needed_arguments
+from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
@@ -325,7 +326,8 @@ class StepUpdate:
         groups = self.parameters.groups()
         gradients = self.parameters.gradients(may_be_absent=may_be_absent)
         # Disable a caller's autocast, which would multiply norms in half precision.
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        no_autocast = torch.autocast(self._device.type, enabled=False)
+        with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
             measured = measure(
                 gradients,
                 groups,
@@ -359,6 +361,7 @@ class StepUpdate:
             RuntimeError: If the averages are swapped in, or too many updates in a row were skipped.
             ValueError: If a learning rate is a non-finite number.
         """
+        section_clock.switch(Section.UPDATE)
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             # Flush as late as possible: this step's backward is queued by now, so the device is
             # busy while the host waits. But flush before the optimizer's step, because the flush
@@ -442,5 +445,6 @@ class StepUpdate:
             skipped=~applied,
             learning_rates=rates,
             local_norm_names=groups.names,
+            sections=section_clock.end_step(self._device),
             **self.counts.tensors(),
         )

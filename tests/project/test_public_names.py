@@ -18,7 +18,7 @@ CALLBACKS = """
     MFLossMonitor TrainingStateMonitor CheckpointMonitor EMACallback EvalCallback ProfileMonitor
     LossMonitor TimeMonitor ModelCheckpoint CheckpointConfig Callback EarlyStopping
     ReduceLROnPlateau History LambdaCallback LearningRateScheduler LocalNormMonitor ReplicaCheck
-    newest_healthy_checkpoint RunContext as_trainer_callback
+    RankClock newest_healthy_checkpoint RunContext as_trainer_callback
 """
 SCHEDULES = """
     SCHEDULES ConstantWarmUpLR ConstantWithCoolDownLR LinearWithWarmUpLR CosineWithWarmUpLR

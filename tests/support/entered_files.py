@@ -176,11 +176,11 @@ def _trainer(*monitors: TrainerCallback) -> set[str]:
 
 
 LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
-    "cell, clipping": (lambda: _cell(everything=False), 14),
-    "cell, everything": (lambda: _cell(everything=True), 17),
-    "attached step": (_attached, 14),
-    "Model, LossMonitor": (_model, 22),
-    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 26),
-    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 31),
+    "cell, clipping": (lambda: _cell(everything=False), 16),
+    "cell, everything": (lambda: _cell(everything=True), 19),
+    "attached step": (_attached, 16),
+    "Model, LossMonitor": (_model, 24),
+    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 28),
+    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 33),
 }
 """Ways to train, each with the largest number of files that its step may enter."""

@@ -1,5 +1,6 @@
 """Count the messages that ranks send in one step, with and without mfwrap."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerControl, TrainerState
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.callbacks import RankClock
 from support.attached_runs import new_accelerator
 from support.ranks.local_norms import Parts, share
 from support.small_networks import Classifier, TokenClassifier
@@ -113,6 +116,25 @@ def _in_parts(rank: int) -> Callable[[int], Any]:
     return lambda number: cell(torch.tensor([[3.0, 4.0]]) * (1 + rank + number))
 
 
+def _with_clock(rank: int) -> Callable[[int], Any]:
+    network = DistributedDataParallel(Classifier())
+    cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1, fused=True))
+    folder = tempfile.TemporaryDirectory()
+    clock = RankClock(4, folder=folder.name)
+    state, control = TrainerState(), TrainerControl()
+    clock.on_train_begin(None, state, control)
+
+    def step(number: int) -> None:
+        cell(*share(number, rank))
+        state.global_step += 1
+        clock.on_step_end(None, state, control, step_report=cell.last_report)
+        if state.global_step == 2 + NUM_STEPS:
+            clock.on_train_end(None, state, control)
+            folder.cleanup()
+
+    return step
+
+
 WAYS = {
     "plain": _plain,
     "mean": _mean,
@@ -120,5 +142,6 @@ WAYS = {
     "per token": _per_token,
     "attached": _attached,
     "in parts": _in_parts,
+    "clock": _with_clock,
 }
 """Functions from a rank to a function that runs one step, by name."""

@@ -21,6 +21,7 @@ from mfwrap.callbacks import (
     EvalCallback,
     MFLossMonitor,
     ProfileMonitor,
+    RankClock,
     ReplicaCheck,
     TrainingStateMonitor,
 )
@@ -102,6 +103,7 @@ def monitors(folder, **settings):
         EvalCallback(lambda: {"answer": 42}, step_interval=2),
         ProfileMonitor(1, 2, folder / "profile"),
         ReplicaCheck(1, gradients=True, folder=folder),
+        RankClock(2, folder=folder),
     ]
 
 
@@ -279,6 +281,12 @@ def test_other_monitors(run):
         health = read_json_lines(folder / "checkpoint_health.jsonl")
         assert [(one["step"], one["healthy"]) for one in health] == [(2, True), (4, True)]
     assert not (folder / "anomalies.jsonl").exists()
+    times = folder / "rank_clock.jsonl"
+    if loop == "Trainer":
+        assert not times.exists()
+    else:
+        recorded = [(one["step"], one["update"][0] > 0) for one in read_json_lines(times)]
+        assert recorded == [(1, True), (2, True), (3, True)]
 
 
 def test_the_page_reads_what_was_written(run):

@@ -24,3 +24,10 @@ def test_parameters_that_are_not_reduced_add_one_number(two_ranks):
     """A step with unreduced parameters also sends one number, for the shared norm."""
     for sent in two_ranks.run(messages_of, "in parts"):
         assert sent == [[1, 2, 2]] * len(sent)
+
+
+def test_a_clock_of_ranks_adds_one_message_per_interval(two_ranks):
+    """`RankClock` sends five numbers for each step since its last message, and nothing else."""
+    sender = two_ranks.run(messages_of, "clock")[1]
+
+    assert sender == [[GRADIENTS], [3 * 5, GRADIENTS], [GRADIENTS]]

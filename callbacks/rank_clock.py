@@ -1,0 +1,308 @@
+"""Record where each rank spends the time of its steps, and name the rank that slows the others."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from transformers import TrainerState, TrainingArguments
+
+from mfwrap import DeferredReads, StepReport
+from mfwrap.arguments import check_int, check_positive_number, directory_name
+from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
+from mfwrap.collectives import Section, gather_on_main, section_clock, this_rank
+from mfwrap.collectives.clock import StepSections
+from mfwrap.records.json_lines import JsonLines
+from mfwrap.records.run_files import open_records
+from mfwrap.trainer import MonitorCallback
+
+_NO_SECTIONS = (
+    "RankClock records nothing: this loop passes no `step_report`, or its report has no sections"
+)
+_UNKNOWN = [math.nan] * len(Section)
+
+
+class SlowRank(NamedTuple):
+    """A rank for which the other ranks wait."""
+
+    rank: int
+
+    section: str
+    """Section that takes longer than on the other ranks: ``data``, ``forward_backward``,
+    ``reduction`` or ``update``. ``unmeasured`` if no section does, but the other ranks wait."""
+
+    milliseconds: float
+    """Mean time of the section in a step; for ``unmeasured`` the mean time of waiting."""
+
+    others: float
+    """Median of this time over the other ranks, in milliseconds."""
+
+    def __str__(self) -> str:
+        times = f"{self.milliseconds:.3g} ms", f"{self.others:.3g} ms"
+        if self.section == "unmeasured":
+            return (
+                f"rank {self.rank} is slow outside of its measured sections: it waits {times[0]} "
+                f"for other ranks, the median of the other ranks is {times[1]}"
+            )
+        name = self.section.replace("_", "-")
+        return (
+            f"rank {self.rank} is slow: {name} takes {times[0]}, the median of the other ranks is "
+            f"{times[1]}"
+        )
+
+
+@final
+class RankClock(MonitorCallback):
+    """Record the time of each section of each step on every rank, and name a slow rank.
+
+    All ranks of a training wait for the slowest one. The time of a step therefore looks the same on
+    every rank, and says neither which rank is slow nor why. This monitor separates the own work of
+    a rank from its waiting for other ranks. A step has five sections:
+
+    - ``data``: between two steps. Time from the end of an evaluation, a log or a save backwards to
+      the step before is left out.
+    - ``forward_backward``: forward and backward of all micro-batches.
+    - ``reduction``: the communication hook that was passed to the step.
+    - ``update``: norms, optimizer, average, loss scale.
+    - ``waiting``: collectives that are not complete: waiting for other ranks, and transfers.
+
+    Every `step_interval` steps each rank sends its times since the last message, except those of
+    the present step, to the main process: ``20 n`` bytes for ``n`` steps, and no other message. The
+    main process writes
+
+    - ``rank_clock.jsonl`` in the run folder: for each step a record with the milliseconds of all
+      ranks, ``{"step": 7, "data": [0.2, 0.1], "forward_backward": [...], ...}``, and for each
+      message that shows slow ranks a record ``{"step": 9, "slow": [{"rank": 1, "section": "data",
+      "milliseconds": 118.0, "others": 0.2}]}``;
+    - a warning in the log when a rank becomes slow: ``rank 2 is slow: forward-backward takes 131
+      ms, the median of the other ranks is 11 ms (steps 2 to 9)``.
+
+    A rank is slow if the mean time of one of its own sections exceeds the median of the other ranks
+    by more than `tolerance` of the time of a step. The first step is recorded but does not count.
+
+    Under ``fully_shard``, all time in torch's gathers and reductions counts as ``waiting``. What a
+    rank does inside of them, such as a slow custom reduction, cannot be told from waiting. Under
+    DistributedDataParallel, a hook that was registered with ``register_comm_hook``, and not passed
+    as `communication_hook`, counts as ``forward_backward``. If the other ranks wait for a rank
+    although none of its sections is slow, the rank is named with the section ``unmeasured``.
+
+    Steps measure nothing unless this monitor asks for it. They then call a clock some ten times,
+    about a microsecond each on a CPU. On other devices they record events, which are read when
+    they are complete: the monitor never synchronizes with the device.
+
+    Args:
+        step_interval: Steps from one message to the next.
+        tolerance: Excess from which a rank is slow, as a share of the time of a step.
+        folder: Run folder; ``None`` for ``args.output_dir``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range. At ``on_train_begin``, or else at the end of the
+            first step, if the loop has no ``args.output_dir`` and `folder` is missing.
+    """
+
+    def __init__(
+        self,
+        step_interval: int = 10,
+        *,
+        tolerance: float = 0.2,
+        folder: str | Path | None = None,
+    ) -> None:
+        check_int("step_interval", step_interval, minimum=1)
+        self._step_interval = step_interval
+        self._tolerance = check_positive_number("tolerance", tolerance)
+        self._folder = directory_name("folder", folder)
+        self._lines: JsonLines | None = None
+        self._is_open = False
+        self._steps: list[tuple[int, StepSections | None]] = []
+        self._first_step: int | None = None
+        self._slow: set[tuple[int, str]] = set()
+        self._reads = DeferredReads()
+        self._warn_once = WarnOnce(__name__)
+
+    def on_train_begin(
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        """Start the clock, and open the file on the main process.
+
+        Raises:
+            OSError: If files cannot be written to the run folder.
+            ValueError: If the loop has no ``args.output_dir`` and `folder` is missing.
+        """
+        self._reads.discard()
+        self._open(args, state.global_step)
+
+    def on_step_begin(
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        """Start the clock if ``on_train_begin`` was not called."""
+        if not self._is_open:
+            self._open(args, state.global_step)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments | None,
+        state: TrainerState,
+        *_: Any,
+        step_report: StepReport | None = None,
+        **__: Any,
+    ) -> None:
+        """Write the times of an earlier message; keep those of this step, or send all kept ones."""
+        self._reads.flush()
+        if not self._is_open:
+            # The clock was not running in this step.
+            self._open(args, state.global_step)
+            return
+        sections = None if step_report is None else step_report.sections
+        if step_report is not None and state.global_step % self._step_interval == 0 and self._steps:
+            self._send(step_report.skipped.device)
+        if step_report is None or sections is None:
+            self._warn_once(_NO_SECTIONS)
+        if step_report is not None:
+            self._steps.append((state.global_step, sections))
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        """Write pending times, and leave the time of logging out of the data section."""
+        self._pause()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Write pending times, and leave the evaluation out of the data section."""
+        self._pause()
+
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Write pending times, so that they belong to the checkpoint."""
+        self._reads.flush()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write pending times, and leave the time of saving out of the data section."""
+        self._pause()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Write pending times."""
+        self._reads.flush()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Write pending times, and stop the clock."""
+        self._reads.flush()
+        section_clock.stop_for(self)
+        self._is_open, self._lines = False, None
+
+    def _pause(self) -> None:
+        self._reads.flush()
+        section_clock.leave_out()
+
+    def _open(self, args: TrainingArguments | None, global_step: int) -> None:
+        folder = self._folder
+        if folder is None and args is not None:
+            folder = args.output_dir
+        if folder is None:
+            msg = "RankClock needs `folder` in a loop without `args.output_dir`"
+            raise ValueError(msg)
+        self._is_open = True
+        self._steps, self._first_step, self._slow = [], None, set()
+        if this_rank() == 0:
+            self._lines = open_records(Path(folder) / "rank_clock.jsonl", global_step)
+        section_clock.start_for(self)
+
+    def _send(self, device: torch.device) -> None:
+        """Send the times of the kept steps to the main process.
+
+        All ranks have kept the same steps. The device has finished them, because the update of the
+        present step has read a result of the one before; if not, a step's times are unknown.
+        """
+        steps = [step for step, _ in self._steps]
+        rows = [
+            (None if sections is None else sections.seconds()) or _UNKNOWN
+            for _, sections in self._steps
+        ]
+        self._steps.clear()
+        gathered = gather_on_main(_on_device(rows, device))
+        if gathered is None:
+            return
+        size = len(steps) * len(Section)
+
+        def receive(values: Sequence[float]) -> None:
+            of_ranks = [values[start : start + size] for start in range(0, len(values), size)]
+            self._receive(steps, of_ranks)
+
+        self._reads.submit(gathered.reshape(-1), receive)
+
+    def _receive(self, steps: Sequence[int], of_ranks: Sequence[Sequence[float]]) -> None:
+        """Write the times of some steps.
+
+        Args:
+            steps: Numbers of ``n`` steps.
+            of_ranks: For each rank ``5 n`` times in seconds, step by step.
+        """
+        width = len(Section)
+        for index, step in enumerate(steps):
+            record: dict[str, Any] = {"step": step}
+            for section in Section:
+                times = [values[width * index + section] for values in of_ranks]
+                record[section.name.lower()] = [round(1e3 * each, 3) for each in times]
+            self._write(record)
+        if self._first_step is None:
+            # The first step also allocates, compiles and compares the ranks.
+            self._first_step = steps[0]
+        counted = [i for i, step in enumerate(steps) if step > self._first_step]
+        means = [
+            [_mean([values[width * i + section] for i in counted]) for section in Section]
+            for values in of_ranks
+        ]
+        slow = slow_ranks(means, self._tolerance)
+        if slow:
+            self._write({"step": steps[-1], "slow": [each._asdict() for each in slow]})
+        for each in slow:
+            if (each.rank, each.section) not in self._slow:
+                run_logger(__name__).warning(
+                    "%s (steps %d to %d)", each, steps[counted[0]], steps[-1]
+                )
+        self._slow = {(each.rank, each.section) for each in slow}
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._lines is not None:
+            self._lines.append(record)
+
+
+def slow_ranks(means: Sequence[Sequence[float]], tolerance: float) -> list[SlowRank]:
+    """Return the ranks that the other ranks wait for, in their order.
+
+    Args:
+        means: For each rank the mean time of each `Section` in a step, in seconds; NaN if unknown.
+        tolerance: Smallest excess over the median of the other ranks that is slow, as a share of
+            the time of a step.
+    """
+    known = {rank: times for rank, times in enumerate(means) if all(map(math.isfinite, times))}
+    if len(known) < 2:
+        return []
+    limit = tolerance * statistics.median(map(sum, known.values()))
+    found = []
+    for rank, times in known.items():
+        others = [each for other, each in known.items() if other != rank]
+        medians = [statistics.median(column) for column in zip(*others, strict=True)]
+        excess = [time - median for time, median in zip(times, medians, strict=True)]
+        own = [section for section in Section if section is not Section.WAITING]
+        slowest: Section = max(own, key=lambda section: excess[section])
+        name = slowest.name.lower()
+        if excess[slowest] <= limit:
+            if excess[Section.WAITING] >= -limit:
+                continue
+            slowest, name = Section.WAITING, "unmeasured"
+        found.append(SlowRank(rank, name, 1e3 * times[slowest], 1e3 * medians[slowest]))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
+
+
+def _on_device(rows: list[list[float]], device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device, without synchronizing with the device."""
+    values = torch.tensor(rows, dtype=torch.float32, device="cpu")
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

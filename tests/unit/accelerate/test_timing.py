@@ -1,0 +1,92 @@
+"""The clock follows the forward, backward and update of an attached loop."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from mfwrap.accelerate import attach
+from mfwrap.collectives import Section, section_clock
+from support.attached_runs import new_accelerator
+
+
+class Slow(nn.Module):
+    """A network whose forward takes a second of the given clock."""
+
+    def __init__(self, clock) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.clock = clock
+
+    def forward(self, inputs):
+        """Return the loss."""
+        self.clock.seconds += 1
+        return self.layer(inputs).square().mean()
+
+
+class Clock:
+    """Time that advances when it is told to."""
+
+    seconds = 0
+
+    def __call__(self) -> int:
+        return self.seconds * 10**9
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let the sections of this process be measured with the returned clock."""
+    clock = Clock()
+    monkeypatch.setattr(section_clock, "_now", clock)
+    section_clock.start_for(clock)
+    yield clock
+    section_clock.stop_for(clock)
+
+
+def test_sections_of_a_loop(clock):
+    """Loading, forward and backward, and the update are told apart; an evaluation is not a step."""
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
+    attached = attach(accelerator)
+    network = Slow(clock)
+    optimizer = SGD(network.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: setattr(clock, "seconds", clock.seconds + 4))
+    model, optimizer = accelerator.prepare(network, optimizer)
+    network.layer.weight.register_post_accumulate_grad_hook(
+        lambda _: setattr(clock, "seconds", clock.seconds + 2)
+    )
+    found = []
+    for _ in range(3):
+        for _ in range(2):
+            clock.seconds += 8
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(3, 2)))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(attached.last_report.sections.seconds())
+        model.eval()
+        model(torch.ones(3, 2))
+        model.train()
+
+    # The hooks that find the forward are registered in the first backward.
+    assert found[0] == [17, 5, 0, 4, 0]
+    assert found[1:] == [[17, 6, 0, 4, 0]] * 2
+    attached.detach()
+    assert not network._forward_pre_hooks
+
+
+def test_a_loop_without_a_reader_has_no_sections():
+    """If nobody reads the times, the model has no hooks and the report no sections."""
+    accelerator = new_accelerator()
+    attached = attach(accelerator)
+    network = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 2)).mean())
+    optimizer.step()
+
+    assert attached.last_report.sections is None
+    assert not network._forward_pre_hooks
+    assert section_clock.switch(Section.UPDATE) is Section.DATA
+    assert section_clock._now is time.perf_counter_ns
