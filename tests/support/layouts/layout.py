@@ -33,6 +33,9 @@ class Layout:
         resumes_on: Numbers of ranks that resume the checkpoint of `ranks`, one after the other.
     """
 
+    local_norms = "of the rank's loss"
+    """What local norms belong to, if they are right."""
+
     def __init__(
         self,
         name: str,

@@ -1,8 +1,15 @@
 """The layouts of ranks that the table in docs/ranks.md compares with one process."""
 
 from support.layouts import networks
+from support.layouts.accelerated import (
+    Accelerated,
+    AcceleratedPretrained,
+    prepare_tensor_parallel_shards,
+)
+from support.layouts.context import ContextParallel, attend_by_ring
 from support.layouts.layout import Layout
 from support.layouts.pretrained import Pretrained
+from support.layouts.unable import Unable
 
 __all__ = ["LAYOUTS", "Layout", "layout_of"]
 
@@ -31,12 +38,50 @@ LAYOUTS = [
         ranks_per_share=2,
         resumes_on=(2, 1),
     ),
+    ContextParallel(
+        "context parallelism by gathered keys and values, `fully_shard`",
+        2,
+        networks.in_fsdp,
+        resumes_on=(1, 3),
+    ),
+    Unable(
+        "torch's `context_parallel`",
+        2,
+        attend_by_ring,
+        "Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have",
+        "it has no attention kernel for a CPU",
+    ),
     Pretrained("transformers' tensor parallelism: `tp_size=2`", 2, "tp", resumes_on=(1, 3)),
     Pretrained("transformers' `fsdp_size=2`", 2, "fsdp", resumes_on=(1, 3)),
     Pretrained("transformers' `tp_size=2`, `fsdp_size=2`", 4, "tp and fsdp", resumes_on=(2, 1)),
+    Pretrained(
+        "transformers' `dp_replicate_size=2`, `fsdp_size=2`", 4, "replicas", resumes_on=(2, 1)
+    ),
+    Pretrained(
+        "transformers' experts: `ep_size=2`, `tp_size=2`", 2, "tp and experts", resumes_on=(1,)
+    ),
     Pretrained("transformers' experts: `ep_size=2`, `fsdp_size=2`", 2, "experts", resumes_on=(1,)),
     Pretrained(
         "transformers' experts: `ep_size=2`, `fsdp_size=4`", 4, "experts", resumes_on=(2, 1)
+    ),
+    Accelerated(
+        "accelerate's `ParallelismConfig(dp_shard_size=2)`", 2, replicates=False, resumes_on=(1, 3)
+    ),
+    Accelerated(
+        "accelerate's `ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)`",
+        4,
+        replicates=True,
+        resumes_on=(2, 1),
+    ),
+    AcceleratedPretrained(
+        "accelerate's `ParallelismConfig(tp_size=2)`", 2, "tp", resumes_on=(1, 3)
+    ),
+    Unable(
+        "accelerate's `ParallelismConfig(dp_shard_size=2, tp_size=2)`",
+        4,
+        prepare_tensor_parallel_shards,
+        "cannot import name 'ReplicateParallel' from 'transformers",
+        "accelerate 1.15 imports a name that transformers 5.23 lacks",
     ),
 ]
 """Rows of the table, in order."""

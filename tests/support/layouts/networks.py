@@ -25,6 +25,7 @@ __all__ = [
     "in_sequence_parallel",
     "in_tensor_parallel",
     "in_tensor_parallel_and_fsdp",
+    "tensor_parallel",
 ]
 
 WIDTH = 6
@@ -81,7 +82,7 @@ def in_hsdp(network: nn.Module) -> nn.Module:
 
 def in_tensor_parallel(network: nn.Module) -> nn.Module:
     """Split the linear layers of the blocks over all ranks, by columns and by rows."""
-    return _tensor_parallel(network, init_device_mesh("cpu", (distributed.get_world_size(),)))
+    return tensor_parallel(network, init_device_mesh("cpu", (distributed.get_world_size(),)))
 
 
 def in_sequence_parallel(network: nn.Module) -> nn.Module:
@@ -109,7 +110,7 @@ def in_tensor_parallel_and_fsdp(network: nn.Module) -> nn.Module:
     world = distributed.get_world_size()
     shape = (world // 2, 2) if world > 1 else (1, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
-    return _sharded(_tensor_parallel(network, mesh["tp"]), mesh["fsdp"])
+    return _sharded(tensor_parallel(network, mesh["tp"]), mesh["fsdp"])
 
 
 def _sharded(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -118,7 +119,8 @@ def _sharded(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(network, mesh=mesh)
 
 
-def _tensor_parallel(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def tensor_parallel(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Split the linear layers of the blocks over a mesh, by columns and by rows."""
     for block in network.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return network

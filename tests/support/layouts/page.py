@@ -11,6 +11,7 @@ from torch import Tensor
 
 from support.layouts import training
 from support.layouts.layouts import Layout
+from support.layouts.unable import Unable
 from support.paths import ROOT
 from support.ranks.pool import RankPool
 
@@ -55,6 +56,11 @@ class Pools:
 
 def cells_of(layout: Layout, pools: Pools) -> tuple[str, ...]:
     """Train a layout, and return the cells of its row."""
+    if isinstance(layout, Unable):
+        errors = pools.run(layout.ranks, layout.attempt)
+        assert all(error.startswith(layout.error) for error in errors), errors
+        untried = ["not run"] * (len(COLUMNS) - 3)
+        return (layout.name, str(layout.ranks), f"not run: {layout.reason}", *untried)
     one = training.expected(layout)
     ranks = pools.run(layout.ranks, training.train, layout.name)
     norms = [_error(torch.tensor(rank["norms"]), torch.tensor(one.norms)) for rank in ranks]
@@ -77,16 +83,8 @@ def _local_norms(layout: Layout, pools: Pools) -> str:
     ranks = pools.run(layout.ranks, training.local_norms, layout.name)
     if all("refused" in rank for rank in ranks):
         return "refused"
-    return _equal_or(
-        [
-            _error(
-                torch.tensor(rank["norms"]),
-                torch.tensor(training.own_norms(layout, rank["batch"])),
-            )
-            for rank in ranks
-        ],
-        "of the rank's loss",
-    )
+    errors = [_error(rank["norms"], rank["expected"]) for rank in ranks]
+    return _equal_or(errors, layout.local_norms)
 
 
 def _checkpoint(layout: Layout, pools: Pools, one: training.Outcome) -> str:

@@ -38,21 +38,22 @@ class Pretrained(Layout):
     Args:
         name: First cell of the row.
         ranks: Number of ranks that train.
-        kind: What is distributed: ``"tp"``, ``"fsdp"``, ``"tp and fsdp"`` or ``"experts"``.
+        kind: What is distributed: ``"tp"``, ``"fsdp"``, ``"replicas"``, ``"tp and fsdp"``,
+            ``"experts"`` or ``"tp and experts"``.
         resumes_on: Numbers of ranks that resume the checkpoint of `ranks`, one after the other.
     """
 
     def __init__(
         self, name: str, ranks: int, kind: str, *, resumes_on: tuple[int, ...] = ()
     ) -> None:
-        together = {"tp": 0, "tp and fsdp": 2}.get(kind, 1)
+        together = {"tp": 0, "tp and experts": 0, "tp and fsdp": 2}.get(kind, 1)
         super().__init__(name, ranks, self._load, ranks_per_share=together, resumes_on=resumes_on)
         self._kind = kind
 
     def whole_network(self) -> PreTrainedModel:
         """Return a small Llama, or a small model with experts."""
         torch.manual_seed(0)
-        if self._kind == "experts":
+        if "experts" in self._kind:
             experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=8, **experts, **_SIZES))
         return LlamaForCausalLM(LlamaConfig(**_SIZES))
@@ -63,7 +64,12 @@ class Pretrained(Layout):
             "tp": {"tp_size": world},
             "fsdp": {"fsdp_size": world},
             "tp and fsdp": {"tp_size": min(2, world), "fsdp_size": max(1, world // 2)},
+            "replicas": {
+                "dp_replicate_size": min(2, world),
+                "fsdp_size": max(1, world // 2),
+            },
             "experts": {"fsdp_size": world, "ep_size": min(2, world)},
+            "tp and experts": {"tp_size": world, "ep_size": world},
         }[self._kind]
         logging.disable_progress_bar()
         with tempfile.TemporaryDirectory() as folder:

@@ -8,10 +8,11 @@ from torch import Tensor, distributed, nn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from mfwrap.sharded_checkpoint import load_sharded, save_sharded
+from support.fsdp.accelerated import reset_accelerate_after
 from support.fsdp.training import whole
 from support.layouts.layouts import Layout, layout_of
 
-__all__ = ["NUM_STEPS", "Outcome", "expected", "local_norms", "own_norms", "resume", "train"]
+__all__ = ["NUM_STEPS", "Outcome", "expected", "local_norms", "resume", "train"]
 
 NUM_STEPS = 6
 BAD_STEP = 1
@@ -49,13 +50,6 @@ def expected(layout: Layout) -> Outcome:
         for name, parameter in network.named_parameters():
             averages[name].lerp_(parameter.detach(), 1 - DECAY)
     return Outcome(norms, {n: p.detach() for n, p in network.named_parameters()}, averages)
-
-
-def own_norms(layout: Layout, batch: dict[str, Any]) -> list[float]:
-    """Return the norm of each parameter's gradient of one rank's own loss."""
-    network = layout.whole_network()
-    _loss_of(network(**batch)).backward()
-    return [p.grad.norm().item() for p in network.parameters()]
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -112,6 +106,7 @@ def _result(cell: MFTrainOneStepCell) -> dict[str, Any]:
     }
 
 
+@reset_accelerate_after()
 def train(rank: int, name: str) -> dict[str, Any]:
     """Train a layout as one of its ranks."""
     layout = layout_of(name)
@@ -119,21 +114,26 @@ def train(rank: int, name: str) -> dict[str, Any]:
     return _do_steps(layout, cell, rank, range(NUM_STEPS)) | _result(cell)
 
 
+@reset_accelerate_after()
 def local_norms(rank: int, name: str) -> dict[str, Any]:
     """Do one update that reports local norms.
 
     Returns:
-        ``norms`` by parameter, and the ``batch`` of this rank; ``refused`` is the error instead.
+        ``norms`` by parameter, and ``expected``: those of the same network without reduction of
+        gradients. If local norms are refused, ``refused`` is the error.
     """
     layout = layout_of(name)
     try:
         cell = layout.cell(layout.network(), local_norm=True)
     except ValueError as error:
         return {"refused": str(error)}
-    batch = layout.batch(0, rank)
-    return {"norms": cell(**batch).local_norm.tolist(), "batch": batch}
+    norms = cell(**layout.batch(0, rank)).local_norm
+    alone = layout.whole_network()
+    _loss_of(alone(**layout.batch(0, rank))).backward()
+    return {"norms": norms, "expected": torch.stack([p.grad.norm() for p in alone.parameters()])}
 
 
+@reset_accelerate_after()
 def resume(
     rank: int, name: str, steps: tuple[int, int], saved: str | None, folder: str | None
 ) -> dict[str, Any]:
