@@ -32,6 +32,7 @@ class TrainerPosition:
     def __init__(self) -> None:
         self._data = DataPosition()
         self._epoch_random_states: dict[str, Any] | None = None
+        self._on_other_ranks: dict[str, Any] | None = None
         self._saved: dict[str, Any] | None = None
         self.resumed_from: Path | None = None
         """Checkpoint that the coming epoch resumes from; ``None`` for any other epoch."""
@@ -45,10 +46,13 @@ class TrainerPosition:
             args: Training arguments, which contain the rank and the number of ranks.
         """
         self._saved = self._epoch_random_states = self.resumed_from = None
+        self._on_other_ranks = None
         if checkpoint is not None:
             self.resumed_from = Path(checkpoint)
             self._saved = _read_position(self.resumed_from, args.process_index, args.world_size)
         if self._saved is not None:
+            if self._saved.get("num_ranks", 1) != args.world_size:
+                self._on_other_ranks = self._saved.get("random_states")
             # The data loader takes the seed of its shuffling from the generators when it is
             # constructed, before the first epoch begins. So restore the generators already here,
             # to their states at the start of the checkpoint's epoch.
@@ -68,10 +72,24 @@ class TrainerPosition:
         """
         return self._saved
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether this epoch has reached the checkpoint's batch and restored its random states."""
-        return self._data.is_resumed
+    def restore_random_states(self, checkpoint: str | None, load: Callable[[str], None]) -> None:
+        """Restore the random states of a checkpoint, unless that is done already.
+
+        If training resumes in the middle of an epoch, the Trainer restores them after the first
+        batches are made. By then `DataPosition` may have restored them, and making the batches has
+        advanced them. Restoring them again would repeat random numbers.
+
+        Args:
+            checkpoint: Folder of the checkpoint; ``None`` to restore nothing.
+            load: Function that takes the folder of a checkpoint and restores the random states that
+                the Trainer saved there for this rank.
+        """
+        if self._data.is_resumed or checkpoint is None:
+            return
+        if self._on_other_ranks is None:
+            load(checkpoint)
+        else:
+            restore_random_states(self._on_other_ranks)
 
     def begin_epoch(
         self,
@@ -96,7 +114,7 @@ class TrainerPosition:
         checkpoint, self.resumed_from = self.resumed_from, None
         self._data.watch(loader)
         if checkpoint is not None and float(epoch or 0).is_integer():
-            load_random_states(str(checkpoint))
+            self.restore_random_states(str(checkpoint), load_random_states)
         elif checkpoint is not None and saved is not None:
             restore_random_states(saved["epoch_random_states"])
             if skips_data:
@@ -105,7 +123,11 @@ class TrainerPosition:
         self._epoch_random_states = random_states()
 
     def save(
-        self, folder: Path, args: TrainingArguments, log: Callable[[], Mapping[str, Any]]
+        self,
+        folder: Path,
+        args: TrainingArguments,
+        log: Callable[[], Mapping[str, Any]],
+        global_batch: Mapping[str, Any],
     ) -> None:
         """Write this rank's file into a checkpoint; does nothing before the first epoch.
 
@@ -113,12 +135,15 @@ class TrainerPosition:
             folder: Folder of the checkpoint; created if it is missing.
             args: Training arguments, which contain the rank and the number of ranks.
             log: Function that returns the state of the log.
+            global_batch: State of `mfwrap.trainer.global_batch.TrainerBatch`.
         """
         if self._epoch_random_states is None:
             return
         content = {
             "num_ranks": args.world_size,
+            "global_batch": global_batch,
             "epoch_random_states": self._epoch_random_states,
+            "random_states": random_states(),
             **log(),
             "data": self._data.state_dict(),
         }
@@ -132,27 +157,64 @@ def _file_name(rank: int, num_ranks: int) -> str:
     return f"mfwrap_position_{rank}.json" if num_ranks > 1 else "mfwrap_position.json"
 
 
-def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
-    """Return the content of a rank's file; ``None`` if a stock Trainer wrote the checkpoint.
+def read_rank_file(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
+    """Return the content of a rank's position file; ``None`` if this disk has no position file.
 
-    If fewer ranks wrote the checkpoint, a rank without a file of its own reads the file of rank 0.
+    If another number of ranks wrote the checkpoint, the file of its rank 0 is read.
     """
     names = [_file_name(rank, num_ranks), _file_name(0, 1), _file_name(0, 2)]
     path = next((folder / name for name in names if (folder / name).exists()), None)
     if path is None:
         return None
-    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if saved.get("num_ranks", 1) != num_ranks:
-        # With another number of ranks, this rank gets other batches: the position does not apply.
-        saved["data"] = None
-        if rank == 0:
-            warnings.warn(
-                f"{folder} was written by {saved['num_ranks']} ranks and is resumed by "
-                f"{num_ranks}: the order of the data, the random numbers and the loss since the "
-                "last log will not exactly match the original run",
-                stacklevel=callers_stacklevel(),
-            )
-    return saved
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    written_by = content.get("num_ranks", 1)
+    rank_0 = folder / _file_name(0, written_by)
+    if written_by != num_ranks and path != rank_0 and rank_0.exists():
+        content = json.loads(rank_0.read_text(encoding="utf-8"))
+    return content
+
+
+def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
+    """Return a rank's position, also from a checkpoint of another number of ranks."""
+    saved = read_rank_file(folder, rank, num_ranks)
+    if saved is None or saved.get("num_ranks", 1) == num_ranks:
+        return saved
+    if "global_batch" not in saved and rank == 0:
+        warnings.warn(
+            f"{folder} was written by {saved.get('num_ranks', 1)} ranks and is resumed by "
+            f"{num_ranks}, and it does not record the global batch: the order of the data and the "
+            "loss since the last log will not exactly match the original run",
+            stacklevel=callers_stacklevel(),
+        )
+    return _position_on_other_ranks(folder, saved, rank)
+
+
+def _position_on_other_ranks(folder: Path, saved: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return a rank's position, made from those of another number of ranks.
+
+    - The random states of the epoch's start are those of rank 0, because they determine the order
+      of the data.
+    - The present random states are those of rank ``rank % written_by``.
+    - The sums of the log are means over the ranks, because the Trainer logs the mean over ranks.
+
+    Args:
+        folder: Folder of the checkpoint.
+        saved: Content of the file of rank 0.
+        rank: This rank.
+    """
+    written_by = saved.get("num_ranks", 1)
+    of_ranks = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for number in range(written_by)
+        if (path := folder / _file_name(number, written_by)).exists()
+    ]
+    nearest = of_ranks[rank % len(of_ranks)]
+    position = saved | {"data": None, "random_states": nearest.get("random_states")}
+    losses = [each["loss_since_last_log"] for each in of_ranks]
+    shares = [each["step_log"]["left_share"] for each in of_ranks]
+    position["loss_since_last_log"] = sum(losses) / len(losses)
+    position["step_log"] = saved["step_log"] | {"left_share": sum(shares) / len(shares)}
+    return position
 
 
 class _MadeBatch(NamedTuple):

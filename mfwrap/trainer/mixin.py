@@ -33,6 +33,7 @@ from mfwrap.trainer.events import (
     flushed_at_end,
     monitors,
 )
+from mfwrap.trainer.global_batch import TrainerBatch
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 
@@ -115,6 +116,7 @@ class MFTrainerMixin(_Base):
         self._step_arguments = (ema, scale_sense, communication_hook)
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
+        self._batch = TrainerBatch(self)
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
@@ -192,7 +194,9 @@ class MFTrainerMixin(_Base):
         self._checkpoints.check_run_folder()
         if resume_from_checkpoint:
             resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)
-        return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)
+        checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        with self._batch.resuming(checkpoint):
+            return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)
 
     def _inner_training_loop(
         self,
@@ -237,6 +241,7 @@ class MFTrainerMixin(_Base):
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)
+        self._batch.check_epoch(num_update_steps_per_epoch)
         # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
         # whose last step was in the middle of an epoch, the Trainer would make one more update.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else (epochs, batches)
@@ -250,6 +255,10 @@ class MFTrainerMixin(_Base):
                     callback.resume_from(self._position.resumed_from)
             self._losses.begin(self._position.saved_log)
         elif event == "on_epoch_begin":
+            self._batch.begin_epoch(
+                self.callback_handler.train_dataloader,
+                is_resumed=self._position.resumed_from is not None,
+            )
             self._position.begin_epoch(
                 self.callback_handler.train_dataloader,
                 super()._load_rng_state,
@@ -305,7 +314,7 @@ class MFTrainerMixin(_Base):
         if self.attached.has_grad_scaler:
             super()._save_scaler(output_dir)
         self.attached.save_files(folder, each_node=self.args.save_on_each_node)
-        self._position.save(folder, self.args, self._losses.state_dict)
+        self._position.save(folder, self.args, self._losses.state_dict, self._batch.state_dict())
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -336,11 +345,7 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks(self._position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # If training resumes in the middle of an epoch, the Trainer calls this after the first
-        # batches are made. By then the position has restored the checkpoint's states, and making
-        # the batches has advanced them. Restoring them again would repeat random numbers.
-        if not self._position.is_resumed:
-            super()._load_rng_state(checkpoint)
+        self._position.restore_random_states(checkpoint, super()._load_rng_state)
 
 
 def _given_callbacks(

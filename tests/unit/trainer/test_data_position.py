@@ -146,16 +146,36 @@ def test_without_a_saved_batch_nothing_is_restored():
     assert not position.is_resumed
 
 
-def test_a_rank_without_a_file_reads_that_of_rank_0(tmp_path):
-    """If fewer ranks or more ranks wrote a checkpoint, a rank may have no file of its own."""
+def test_the_position_on_another_number_of_ranks(tmp_path):
+    """Sums are means over the ranks; random states are those of rank 0 and of the nearest rank."""
     assert _read_position(tmp_path, 0, 1) is None
     for rank in range(2):
-        content = {"num_ranks": 2, "data": {}, "rank": rank}
+        content = {
+            "num_ranks": 2,
+            "data": {},
+            "epoch_random_states": f"epoch {rank}",
+            "random_states": f"present {rank}",
+            "loss_since_last_log": 1.0 + 2 * rank,
+            "step_log": {"left_share": 0.5 * rank, "overflows": 3},
+        }
         path = tmp_path / f"mfwrap_position_{rank}.json"
         path.write_text(json.dumps(content), encoding="utf-8")
 
-    expected = {"num_ranks": 2, "data": None, "rank": 0}
-    with pytest.warns(UserWarning, match="written by 2 ranks and is resumed by 1:"):
-        assert _read_position(tmp_path, 0, 1) == expected
-    assert _read_position(tmp_path, 3, 4) == expected
-    assert _read_position(tmp_path, 1, 2) == {"num_ranks": 2, "data": {}, "rank": 1}
+    def expected(rank):
+        return {
+            "num_ranks": 2,
+            "data": None,
+            "epoch_random_states": "epoch 0",
+            "random_states": f"present {rank}",
+            "loss_since_last_log": 2.0,
+            "step_log": {"left_share": 0.25, "overflows": 3},
+        }
+
+    with pytest.warns(UserWarning, match="written by 2 ranks and is resumed by 1, and it does not"):
+        assert _read_position(tmp_path, 0, 1) == expected(0)
+    assert [_read_position(tmp_path, rank, 4) for rank in (1, 2, 3)] == [
+        expected(1),
+        expected(0),
+        expected(1),
+    ]
+    assert _read_position(tmp_path, 1, 2)["epoch_random_states"] == "epoch 1"

@@ -226,11 +226,15 @@ def test_attributes_that_are_used_exist(owner, tmp_path):
         assert hasattr(getattr(trainer, owner), name), f"{RELEASE}: {owner} has no {name}"
 
 
+OF_A_TRAINING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_train_batch_size")
+"""Private attributes of a Trainer that has trained."""
+
+
 def test_attributes_of_a_training_exist(tmp_path):
     """After a training, a Trainer has the attributes that MFTrainer uses."""
     trainer = train(new_trainer(Trainer, tmp_path, max_steps=1)).trainer
 
-    for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "model_init"):
+    for name in (*OF_A_TRAINING, "model_init"):
         assert hasattr(trainer, name), f"{RELEASE}: the Trainer has no {name} after training"
     assert trainer._tr_loss.shape == (), f"{RELEASE}: _tr_loss is not a scalar"
 
@@ -253,7 +257,7 @@ def names_used_of_trainers() -> set[str]:
 
 def test_every_private_name_is_checked():
     """Each private name of the Trainer that MFTrainer uses is checked in this file."""
-    checked = {*OVERRIDDEN, *CALLED, "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
+    checked = {*OVERRIDDEN, *CALLED, *OF_A_TRAINING}
 
     assert names_used_of_trainers() <= checked
 

@@ -1,0 +1,195 @@
+"""Keep the global batch and the order of the data of a Trainer that resumes on other ranks."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
+from torch.utils.data import RandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
+from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.trainer.checkpoint import replaced
+from mfwrap.trainer.data_position import read_rank_file
+
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+
+@final
+class TrainerBatch:
+    """Keep the global batch of an `MFTrainer` that resumes on another number of ranks.
+
+    accelerate deals the micro-batches of one global order to the ranks in turn. So with the same
+    global batch, the rows of each update are the same on any number of ranks.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: "MFTrainerMixin") -> None:
+        self._trainer = trainer
+        self._configured_steps = 0
+        self._updates_per_epoch = 0
+        self._saved: dict[str, Any] | None = None
+        self._checkpoint = Path()
+        self._group_size: int | None = None
+
+    @contextlib.contextmanager
+    def resuming(self, checkpoint: Path | None) -> Iterator[None]:
+        """Within the block, accumulate so many micro-batches that the global batch stays the same.
+
+        Call it on every rank.
+
+        Args:
+            checkpoint: Checkpoint to resume from; ``None`` for a training from the start.
+
+        Raises:
+            ValueError: On all ranks, if the number of ranks does not divide the global batch.
+        """
+        args = self._trainer.args
+        self._configured_steps = steps = args.gradient_accumulation_steps
+        self._saved = self._group_size = None
+        if checkpoint is not None:
+            self._checkpoint = checkpoint
+            found = read_rank_file(checkpoint, args.process_index, args.world_size)
+            # A node with a disk of its own may not have a file with the global batch.
+            records = gather_objects(None if found is None else found.get("global_batch"))
+            self._saved = next((each for each in records if each is not None), None)
+        if self._saved is not None:
+            saved = GlobalBatch(**self._saved["sizes"])
+            with raising_together():
+                steps = resumed_accumulation(saved, self._now(saved), self._checkpoint)
+            self._group_size = self._saved["group_size"]
+        with replaced(args, gradient_accumulation_steps=steps):
+            yield
+
+    def _now(self, saved: GlobalBatch | None = None) -> GlobalBatch:
+        trainer, args = self._trainer, self._trainer.args
+        steps = args.gradient_accumulation_steps
+        batch_size = trainer._train_batch_size  # noqa: SLF001  (may differ from the arguments')
+        num_ranks = trainer.get_total_train_batch_size(args) // (steps * batch_size)
+        if args.auto_find_batch_size and saved is not None:
+            batch_size = saved.batch_size  # the Trainer restores it
+        if trainer.accelerator.split_batches:
+            num_ranks = 1
+        return GlobalBatch(num_ranks, batch_size, steps, self._configured_steps)
+
+    @property
+    def _is_on_other_ranks(self) -> bool:
+        saved = self._saved
+        return saved is not None and saved["num_ranks"] != self._trainer.args.world_size
+
+    def check_epoch(self, updates_per_epoch: int) -> None:
+        """Check that an epoch has as many updates as before the checkpoint.
+
+        Args:
+            updates_per_epoch: Number of updates of an epoch.
+
+        Raises:
+            ValueError: If the number differs, and the training was resumed on another number of
+                ranks: its position in the data would then be another one.
+        """
+        self._updates_per_epoch = updates_per_epoch
+        if not self._is_on_other_ranks or self._trainer.args.ignore_data_skip:
+            return
+        saved: dict[str, Any] = self._saved or {}
+        if saved["updates_per_epoch"] != updates_per_epoch:
+            msg = (
+                f"cannot resume from {self._checkpoint}, which was written by {saved['num_ranks']} "
+                f"rank(s), on {self._trainer.args.world_size}: an epoch has {updates_per_epoch} "
+                f"updates and had {saved['updates_per_epoch']}, because the data have changed or "
+                "`dataloader_drop_last` leaves out other rows; set `ignore_data_skip` to begin a "
+                "new epoch instead"
+            )
+            raise ValueError(msg)
+
+    def begin_epoch(self, loader: Any, *, is_resumed: bool) -> None:
+        """Keep the order of the data that the first ranks had.
+
+        Warns if the order depends on the number of ranks, and the number has changed.
+
+        Args:
+            loader: Data loader of the epoch.
+            is_resumed: Whether the epoch is the first one after a resume.
+        """
+        samplers = _samplers_of(loader)
+        if samplers and isinstance(samplers[-1], LengthGroupedSampler):
+            # Rows are sorted by length in groups of 50 times this size. By default it depends on
+            # the accumulation steps.
+            sampler = samplers[-1]
+            self._group_size = sampler.batch_size = self._group_size or sampler.batch_size
+        getattr(loader, "__dict__", {}).pop("batch_sampler", None)  # of `_skip_dispatched`
+        if not is_resumed:
+            return
+        state, args = self._trainer.state, self._trainer.args
+        for each in samplers:
+            # The Trainer is about to wrap the samplers of a loader whose first batches it skips.
+            # accelerate then does not pass the number of the epoch on to all of them.
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(int(state.epoch or 0))
+        if isinstance(loader, DataLoaderDispatcher) and samplers and not args.ignore_data_skip:
+            updates = state.global_step % self._updates_per_epoch
+            _skip_dispatched(loader, updates * args.gradient_accumulation_steps)
+        reason = _dependence_on_ranks(loader, samplers) if self._is_on_other_ranks else None
+        if reason is not None and args.should_save:
+            warnings.warn(
+                f"{reason}, so the rows of updates after {self._checkpoint} differ from those of a "
+                "run on the former number of ranks: rows may be repeated or left out",
+                stacklevel=callers_stacklevel(),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume on another number of ranks needs, as JSON values."""
+        return {
+            "sizes": self._now().state_dict(),
+            "num_ranks": self._trainer.args.world_size,
+            "updates_per_epoch": self._updates_per_epoch,
+            "group_size": self._group_size,
+        }
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """Return the samplers of a prepared data loader, outermost first; the last one yields rows."""
+    found = []
+    sampler = getattr(loader, "batch_sampler", None)
+    while sampler is not None:
+        found.append(sampler)
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    return found
+
+
+def _skip_dispatched(loader: DataLoaderDispatcher, num_batches: int) -> None:
+    """Make accelerate's ``skip_first_batches`` skip the batches of all ranks.
+
+    A dispatcher reads a batch for each rank at a time, but ``skip_first_batches`` skips the batches
+    of one rank only.
+
+    Args:
+        loader: Loader that ``skip_first_batches`` is called with.
+        num_batches: Number of batches of one rank to skip.
+    """
+    others = 0 if loader.split_batches else loader.state.num_processes - 1
+    if others and num_batches:
+        # The attribute hides the sampler of the inner loader, which stays as it is.
+        loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, num_batches * others)
+
+
+def _dependence_on_ranks(loader: Any, samplers: Sequence[Any]) -> str | None:
+    """Return why the order of a loader's rows depends on the number of ranks; ``None`` if not."""
+    datasets: Any = sys.modules.get("datasets")  # not imported: then no data come from it
+    if (
+        datasets is not None
+        and isinstance(getattr(loader, "dataset", None), datasets.IterableDataset)
+        and not isinstance(loader, DataLoaderDispatcher)
+    ):
+        return "each rank reads other shards of the iterable data set"
+    if samplers and type(samplers[-1]) is RandomSampler:
+        return "`accelerator_config.use_seedable_sampler` is false"
+    return None

@@ -1,0 +1,272 @@
+"""Trainings that stop and resume on another number of ranks, and record the rows they train on."""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import (
+    PrinterCallback,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
+
+from mfwrap import ExponentialMovingAverage, StepConfig
+from mfwrap.accelerate import attach
+from mfwrap.recipe import run_recipe
+from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from support.attached_runs import new_accelerator
+from support.recipe_texts import parsed
+from support.resumed_training import StopAfter
+
+__all__ = ["NUM_ROWS", "NUM_STEPS", "loop_until", "recipe_until", "train_until"]
+
+NUM_ROWS, NUM_STEPS = 60, 20
+
+
+class Numbered(Dataset[dict[str, Tensor]]):
+    """Rows of a regression with their numbers."""
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < NUM_ROWS:
+            raise IndexError(index)
+        inputs = torch.arange(4.0).add(index).sin()
+        return {
+            "row": torch.tensor(index),
+            # The length of a row, for samplers that group rows by length.
+            "input_ids": torch.ones(1 + index % 5),
+            "inputs": inputs,
+            "labels": inputs.sum().cos(),
+        }
+
+
+class NumberedStream(IterableDataset[dict[str, Tensor]]):
+    """The rows of `Numbered` in their order, as a data set without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = Numbered()
+        return (rows[index % len(rows)] for index in range(4 * len(rows)))
+
+
+def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return rows as one batch, without the column that only has their length."""
+    names = ("row", "inputs", "labels")
+    return {name: torch.stack([row[name] for row in rows]) for name in names}
+
+
+class Regression(nn.Module):
+    """A small regression that records the rows it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.rows: list[int] = []
+
+    def forward(self, inputs: Tensor, labels: Tensor, row: Tensor) -> dict[str, Tensor]:
+        """Return the loss."""
+        if self.training:
+            self.rows += row.tolist()
+        return {"loss": (self.layers(inputs).squeeze(-1) - labels).square().mean()}
+
+
+class _RowsOfUpdates(TrainerCallback):
+    def __init__(self, model: Regression) -> None:
+        self._model = model
+        self.of_update: dict[int, list[int]] = {}
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self.of_update[state.global_step], self._model.rows = self._model.rows, []
+
+
+def _newest(folder: str) -> Path | None:
+    found = sorted(Path(folder).glob("*-*[0-9]"), key=lambda path: int(path.name.partition("-")[2]))
+    return found[-1] if found else None
+
+
+def train_until(
+    rank: int, folder: str, stop: int, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train with `MFTrainer` until a step; resume from the newest checkpoint, if there is one.
+
+    Args:
+        rank: This rank.
+        folder: Run folder.
+        stop: Step to stop after.
+        settings: Keywords of ``TrainingArguments``; also ``data``, the name of a data set.
+
+    Returns:
+        This rank's rows of each update, the losses in the log, and the weights at the end.
+    """
+    del rank
+    # The processes of a pool are daemons, which may not start worker processes.
+    multiprocessing.current_process()._config["daemon"] = False
+    new_accelerator()
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 6,
+        "num_train_epochs": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "use_cpu": True,
+        "ddp_find_unused_parameters": False,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    } | dict(settings or {})
+    data = {"rows": Numbered, "stream": NumberedStream}[arguments.pop("data", "rows")]()
+    model = Regression()
+    rows = _RowsOfUpdates(model)
+    trainer = MFTrainer(
+        model,
+        TrainingArguments(folder, **arguments),
+        train_dataset=data,
+        data_collator=collated,
+        callbacks=[rows, StopAfter(stop)],
+        step=StepConfig(local_norm=True),
+        ema=lambda model: ExponentialMovingAverage(model, 0.9),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=_newest(folder) is not None)
+    return {
+        "rows": rows.of_update,
+        "losses": _logged(trainer.state),
+        "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
+    }
+
+
+def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -> dict[str, Any]:
+    """Train with an attached accelerate loop, as `train_until` does with a Trainer.
+
+    Args:
+        rank: This rank.
+        folder: Run folder.
+        stop: Update to stop after.
+        length: How the loop computes the length of its schedule: ``"batches"`` as accelerate's
+            examples do, ``"processes"`` as those of transformers do, or ``"other"``.
+        steps: Accumulation steps in the loop's settings.
+
+    Returns:
+        The same as `train_until`, and the learning rates.
+    """
+    del rank
+    accelerator = new_accelerator(
+        gradient_accumulation_steps=steps,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
+    )
+    attached = attach(accelerator, StepConfig(), lambda m: ExponentialMovingAverage(m, 0.9))
+    model = inner = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    loader = DataLoader(Numbered(), batch_size=1, shuffle=True, collate_fn=collated)
+    total = {
+        "batches": len(loader) * 4 // steps,
+        "processes": NUM_STEPS * accelerator.num_processes,
+    }.get(length, 7)
+    schedule = get_linear_schedule_with_warmup(optimizer, total // 5, total)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    done = 0
+    checkpoint = _newest(folder)
+    if checkpoint is not None:
+        accelerator.load_state(str(checkpoint))
+        done = int(checkpoint.name.removeprefix("step-"))
+    per_epoch = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
+    rows, losses, rates = {}, {}, {}
+    for epoch in range(done // per_epoch, 4):
+        loader.set_epoch(epoch)
+        skipped = (done - epoch * per_epoch) * accelerator.gradient_accumulation_steps
+        rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        total_loss = 0.0
+        for batch in rest:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                total_loss += loss.item() / accelerator.gradient_accumulation_steps
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+                rates[done] = attached.last_output.learning_rate.item()
+                losses[done] = accelerator.reduce(torch.tensor(total_loss), "mean").item()
+                rows[done], inner.rows, total_loss = inner.rows, [], 0.0
+                if done == stop:
+                    accelerator.save_state(f"{folder}/step-{done}")
+                    break
+        if done == stop:
+            break
+    return {
+        "rows": rows,
+        "losses": losses,
+        "rates": rates,
+        "weights": {name: each.detach().clone() for name, each in inner.state_dict().items()},
+    }
+
+
+def recipe_until(rank: int, folder: str, stop: int) -> dict[str, Any]:
+    """Train as ``mfwrap train`` does until a SIGTERM to rank 0; see `train_until`.
+
+    Args:
+        rank: This rank.
+        folder: Run folder.
+        stop: Step in which rank 0 gets the signal. The run ends after this step or the next one.
+
+    Returns:
+        The same as `train_until`. A row is its features as text; there are no weights.
+    """
+    new_accelerator()
+    recipe = parsed(
+        data={"max_train_samples": NUM_ROWS, "max_eval_samples": 2},
+        training={
+            "output_dir": folder,
+            "max_steps": NUM_STEPS,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 1000,
+            "dataloader_pin_memory": False,
+            "report_to": "none",
+        },
+        callbacks=[{"type": "LocalNormMonitor", "step_interval": 1}],
+        runner_wrapper={"local_norm": True, "use_clip_grad": True},
+        ema={"decay": 0.9},
+    )
+    rows: dict[int, list[str]] = {}
+    training_step = MFTrainerMixin.training_step
+
+    def recorded(trainer: Any, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
+        step = trainer.state.global_step + 1
+        rows.setdefault(step, []).extend(str(row) for row in inputs["features"].tolist())
+        if rank == 0 and step == stop < NUM_STEPS and len(rows[step]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return training_step(trainer, model, inputs, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(MFTrainerMixin, "training_step", recorded)
+        run_recipe(recipe, resume=_newest(folder) is not None)
+    newest: Any = _newest(folder)
+    state = TrainerState.load_from_json(str(newest / "trainer_state.json"))
+    return {"rows": rows, "losses": _logged(state), "weights": {}}
+
+
+def _logged(state: TrainerState) -> dict[int, float]:
+    """Return the logged losses by step."""
+    return {each["step"]: each["loss"] for each in state.log_history if "loss" in each}

@@ -1,0 +1,117 @@
+"""A training that resumes on another number of ranks trains on the same rows in each update."""
+
+import pytest
+
+from mfwrap.records import read_json_lines
+from support.ranks.chains import CHAIN, assert_a_chain_is_exact
+from support.ranks.changing import recipe_until, train_until
+from support.ranks.pool import RankPool
+
+SETTINGS = {
+    "random": {},
+    "worker": {"dataloader_num_workers": 1},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
+    "split batches": {
+        "per_device_train_batch_size": 12,
+        "gradient_accumulation_steps": 1,
+        "accelerator_config": {"split_batches": True},
+    },
+    "dispatched batches": {"accelerator_config": {"dispatch_batches": True}},
+    "stream": {"data": "stream", "max_steps": 20},
+    "sharded stream": {
+        "data": "stream",
+        "max_steps": 20,
+        "accelerator_config": {"dispatch_batches": False},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory):
+    """Return a function that returns the pool of a number of ranks."""
+    made = {}
+
+    def pool(num_ranks):
+        if num_ranks not in made:
+            made[num_ranks] = RankPool(num_ranks, tmp_path_factory.mktemp(f"{num_ranks}_ranks"))
+        return made[num_ranks]
+
+    yield pool
+    for each in made.values():
+        each.__exit__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_row_is_trained_on_once_per_epoch(pools, tmp_path, name):
+    """A run on 2, 1, 3 and 4 ranks has the rows, losses and weights of a run on 2 ranks."""
+    chain = ((2, 7), (1, 10)) if name == "worker" else CHAIN
+
+    assert_a_chain_is_exact(pools, tmp_path, train_until, SETTINGS[name], chain=chain)
+
+
+@pytest.mark.slow
+def test_a_batch_size_that_changes_too(pools, tmp_path):
+    """With another batch size per rank, too, each update trains on the same rows."""
+    small, large = {}, {"per_device_train_batch_size": 3, "logging_steps": 3}
+    pools(2).run(train_until, str(tmp_path / "whole"), 10, small)
+    [*_, whole] = pools(2).run(train_until, str(tmp_path / "whole"), 20, small)
+    pools(2).run(train_until, str(tmp_path / "run"), 10, small)
+    [run] = pools(1).run(train_until, str(tmp_path / "run"), 20, large)
+
+    rows = {step: sorted(each) for step, each in run["rows"].items()}
+    assert sorted(row for each in rows.values() for row in each) == sorted([*range(60)] * 2)
+    for name, weights in whole["weights"].items():
+        assert (run["weights"][name] - weights).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_mfwrap_train(pools, tmp_path):
+    """``mfwrap train --resume`` on other ranks has the same rows, and each record once."""
+    assert_a_chain_is_exact(pools, tmp_path, recipe_until)
+
+    for rank, begins in enumerate([0, 0, 11, 15]):
+        suffix = f"_rank{rank}" if rank else ""
+        records = read_json_lines(tmp_path / "run" / f"local_norms{suffix}.jsonl")
+        steps = [record["step"] for record in records]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == 20
+        assert steps[0] == begins + 1 or steps[0] == begins + 2
+
+
+@pytest.mark.parametrize(
+    ("written", "resumed", "message"),
+    [
+        (
+            {},
+            {"per_device_train_batch_size": 5},
+            r"on 1 rank with a batch size of 5: an update trains on 12 rows",
+        ),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+            {},
+            r"written by 2 rank\(s\), on 1: an epoch has 8 updates and had 7, because",
+        ),
+    ],
+    ids=["global batch", "length of an epoch"],
+)
+def test_a_resume_that_cannot_be_exact_is_refused(two_ranks, tmp_path, written, resumed, message):
+    """A number of ranks with which the rows of an update would differ raises an error."""
+    written = {"dataloader_drop_last": True, **written}
+    two_ranks.run(train_until, str(tmp_path), 1, written)
+
+    with pytest.raises(ValueError, match=message):
+        train_until(0, str(tmp_path), 2, written | resumed)
+
+
+def test_an_order_that_depends_on_the_ranks_is_said(two_ranks, tmp_path):
+    """Without accelerate's seedable sampler, one warning says that rows may be repeated."""
+    settings = {"accelerator_config": {"use_seedable_sampler": False}}
+    two_ranks.run(train_until, str(tmp_path), 1, settings)
+
+    with pytest.warns(UserWarning, match="use_seedable_sampler` is false, so the rows") as caught:
+        [*losses] = train_until(0, str(tmp_path), 2, settings)["losses"]
+
+    assert len(caught) == 1
+    assert losses == [1, 2]
