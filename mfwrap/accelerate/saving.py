@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from accelerate import Accelerator
 
+from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
 from mfwrap.checkpoints.folders import (
     adopt_files,
@@ -49,6 +50,7 @@ class AttachedCheckpoints:
         self._accelerator = accelerator
         self._grad_scaler = accelerator.scaler
         self._saves_in: Path | None = None
+        self._batch = LoopBatch(accelerator)
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._on_save),
             accelerator.register_load_state_pre_hook(self._on_load),
@@ -118,6 +120,7 @@ class AttachedCheckpoints:
         if folder is not None:
             path = Path(folder).expanduser()
             self._attached.load_files(path)
+            self._batch.apply()
             resume_records(path)
         return loaded
 
@@ -128,12 +131,16 @@ class AttachedCheckpoints:
             # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
             (folder / MANIFEST).unlink(missing_ok=True)
         self._attached.save_files(folder, each_node=each_node)
+        if is_writer(self._accelerator):
+            self._batch.save(folder)
         save_records(folder, self._saves_in)
 
     def _on_load(self, _models: object, input_dir: str) -> None:
         # Check before accelerate loads anything, so that an error leaves the run unchanged.
         self._attached.build(final=True)
         check_saved_step(Path(input_dir), self._attached.step, self._attached.ema)
+        with raising_together():
+            self._batch.check(Path(input_dir))
 
 
 class Destination(NamedTuple):

@@ -5,6 +5,7 @@ asking would synchronize, so `AttachedScheduler` records a request instead; see
 `mfwrap.schedules.deferred`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,11 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
     attachment: "AttachedStep"
     requests: list[ScheduleRequest]
     gradient_state: Any
+    split_batches: bool
+
+    steps_per_update: int | None
+    """Number of the schedule's steps per update; ``None`` for accelerate's: one for each process,
+    or one with ``split_batches``."""
 
     @property
     def scheduler(self) -> Any:
@@ -61,9 +67,25 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         # Hide the requests from that read, which would carry them out and wait for the device.
         requests, self.requests = self.requests, []
         try:
-            super().step(*args, **keywords)
+            self._step(*args, **keywords)
         finally:
             self.requests = requests
+
+    def _step(self, *args: Any, **keywords: Any) -> None:
+        """Step as accelerate does, but `steps_per_update` times per update."""
+        follows_update = self.step_with_optimizer and self.gradient_state.sync_gradients
+        if self.steps_per_update is None or not follows_update:
+            super().step(*args, **keywords)
+            return
+        schedule = self.__dict__["scheduler"]
+        split_batches, self.split_batches = self.split_batches, True  # one step per call
+        try:
+            for _ in range(self.steps_per_update):
+                # Like accelerate, do not step a OneCycleLR beyond its end, which would raise.
+                if schedule._step_count <= getattr(schedule, "total_steps", math.inf):  # noqa: SLF001  (accelerate's own condition)
+                    super().step(*args, **keywords)
+        finally:
+            self.split_batches = split_batches
 
     def _may_wait(self) -> bool:
         """Return whether a step may be done later.
@@ -91,12 +113,11 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         # requested these steps after the last micro-batch, but the first micro-batch of the next
         # update may have begun since. So show accelerate the state after the last micro-batch.
         self.gradient_state = _AfterLastMicroBatch()
-        step = super().step
         try:
             advance(
                 self.__dict__["scheduler"],
                 requests,
-                lambda request: step(*request.arguments, **request.keywords),
+                lambda request: self._step(*request.arguments, **request.keywords),
             )
         finally:
             self.gradient_state = state
@@ -104,7 +125,9 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy is accelerate's own scheduler, with nothing pending, as after `detach`.
         self.resolve()
-        return pickled_as(AcceleratedScheduler, self, without=("attachment", "requests"))
+        return pickled_as(
+            AcceleratedScheduler, self, without=("attachment", "requests", "steps_per_update")
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the schedule, and drop the requested steps."""
@@ -124,6 +147,7 @@ def attach_scheduler(scheduler: Any, attachment: "AttachedStep") -> None:
         scheduler.__class__ = AttachedScheduler
         scheduler.attachment = attachment
         scheduler.requests = []
+        scheduler.steps_per_update = None
         attachment.step.schedules.append(scheduler)
 
 
@@ -133,3 +157,4 @@ def restore_scheduler(scheduler: Any) -> None:
         scheduler.__class__ = AcceleratedScheduler
         del scheduler.attachment
         del scheduler.requests
+        del scheduler.steps_per_update

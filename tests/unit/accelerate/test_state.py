@@ -14,7 +14,7 @@ from mfwrap.accelerate import attach
 from support.attached_runs import FACTORS, LOSS_SCALES, AttachedRun, RunSettings, new_accelerator
 from support.training_state import assert_same_state
 
-OURS = {"mfwrap_manifest.json", "mfwrap_step.safetensors", "mfwrap_step.json"}
+OURS = {"mfwrap_loop.json", "mfwrap_manifest.json", "mfwrap_step.safetensors", "mfwrap_step.json"}
 AFTER_APPLIED, AFTER_SKIPPED = 4, 6
 
 
@@ -29,8 +29,8 @@ def own_state(run):
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_three_files_lie_beside_those_of_accelerate(tmp_path, precision):
-    """`save_state` adds three files to accelerate's files and writes ``scaler.pt`` only in fp16."""
+def test_own_files_lie_beside_those_of_accelerate(tmp_path, precision):
+    """`save_state` adds files to accelerate's files and writes ``scaler.pt`` only in fp16."""
     settings = RunSettings(precision=precision, loss_scale="none")
     for attached in (False, True):
         run = AttachedRun(settings, attached=attached)

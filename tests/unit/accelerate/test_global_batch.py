@@ -1,0 +1,125 @@
+"""An attached loop that resumes on another number of ranks trains on the same rows and rates."""
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+
+from mfwrap import StepConfig
+from mfwrap.accelerate import attach
+from mfwrap.accelerate.global_batch import LoopBatch
+from support.attached_runs import new_accelerator
+from support.ranks.chains import assert_a_chain_is_exact
+from support.ranks.changing import loop_until
+from support.ranks.pool import RankPool
+
+LENGTHS = ["batches", "processes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", LENGTHS)
+def test_each_row_is_trained_on_once_per_epoch(tmp_path_factory, tmp_path, length):
+    """A loop on 2, 1, 3 and 4 ranks has the rows, losses and rates of a loop on 2 ranks."""
+    pools = {number: RankPool(number, tmp_path_factory.mktemp("ranks")) for number in (1, 2, 3, 4)}
+    try:
+        assert_a_chain_is_exact(pools.__getitem__, tmp_path, loop_until, length)
+    finally:
+        for pool in pools.values():
+            pool.__exit__()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_two_ranks_become_one(two_ranks, tmp_path, length):
+    """One process continues with the rows and rates of two, and then with those of one."""
+    whole = two_ranks.run(loop_until, str(tmp_path / "whole"), 9, length)
+    two_ranks.run(loop_until, str(tmp_path / "run"), 3, length)
+    alone = [loop_until(0, str(tmp_path / "run"), stop, length) for stop in (7, 9)]
+
+    rows = {step: sorted(row) for each in alone for step, row in each["rows"].items()}
+    first, second = (each["rows"] for each in whole)
+    assert rows == {step: sorted(first[step] + second[step]) for step in range(4, 10)}
+    rates = {step: rate for each in alone for step, rate in each["rates"].items()}
+    assert rates == {step: whole[0]["rates"][step] for step in range(4, 10)}
+    for name, weights in whole[0]["weights"].items():
+        assert (alone[-1]["weights"][name] - weights).abs().max() < 1e-6
+
+
+def test_a_number_of_ranks_that_does_not_fit(two_ranks, tmp_path):
+    """All ranks raise the same error, which names the numbers of ranks that fit."""
+    loop_until(0, str(tmp_path), 1, "batches", 5)
+
+    with pytest.raises(RuntimeError) as caught:
+        two_ranks.run(loop_until, str(tmp_path), 2, "batches", 5)
+
+    message = (
+        f"ValueError: cannot resume from {tmp_path}/step-1 on 2 ranks: an update trains on 5 "
+        "micro-batches, which cannot be divided equally; start 1 or 5 ranks"
+    )
+    first, second = str(caught.value).split("rank 1: ")
+    assert message in first
+    assert message in second
+
+
+def test_a_schedule_of_another_length_is_refused(two_ranks, tmp_path):
+    """A schedule that fits neither way of counting its steps cannot continue on other ranks."""
+    two_ranks.run(loop_until, str(tmp_path), 3, "batches")
+
+    with pytest.raises(ValueError, match=r"on 1 process\(es\): the loop's schedule has other lear"):
+        loop_until(0, str(tmp_path), 4, "other")
+
+
+def loop(schedule):
+    """Return an attached accelerator with one weight and a schedule, and both prepared objects."""
+    accelerator = new_accelerator()
+    attach(accelerator, StepConfig())
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule(optimizer))
+
+
+def update(accelerator, model, optimizer, schedule):
+    """Do an update, and return the rate after it."""
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return schedule.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: CosineAnnealingLR(optimizer, 24),
+        lambda optimizer: OneCycleLR(optimizer, 1.0, total_steps=24),
+    ],
+    ids=["lambda", "cosine", "one cycle"],
+)
+def test_a_schedule_steps_as_often_as_before(tmp_path, schedule):
+    """A schedule that had three steps per update has three steps after each later resume, too."""
+    torch_schedule = schedule(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    rates = [torch_schedule.get_last_lr()]
+    for _ in range(23):
+        torch_schedule.optimizer.step()
+        torch_schedule.step()
+        rates.append(torch_schedule.get_last_lr())
+    parts = loop(schedule)
+    parts[-1].steps_per_update = 3
+    found = [update(*parts) for _ in range(2)]
+    parts[0].save_state(str(tmp_path / "step_2"))
+    for step in (2, 4):
+        parts = loop(schedule)
+        parts[0].load_state(str(tmp_path / f"step_{step}"))
+        found += [update(*parts) for _ in range(2)]
+        parts[0].save_state(str(tmp_path / f"step_{step + 2}"))
+
+    assert found == rates[3::3][:6]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format_version": 1}'])
+def test_a_damaged_record(tmp_path, content):
+    """A record that cannot be read raises an error that names the file."""
+    record = tmp_path / "mfwrap_loop.json"
+    record.write_text(content, encoding="utf-8")
+
+    with pytest.raises(ValueError, match=r"mfwrap_loop\.json is damaged"):
+        LoopBatch(new_accelerator()).check(tmp_path)
