@@ -84,7 +84,7 @@ class Training:
             arguments.max_samples,
         )
         num_processes = self.accelerator.num_processes
-        self.updates_per_epoch = math.ceil(
+        updates_per_epoch = math.ceil(
             len(training) / num_processes / arguments.gradient_accumulation_steps
         )
         # At each update accelerate steps the schedule once per process, so multiply both lengths of
@@ -92,7 +92,7 @@ class Training:
         schedule = get_linear_schedule_with_warmup(
             optimizer,
             arguments.warmup_steps * num_processes,
-            arguments.num_train_epochs * self.updates_per_epoch * num_processes,
+            arguments.num_train_epochs * updates_per_epoch * num_processes,
         )
         self.model, self.optimizer, self.schedule, self.training, self.held_out = (
             self.accelerator.prepare(model, optimizer, schedule, training, held_out)
@@ -101,6 +101,12 @@ class Training:
 
     def _average(self, model: torch.nn.Module) -> ExponentialMovingAverage:
         return ExponentialMovingAverage(model, self.arguments.ema_decay, warmup=True)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Number of updates of an epoch. It does not depend on the number of processes."""
+        steps: int = self.accelerator.gradient_accumulation_steps
+        return math.ceil(len(self.training) / steps)
 
     def resume(self, folder: Path) -> None:
         """Load a checkpoint, and read the number of updates from the name of its folder."""
@@ -111,7 +117,7 @@ class Training:
         """Return the batches of an epoch that have not been trained on yet."""
         self.training.set_epoch(epoch)
         done = self.num_updates - epoch * self.updates_per_epoch
-        skipped = done * self.arguments.gradient_accumulation_steps
+        skipped = done * self.accelerator.gradient_accumulation_steps
         rest: DataLoader[Any] = self.training
         if skipped > 0:
             rest = self.accelerator.skip_first_batches(self.training, skipped)
@@ -158,7 +164,7 @@ def loss_monitor(run: Training) -> MFLossMonitor:
         origin_epochs=arguments.num_train_epochs,
         dataset_size=run.updates_per_epoch,
         global_batch_size=arguments.micro_batch_size
-        * arguments.gradient_accumulation_steps
+        * run.accelerator.gradient_accumulation_steps
         * run.accelerator.num_processes,
     )
 

@@ -186,9 +186,10 @@ class LoopBatch:
     def _refuse_stateful_loaders(self, folder: Path) -> None:
         loaders = self._accelerator._dataloaders
         if any(getattr(each, "use_stateful_dataloader", False) for each in loaders):
+            num_processes = self._accelerator.num_processes
             msg = (
-                f"cannot resume from {folder} on {self._accelerator.num_processes} process(es) "
-                "with `use_stateful_dataloader`: a stateful data loader saves the position of one rank; "
+                f"cannot resume from {folder} on {num_processes} process(es) with "
+                "`use_stateful_dataloader`: a stateful data loader saves the position of one rank; "
                 "turn it off and call `accelerator.skip_first_batches`"
             )
             raise ValueError(msg)
