@@ -16,11 +16,17 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.manifest import HAS_MANIFEST, write_manifest
 from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tensors, stored_tensors
 from mfwrap.checkpoints.verification import check_checkpoint
-from mfwrap.collectives import any_rank, is_first_on_node, raising_together, this_rank
+from mfwrap.collectives import (
+    any_rank,
+    gather_objects,
+    is_first_on_node,
+    raising_together,
+    this_rank,
+)
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
 from mfwrap.tensors.shards import is_distributed
-from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
+from mfwrap.tensors.wrappers import PipelineStages, plain_name, reshard, unwrapped_network
 
 __all__ = ["load_sharded", "save_sharded"]
 
@@ -50,6 +56,8 @@ def save_sharded(
     ``mfwrap_manifest.json`` holds checksums of all files. It is written last: a folder without it
     is an incomplete checkpoint.
 
+    In a pipeline, each rank writes its own stages, and its own settings of optimizer and schedule.
+
     Args:
         folder: Folder that all ranks share; created if it is missing, otherwise it must be empty.
         cell: Training cell. ``cell.flush()`` is called first, so that the schedule is up to date.
@@ -60,7 +68,8 @@ def save_sharded(
         TypeError: If a setting of the optimizer or the schedule cannot be written as JSON, or the
             network's ``state_dict`` has values other than tensors.
         ValueError: If the optimizer has parameters that are not in the network, or sharded state
-            that differs in shape from its parameter.
+            that differs in shape from its parameter. Also if averages of different stages of a
+            pipeline have the same name.
 
     Source: ``torch.distributed.checkpoint`` with its Hugging Face storage.
     """
@@ -69,12 +78,15 @@ def save_sharded(
     numbers: dict[str, Any] = {}
     for name, value in _optimizer_state(cell).items():
         (tensors if isinstance(value, Tensor) else numbers)[name] = value
-    record = {
-        "format_version": _FORMAT_VERSION,
-        HAS_MANIFEST: True,
+    own = {
         "groups": _groups_of(cell),
         "optimizer": numbers,
         "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+    }
+    record = {
+        "format_version": _FORMAT_VERSION,
+        HAS_MANIFEST: True,
+        **(_of_all_stages(cell, own, tensors) if _is_pipeline(cell) else own),
     }
     text = json.dumps(record, indent=2) + "\n"
     is_filled = path.exists() and any(path.iterdir())
@@ -97,7 +109,9 @@ def load_sharded(
 ) -> None:
     """Restore a checkpoint of `save_sharded` bit for bit. Call it on every rank.
 
-    The number of ranks and the sharding may have changed since the checkpoint was saved. One rank
+    The number of ranks and the sharding may have changed since the checkpoint was saved. In a
+    pipeline, each rank must run the same stages as when the checkpoint was saved; the number of
+    replicas, and how they are wrapped, may have changed. One rank
     of each node compares all files with their checksums; then each rank reads its own shards.
     Nothing is unpickled. If a file is damaged, or a name or a shape does not fit, an error is
     raised before anything is changed.
@@ -109,7 +123,8 @@ def load_sharded(
 
     Raises:
         FileNotFoundError: If the folder is not a checkpoint of `save_sharded`.
-        KeyError: If the names of tensors or the parameter groups differ from the cell's.
+        KeyError: If the names of tensors, the parameter groups or the stages of a pipeline differ
+            from the cell's. All ranks raise the same error.
         ValueError: If the checkpoint is damaged or incomplete; all ranks raise the same error. Also
             if a shape differs, the format version is unknown, `lr_scheduler` is given for a
             checkpoint without a schedule, or is missing for a checkpoint with one.
@@ -127,7 +142,9 @@ def load_sharded(
         got = record.get("format_version")
         msg = f"{path / _RECORD}: expected format_version {_FORMAT_VERSION}, got {got!r}"
         raise ValueError(msg)
-    _check_groups(record["groups"], _groups_of(cell))
+    with raising_together():
+        record = _own_record(path, cell, record)
+        _check_groups(record["groups"], _groups_of(cell))
     if (record["lr_scheduler"] is None) != (lr_scheduler is None):
         found = "holds no schedule state" if lr_scheduler else "holds the state of a schedule"
         wanted = "leave `lr_scheduler` out" if lr_scheduler else "pass `lr_scheduler`"
@@ -137,12 +154,59 @@ def load_sharded(
     state = cell.state_dict()
     own = _own_tensors(cell, state)
     of_optimizer = _templates(cell, stored)
-    _check_fit(own | of_optimizer, stored)
+    names = {*own, *of_optimizer}
+    if _is_pipeline(cell):
+        # The other ranks load the tensors of the other stages.
+        names = names.union(*gather_objects(names))
+    with raising_together():
+        _check_fit(own | of_optimizer, stored, names)
     load_tensors(path, own | of_optimizer)
     _load_optimizer(cell, record["groups"], of_optimizer | record["optimizer"])
     cell.load_state_dict(state)
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(record["lr_scheduler"])
+
+
+def _is_pipeline(cell: MFTrainOneStepCell) -> bool:
+    return isinstance(cell.network, PipelineStages)
+
+
+def _stages_of(cell: MFTrainOneStepCell) -> str:
+    """Return the names of the stages of this rank, for JSON; empty without a pipeline."""
+    return ",".join(cell.network) if isinstance(cell.network, PipelineStages) else ""
+
+
+def _of_all_stages(
+    cell: MFTrainOneStepCell, own: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the records of all ranks of a pipeline, by the names of their stages."""
+    averages = [name for name in tensors if name.startswith(("cell/ema/averages", "cell/ema/buff"))]
+    gathered = gather_objects((_stages_of(cell), own, averages))
+    stages_of: dict[str, str] = {}
+    for stages, _, names in gathered:
+        for name in names:
+            if stages_of.setdefault(name, stages) != stages:
+                msg = (
+                    "the averages of a pipeline must have different names in each stage, got "
+                    f"{name.removeprefix('cell/ema/')!r} in {stages_of[name]} and {stages}; build "
+                    "the average from pipeline_stages(schedule)"
+                )
+                raise ValueError(msg)
+    return {"stages": {stages: record for stages, record, _ in gathered}}
+
+
+def _own_record(path: Path, cell: MFTrainOneStepCell, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a record that belongs to the stages of this rank."""
+    saved, own = record.get("stages", {"": record}), _stages_of(cell)
+    if own not in saved:
+        msg = (
+            f"{path / _RECORD}: expected a checkpoint of {own or 'a network without a pipeline'} "
+            f"on this rank, got one of {' and of '.join(saved) or 'a network without a pipeline'}; "
+            "resume a pipeline with the same stages on each rank"
+        )
+        raise KeyError(msg)
+    found: dict[str, Any] = saved[own]
+    return found
 
 
 def _own_tensors(cell: MFTrainOneStepCell, cell_state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -264,8 +328,9 @@ def _check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) ->
     raise KeyError(msg)
 
 
-def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
-    missing, unknown = sorted(tensors.keys() - stored), sorted(stored.keys() - tensors)
+def _check_fit(tensors: Mapping[str, Tensor], stored: Mapping[str, Any], names: set[str]) -> None:
+    """Check that the stored tensors fit this rank's `tensors`, and the `names` of all ranks."""
+    missing, unknown = sorted(tensors.keys() - stored), sorted(stored.keys() - names)
     if missing or unknown:
         msg = (
             "the checkpoint's names differ from the cell's: the checkpoint lacks "

@@ -15,7 +15,9 @@ from support.fsdp.checkpoints import (
     save,
     save_by_torch_alone,
 )
+from support.ranks.pipelines import save_and_load
 from support.ranks.pool import RankPool
+from support.training_state import assert_same_state
 
 OPTIMIZERS = ["fused AdamW", "fused SGD"]
 FOREIGN = ["layers", "root", "replicas", "ddp"]
@@ -166,3 +168,19 @@ def test_nothing_in_a_checkpoint_is_pickled(checkpoint):
 def test_torchs_own_checkpoints_take_a_cell(two_ranks, tmp_path):
     """torch.distributed.checkpoint saves and loads the state of a cell."""
     assert two_ranks.run(save_by_torch_alone, str(tmp_path / "checkpoint")) == [True, True]
+
+
+@pytest.mark.slow
+def test_a_pipeline_resumes_with_the_same_stages(two_ranks, tmp_path):
+    """Each rank resumes its own stages bitwise; other stages are refused on all ranks."""
+    first, second = two_ranks.run(save_and_load, str(tmp_path))
+
+    for rank in (first, second):
+        assert_same_state(*rank["states"])
+    assert first["errors"][1:] == second["errors"][1:]
+    other_stages, plain, clash = first["errors"]
+    assert "expected a checkpoint of stage_0 on this rank, got one of stage_0,stage_2 and of" in (
+        other_stages
+    )
+    assert "expected a checkpoint of a network without a pipeline on this rank" in plain
+    assert "'averages/0.0.weight' in stage_0 and stage_1; build the average from" in clash

@@ -56,9 +56,13 @@ class Layout:
         torch.manual_seed(0)
         return networks.Network()
 
-    def network(self) -> nn.Module:
-        """Return this rank's part of the network; every rank must call this method."""
+    def network(self) -> Any:
+        """Return what the cell trains on this rank; every rank must call this method."""
         return self._distribute(self.whole_network())
+
+    def module(self, network: Any) -> nn.Module:
+        """Return the module that holds the parameters of this rank."""
+        return network
 
     def whole_batch(self, step: int) -> dict[str, Any]:
         """Return the keyword arguments of the network in one process."""
@@ -83,7 +87,12 @@ class Layout:
 
     def cell(self, network: Any, **settings: Any) -> MFTrainOneStepCell:
         """Return the cell that trains this rank's part of the network."""
-        return MFTrainOneStepCell(network, self.optimizer(network), use_clip_grad=True, **settings)
+        optimizer = self.optimizer(self.module(network))
+        return MFTrainOneStepCell(network, optimizer, use_clip_grad=True, **settings)
+
+    def update(self, cell: MFTrainOneStepCell, batch: dict[str, Any]) -> Any:
+        """Do one update from this rank's part of a batch; return the output of the step."""
+        return cell(**batch)
 
     @contextlib.contextmanager
     def bad_loss(self, cell: MFTrainOneStepCell) -> Iterator[None]:

@@ -8,6 +8,7 @@ from support.layouts.accelerated import (
 )
 from support.layouts.context import ContextParallel, attend_by_ring
 from support.layouts.layout import Layout
+from support.layouts.pipeline import Pipeline
 from support.layouts.pretrained import Pretrained
 from support.layouts.unable import Unable
 
@@ -83,6 +84,9 @@ LAYOUTS = [
         "cannot import name 'ReplicateParallel' from 'transformers",
         "accelerate 1.15 imports a name that transformers 5.23 lacks",
     ),
+    Pipeline("stages of a pipeline", 2, resumes_on=(2, 4)),
+    Pipeline("stages of a pipeline in DistributedDataParallel", 4, "ddp", resumes_on=(2, 4)),
+    Pipeline("stages of a pipeline in `fully_shard`", 4, "fsdp", resumes_on=(2, 4)),
 ]
 """Rows of the table, in order."""
 

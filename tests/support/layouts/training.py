@@ -62,7 +62,7 @@ def _new_cell(layout: Layout) -> MFTrainOneStepCell:
         network,
         max_grad_norm=MAX_NORM,
         scale_sense=DynamicLossScaleUpdateCell(2.0**16, 2, 2),
-        ema=ExponentialMovingAverage(network, DECAY),
+        ema=ExponentialMovingAverage(layout.module(network), DECAY),
     )
 
 
@@ -78,7 +78,7 @@ def _do_steps(layout: Layout, cell: MFTrainOneStepCell, rank: int, steps: range)
         before = _own_tensors(cell)
         is_bad = step == BAD_STEP and rank == distributed.get_world_size() - 1
         with layout.bad_loss(cell) if is_bad else contextlib.nullcontext():
-            output = cell(**layout.batch(step, rank))
+            output = layout.update(cell, layout.batch(step, rank))
         unchanged = all(map(torch.equal, before, _own_tensors(cell)))
         skips.append(bool(cell.last_report.skipped) and bool(output.overflow) and unchanged)
         if not cell.last_report.skipped:
@@ -98,7 +98,7 @@ def _result(cell: MFTrainOneStepCell) -> dict[str, Any]:
     """Return the whole weights and averages by the names of one process."""
 
     def plain(name: str) -> str:
-        return name.removeprefix("module.")
+        return name.replace("module.", "")
 
     return {
         "weights": {plain(name): whole(p) for name, p in cell.network.named_parameters()},
@@ -127,10 +127,11 @@ def local_norms(rank: int, name: str) -> dict[str, Any]:
         cell = layout.cell(layout.network(), local_norm=True)
     except ValueError as error:
         return {"refused": str(error)}
-    norms = cell(**layout.batch(0, rank)).local_norm
+    norms = layout.update(cell, layout.batch(0, rank)).local_norm
     alone = layout.whole_network()
     _loss_of(alone(**layout.batch(0, rank))).backward()
-    return {"norms": norms, "expected": torch.stack([p.grad.norm() for p in alone.parameters()])}
+    expected = [alone.get_parameter(name).grad.norm() for name in cell.local_norm_names]
+    return {"norms": norms, "expected": torch.stack(expected)}
 
 
 @reset_accelerate_after()

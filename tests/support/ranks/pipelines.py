@@ -27,6 +27,7 @@ from mfwrap import (
     MFTrainOneStepCell,
     pipeline_stages,
 )
+from mfwrap.sharded_checkpoint import load_sharded, save_sharded
 from support.small_networks import IGNORED
 from support.training_state import training_state
 
@@ -316,3 +317,40 @@ def disagree_about_replicas(rank: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         cell(batch(0, 0)[0], target=batch(0, 0)[1])
     return str(caught.value)
+
+
+def save_and_load(rank: int, folder: str) -> dict[str, Any]:
+    """Save a pipeline after two updates, do a third one, and do it again from the checkpoint.
+
+    Returns:
+        The ``states`` after both third updates, and the messages of ``errors``: of loading into
+        other stages and into a plain network, and of saving an average of unnamed stages.
+    """
+    case = Case(schedule="Interleaved1F1B", stages_per_rank=2)
+    states = []
+    for part in range(2):
+        schedule = new_schedule(case, rank)
+        module = pipeline_stages(schedule)
+        cell = _cell(schedule, module, case)
+        if part == 0:
+            for step in range(2):
+                cell(batch(step, 0)[0], target=batch(step, 0)[1])
+            save_sharded(f"{folder}/checkpoint", cell, cell.lr_scheduler)
+        else:
+            load_sharded(f"{folder}/checkpoint", cell, cell.lr_scheduler)
+        cell(batch(2, 0)[0], target=batch(2, 0)[1])
+        cell.flush()
+        states.append(training_state(module, cell.optimizer, cell.ema, cell.lr_scheduler))
+    errors = []
+    other = new_schedule(Case(), rank)
+    for network in (other, nn.Linear(2, 1)):
+        module = pipeline_stages(other) if network is other else network
+        cell = MFTrainOneStepCell(network, AdamW(module.parameters()))
+        with pytest.raises(KeyError) as missing:
+            load_sharded(f"{folder}/checkpoint", cell)
+        errors.append(str(missing.value))
+    stage = next(iter(pipeline_stages(other).values()))
+    cell = MFTrainOneStepCell(other, AdamW(stage.parameters()), ema=ExponentialMovingAverage(stage))
+    with pytest.raises(ValueError, match="averages of a pipeline") as clash:
+        save_sharded(f"{folder}/clash", cell)
+    return {"states": states, "errors": [*errors, str(clash.value)]}
