@@ -6,7 +6,7 @@
 Each round trains without monitors, with local norms alone, and with all monitors, in random order.
 All monitors are:
 
-- the loss monitor, the health of checkpoints and the comparison of replicas;
+- the loss monitor, the health of checkpoints, the comparison of replicas and the clock of ranks;
 - the search for culprits with replay;
 - every number of the training state monitor, as JSON lines and TensorBoard curves: norms of
   gradients and losses in each step; weights, optimizer state and attention logits in each tenth
@@ -33,7 +33,13 @@ from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback, Tra
 from transformers.utils import logging as transformers_logging
 
 from mfwrap import StepConfig
-from mfwrap.callbacks import CheckpointMonitor, MFLossMonitor, ReplicaCheck, TrainingStateMonitor
+from mfwrap.callbacks import (
+    CheckpointMonitor,
+    MFLossMonitor,
+    RankClock,
+    ReplicaCheck,
+    TrainingStateMonitor,
+)
 from mfwrap.trainer import MFTrainer
 from trainer import argument_parser, build_model
 
@@ -92,6 +98,7 @@ def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
         ),
         CheckpointMonitor(save_checkpoint_steps=10**9),
         ReplicaCheck(10 * interval),
+        RankClock(interval),
     ]
 
 
