@@ -70,8 +70,9 @@ class RankClock(MonitorCallback):
     - ``waiting``: collectives that are not complete: waiting for other ranks, and transfers.
 
     Every `step_interval` steps each rank sends its times since the last message, except those of
-    the present step, to the main process: ``20 n`` bytes for ``n`` steps, and no other message. The
-    main process writes
+    the present step, to the main process: ``20 n`` bytes for ``n`` steps. Before a checkpoint, each
+    rank sends all times that it has not sent yet. There is no other message. The main process
+    writes
 
     - ``rank_clock.jsonl`` in the run folder: for each step a record with the milliseconds of all
       ranks, ``{"step": 7, "data": [0.2, 0.1], "forward_backward": [...], ...}``, and for each
@@ -120,6 +121,7 @@ class RankClock(MonitorCallback):
         self._steps: list[tuple[int, StepSections | None]] = []
         self._first_step: int | None = None
         self._slow: set[tuple[int, str]] = set()
+        self._device = torch.device("cpu")
         self._reads = DeferredReads()
         self._warn_once = WarnOnce(__name__)
 
@@ -158,11 +160,12 @@ class RankClock(MonitorCallback):
             return
         sections = None if step_report is None else step_report.sections
         if step_report is not None and state.global_step % self._step_interval == 0 and self._steps:
-            self._send(step_report.skipped.device)
+            self._send()
         if step_report is None or sections is None:
             self._warn_once(_NO_SECTIONS)
         if step_report is not None:
             self._steps.append((state.global_step, sections))
+            self._device = step_report.skipped.device
 
     def on_log(self, *_: Any, **__: Any) -> None:
         """Write pending times, and leave the time of logging out of the data section."""
@@ -173,7 +176,9 @@ class RankClock(MonitorCallback):
         self._pause()
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
-        """Write pending times, so that they belong to the checkpoint."""
+        """Send and write all times, so that they belong to the checkpoint."""
+        if self._steps:
+            self._send()
         self._reads.flush()
 
     def on_save(self, *_: Any, **__: Any) -> None:
@@ -207,11 +212,11 @@ class RankClock(MonitorCallback):
             self._lines = open_records(Path(folder) / "rank_clock.jsonl", global_step)
         section_clock.start_for(self)
 
-    def _send(self, device: torch.device) -> None:
+    def _send(self) -> None:
         """Send the times of the kept steps to the main process.
 
-        All ranks have kept the same steps. The device has finished them, because the update of the
-        present step has read a result of the one before; if not, a step's times are unknown.
+        All ranks have kept the same steps. Usually the device has finished them, because the update
+        of the present step has read a result of the one before. If not, their times are unknown.
         """
         steps = [step for step, _ in self._steps]
         rows = [
@@ -219,7 +224,7 @@ class RankClock(MonitorCallback):
             for _, sections in self._steps
         ]
         self._steps.clear()
-        gathered = gather_on_main(_on_device(rows, device))
+        gathered = gather_on_main(_on_device(rows, self._device))
         if gathered is None:
             return
         size = len(steps) * len(Section)

@@ -66,13 +66,11 @@ class StepSections:
 
     Args:
         host_ns: Time of each section, in nanoseconds, measured on the host.
-        marks: On a device: pairs of an event and the section that ends with it, in order; the
-            section of the first event, and ``None`` in general, does not count.
+        marks: On a device: pairs of an event and the section that ends with it, in order. The first
+            event begins the step.
     """
 
-    def __init__(
-        self, host_ns: Sequence[int], marks: Sequence[tuple[Any, Section | None]] = ()
-    ) -> None:
+    def __init__(self, host_ns: Sequence[int], marks: Sequence[tuple[Any, Section]] = ()) -> None:
         self._seconds: list[float] | None = None
         self._marks = list(marks)
         if not self._marks:
@@ -89,8 +87,7 @@ class StepSections:
         if self._seconds is None and self._marks[-1][0].query():
             self._seconds = [0.0] * len(Section)
             for (start, _), (end, section) in itertools.pairwise(self._marks):
-                if section is not None:
-                    self._seconds[section] += start.elapsed_time(end) / 1e3
+                self._seconds[section] += start.elapsed_time(end) / 1e3
             self._marks = self._marks[-1:]
         return self._seconds
 
@@ -115,9 +112,9 @@ class SectionClock:
     def _restart(self) -> None:
         self._host_ns = [0] * len(Section)
         self._last_ns = self._now()
-        self._marks: list[tuple[Any, Section | None]] = []
+        self._marks: list[tuple[Any, Section]] = []
         if self._device.type != "cpu":
-            self._marks.append((self._event(), None))
+            self._marks.append((self._event(), self._section))
 
     @property
     def is_on(self) -> bool:
@@ -153,9 +150,9 @@ class SectionClock:
             self.switch(before)
 
     def leave_out(self) -> None:
-        """Leave the time since the last switch out of all sections."""
+        """Leave the time since the end of the last step out of all sections."""
         if self.is_on:
-            self._mark(None)
+            self._restart()
 
     def follow_backward(self, loss: Tensor) -> None:
         """Switch to waiting when the backward of `loss` has computed all gradients of this rank.
@@ -189,14 +186,13 @@ class SectionClock:
             self._restart()
         return sections
 
-    def _mark(self, section: Section | None) -> None:
-        """Add the time since the last mark to a section; to none for ``None``."""
+    def _mark(self, section: Section) -> None:
+        """Add the time since the last mark to a section."""
         if self._device.type != "cpu":
             self._marks.append((self._event(), section))
             return
         now = self._now()
-        if section is not None:
-            self._host_ns[section] += now - self._last_ns
+        self._host_ns[section] += now - self._last_ns
         self._last_ns = now
 
     def _event(self) -> Any:

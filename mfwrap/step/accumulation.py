@@ -82,6 +82,7 @@ class GradientAccumulation:
             ValueError: If the loss does not have exactly one element, or does not depend on a
                 trainable parameter.
         """
+        section_clock.switch(Section.FORWARD_BACKWARD)
         if section_clock.is_on:
             time_replicas(self.distributed_parts)
             self.sharded_parts.time_collectives()

@@ -357,7 +357,6 @@ class MFTrainOneStepCell(LossScaleHooks):
         guard = self._guard
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
-                section_clock.switch(Section.FORWARD_BACKWARD)
                 accumulated = self._accumulate(calls, self._loss_scale.value)
                 self.last_report = self._update(accumulated.loss, accumulated.normalizer)
         finally:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from mfwrap.collectives import num_ranks
+from mfwrap.collectives import Section, num_ranks, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
 from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
@@ -171,6 +171,7 @@ class PipelineAccumulation:
         divides = self._schedule.scale_grads and not self._per_token
         share = self._schedule._n_microbatches if divides else 1
         parts: list[LossParts] = []
+        section_clock.switch(Section.FORWARD_BACKWARD)
         try:
             with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
                 self._schedule.step(*arguments, **keywords, return_outputs=False)

@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import RankClock
 from mfwrap.records import read_json_lines
+from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
 
-__all__ = ["SLOW_RANK", "find_slow_rank"]
+__all__ = ["SLOW_RANK", "find_slow_rank", "find_slow_rank_of_trainer"]
 
 SLOW_RANK = 1
 SECONDS = 0.2
@@ -124,3 +125,58 @@ def _attached(network: nn.Module, _: str, hook: Any, asleep: dict[str, float]) -
         return attached.last_report
 
     return step
+
+
+class _InMapping(nn.Module):
+    """Pass a column of the data to a network, and return its loss in a mapping."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.network(inputs)}
+
+
+class _SlowRows:
+    """Rows of data; each takes some time to load."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(self.seconds)
+        return {"inputs": torch.full((16,), float(index))}
+
+
+def find_slow_rank_of_trainer(rank: int, place: str, folder: str) -> list[Any]:
+    """Train with MFTrainer, with a rank that is slow in one place; return the records."""
+    new_accelerator()
+    seconds = SECONDS if rank == SLOW_RANK else 0.0
+    network = _Network()
+    network.seconds = seconds * (place == "forward")
+    trainer = MFTrainer(
+        _InMapping(network),
+        TrainingArguments(
+            folder,
+            max_steps=9,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            logging_steps=2,
+            save_steps=5,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            optim="sgd",
+        ),
+        # A step loads two micro-batches of two rows.
+        train_dataset=_SlowRows(seconds / 4 * (place == "data")),
+        callbacks=[RankClock(4, tolerance=0.3)],
+    )
+    trainer.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return [] if rank else read_json_lines(Path(folder) / "rank_clock.jsonl")

@@ -14,7 +14,7 @@ from mfwrap.callbacks import RankClock
 from mfwrap.callbacks.rank_clock import slow_ranks
 from mfwrap.collectives import Section, section_clock
 from mfwrap.records import read_json_lines
-from support.ranks.clock import SLOW_RANK, find_slow_rank
+from support.ranks.clock import SLOW_RANK, find_slow_rank, find_slow_rank_of_trainer
 from support.ranks.pool import RankPool
 from support.small_networks import Classifier, labelled_batches
 
@@ -64,6 +64,18 @@ def test_one_of_four_ranks_is_slow(four_ranks, tmp_path, layout, place):
     records, *_ = four_ranks.run(find_slow_rank, layout, place, str(tmp_path), 9)
 
     assert_named(records, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["data", "forward"])
+def test_a_slow_rank_of_a_trainer(two_ranks, tmp_path, place):
+    """MFTrainer names the slow rank; a checkpoint has the times of all steps before it."""
+    records, _ = two_ranks.run(find_slow_rank_of_trainer, place, str(tmp_path))
+
+    named = {(each["rank"], each["section"]) for one in records for each in one.get("slow", [])}
+    assert named == {(SLOW_RANK, PLACES[place])}
+    steps = [one["step"] for one in records if "slow" not in one]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @given(

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mfwrap.recipe import RecipeError, parse_recipe
 from mfwrap.recipe.library import shipped_recipes
 from mfwrap.recipe.run import build_trainer, run_recipe
+from mfwrap.records import read_json_lines
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
 # Ignore the warnings that TRL and datasets emit.
@@ -226,6 +227,18 @@ def test_a_callback_of_mindspores_kind(tmp_path):
     run(tmp_path, callbacks=[{"type": "TimeMonitor"}])
 
     assert len([r for r in records(tmp_path) if "loss" in r]) == 6
+
+
+def test_a_clock_of_ranks(tmp_path):
+    """`RankClock` writes into the run folder; a checkpoint has the times of all steps before it."""
+    saves = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 1}
+    run(tmp_path, callbacks=[{"type": "RankClock", "step_interval": 2}], training=saves)
+
+    times = read_json_lines(tmp_path / "rank_clock.jsonl")
+    assert [one["step"] for one in times] == [1, 2, 3, 4, 5, 6]
+    lengths = json.loads((tmp_path / "checkpoint-3" / "mfwrap_records_0.json").read_text())
+    whole = (tmp_path / "rank_clock.jsonl").read_bytes().splitlines(keepends=True)
+    assert lengths["files"]["rank_clock.jsonl"]["num_bytes"] == sum(map(len, whole[:3]))
 
 
 @pytest.mark.parametrize(
