@@ -34,6 +34,7 @@ class Case:
     precision: str
     optimizer: str
     per_token: bool
+    sync_each_batch: bool = False
 
 
 CASES = {
@@ -41,6 +42,9 @@ CASES = {
     for case in itertools.starmap(
         Case, itertools.product((1, 4), ("float32", "bfloat16"), OPTIMIZERS, (False, True))
     )
+} | {
+    f"each of 4 reduced-{per_token}": Case(4, "float32", "SGD", per_token, sync_each_batch=True)
+    for per_token in (False, True)
 }
 
 
@@ -96,7 +100,8 @@ def _train_on_rank(rank: int, case: Case) -> dict[str, Any]:
         use_clip_grad=True,
         max_grad_norm=MAX_NORM,
         scale_sense=LOSS_SCALE,
-        local_norm=True,
+        local_norm=not case.sync_each_batch,
+        sync_each_batch=case.sync_each_batch,
         ema=ema,
         calculate_per_token_loss=case.per_token,
         gradient_accumulation_steps=case.accumulation,
@@ -109,7 +114,9 @@ def _train_on_rank(rank: int, case: Case) -> dict[str, Any]:
         "before": before,
         "losses": torch.stack([output.loss for output in outputs]),
         "norms": torch.stack([output.global_norm for output in outputs]),
-        "local_norms": torch.stack([output.local_norm for output in outputs]),
+        "local_norms": torch.stack(
+            [getattr(output, "local_norm", torch.empty(0)) for output in outputs]
+        ),
         "overflows": [output.overflow.item() for output in outputs],
         "weights": _weights(network),
         "averages": [average.clone() for _, average in ema.named_averages()],
