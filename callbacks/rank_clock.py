@@ -83,6 +83,7 @@ class RankClock(MonitorCallback):
 
     A rank is slow if the mean time of one of its own sections exceeds the median of the other ranks
     by more than `tolerance` of the time of a step. The first step is recorded but does not count.
+    All ranks must have the callback.
 
     Under ``fully_shard``, all time in torch's gathers and reductions counts as ``waiting``. What a
     rank does inside of them, such as a slow custom reduction, cannot be told from waiting. Under

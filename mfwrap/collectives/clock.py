@@ -23,7 +23,8 @@ A maintainer must know:
   a microsecond on a CPU.
 - On a CPU, times are read from the host's clock. On other devices the host runs ahead of the
   device, so each switch records an event in the current stream, and the times are read later, when
-  the device has passed the events. Nothing synchronizes.
+  the device has passed the events. Nothing synchronizes. A device without such events is measured
+  with the host's clock.
 - A device runs backward in a thread of its own, which calls `SectionClock.switch` while the main
   thread waits for it. So the two threads never call it at the same time.
 """
@@ -107,14 +108,15 @@ class SectionClock:
         self._readers: WeakSet[object] = WeakSet()
         self._section = Section.DATA
         self._device = torch.device("cpu")
+        self._has_events = False
         self._restart()
 
     def _restart(self) -> None:
         self._host_ns = [0] * len(Section)
         self._last_ns = self._now()
         self._marks: list[tuple[Any, Section]] = []
-        if self._device.type != "cpu":
-            self._marks.append((self._event(), self._section))
+        if self._has_events:
+            self._marks.append((_recorded_event(self._device), self._section))
 
     @property
     def is_on(self) -> bool:
@@ -183,22 +185,35 @@ class SectionClock:
         self._host_ns, self._marks = [0] * len(Section), self._marks[-1:]
         if device != self._device:
             self._device = device
+            self._has_events = has_timed_events(device)
             self._restart()
         return sections
 
     def _mark(self, section: Section) -> None:
         """Add the time since the last mark to a section."""
-        if self._device.type != "cpu":
-            self._marks.append((self._event(), section))
+        if self._has_events:
+            self._marks.append((_recorded_event(self._device), section))
             return
         now = self._now()
         self._host_ns[section] += now - self._last_ns
         self._last_ns = now
 
-    def _event(self) -> Any:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+
+def has_timed_events(device: torch.device) -> bool:
+    """Return whether events on a device measure time. If not, times are those of the host."""
+    if device.type == "cpu":
+        return False
+    try:
+        _recorded_event(device)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _recorded_event(device: torch.device) -> Any:
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 section_clock = SectionClock()

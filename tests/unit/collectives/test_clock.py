@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mfwrap.collectives.clock import Section, SectionClock, StepSections
+from mfwrap.collectives.clock import (
+    Section,
+    SectionClock,
+    StepSections,
+    has_timed_events,
+)
 
 CPU = torch.device("cpu")
 
@@ -160,6 +165,18 @@ def test_times_of_a_device_are_known_when_it_has_finished(monkeypatch):
     assert sections.seconds() is None
     monkeypatch.setattr(Event, "is_reached", True)
     assert sections.seconds() == sections.seconds() == pytest.approx([0.007, 0, 0, 0, 0.01])
+
+
+def test_a_device_without_timed_events_uses_the_clock_of_the_host(ticks):
+    """On a device that has no events, the times are those of the host."""
+    clock, reader = SectionClock(ticks), Reader()
+    clock.start_for(reader)
+    clock.end_step(torch.device("meta"))
+    ticks.ns += 10**9
+
+    assert clock.end_step(torch.device("meta")).seconds() == [1, 0, 0, 0, 0]
+    assert not has_timed_events(torch.device("meta"))
+    assert not has_timed_events(CPU)
 
 
 @pytest.mark.cuda
