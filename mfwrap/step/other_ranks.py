@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import final
 
-from torch import nn
+from torch import distributed, nn
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.collectives import Announcements
@@ -64,10 +64,15 @@ class OtherRanks:
         if not is_due:
             return False
         if not self._digest:
-            self._announce()
-        if self._announced.all_agree(self._digest):
+            self._describe()
+        try:
+            self._announced.announce(self._digest, self._text)
+            if self._announced.all_agree(self._digest):
+                return True
+            other = self._announced.who_differs(self._digest)
+        except distributed.DistError:
+            # The process that hosts the store has ended. That ends no independent training.
             return True
-        other = self._announced.who_differs(self._digest)
         if other is None:
             return False
         rank, text = other
@@ -87,7 +92,7 @@ class OtherRanks:
         )
         return True
 
-    def _announce(self) -> None:
+    def _describe(self) -> None:
         described = [
             f"`{name}` {str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
             for network in self._networks
@@ -98,7 +103,6 @@ class OtherRanks:
         more = len(described) - _MOST_NAMED
         shown = [*described[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
         self._text = " and ".join(shown)
-        self._announced.announce(self._digest, self._text)
         if self._are_refused:
             warnings.warn(
                 "no wrapper reduces the gradients of this network over the ranks of the process "

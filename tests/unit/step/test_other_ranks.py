@@ -66,3 +66,15 @@ def test_groups_of_ranks_are_only_told(announced, caplog):
 
     assert others(announced[1], nn.Linear(2, 1), are_refused=False).compare(ends=True)
     assert "rank 0 trains `a` float32[1]: they clip and skip without each other" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:no wrapper reduces")
+def test_a_training_survives_the_end_of_the_store():
+    """An independent training goes on if the process that hosts the store has ended."""
+    host = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = distributed.TCPStore("localhost", host.port, is_master=False)
+    alone = others(Announcements(client, 1, 2), nn.Linear(2, 1))
+    assert not alone.compare(ends=True)
+    del host
+
+    assert alone.compare(ends=True)
