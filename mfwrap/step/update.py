@@ -284,7 +284,9 @@ class StepUpdate:
             ValueError: If a learning rate is a non-finite number.
         """
         try:
-            measured = self.measure(normalizer, loss=loss)
+            # All ranks of a pipeline must measure, even one whose stages are frozen.
+            may_be_absent = self.stages is not None
+            measured = self.measure(normalizer, loss=loss, may_be_absent=may_be_absent)
             return self.apply(loss if measured.loss is None else measured.loss, measured)
         finally:
             self.release_gradients()

@@ -36,7 +36,9 @@ __all__ = [
     "Case",
     "disagree",
     "disagree_about_replicas",
+    "freeze",
     "messages_of",
+    "save_and_load",
     "train_pipeline",
     "train_whole",
 ]
@@ -286,6 +288,28 @@ def messages_of(rank: int) -> list[int]:
         for event in profiled.events()
         if event.name == "gloo:all_reduce"
     ]
+
+
+def freeze(rank: int) -> dict[str, Any]:
+    """Freeze the stage of rank 0 after the first of two updates.
+
+    Returns:
+        ``norms`` of both updates, the ``local_norms`` of the second one, and whether the second
+        update has ``changed`` the stage.
+    """
+    schedule = new_schedule(Case(), rank)
+    stages = pipeline_stages(schedule)
+    cell = _cell(schedule, stages, Case())
+    inputs, labels = batch(0, 0)
+    norms = [cell(inputs, target=labels).global_norm.item()]
+    stages.requires_grad_(rank == 1)
+    before = [parameter.clone() for parameter in stages.parameters()]
+    output = cell(inputs, target=labels)
+    return {
+        "norms": [*norms, output.global_norm.item()],
+        "local_norms": output.local_norm,
+        "changed": not all(map(torch.equal, before, stages.parameters())),
+    }
 
 
 def disagree(rank: int) -> list[str]:

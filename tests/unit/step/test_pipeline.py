@@ -21,6 +21,7 @@ from support.ranks.pipelines import (
     Case,
     disagree,
     disagree_about_replicas,
+    freeze,
     messages_of,
     train_pipeline,
     train_whole,
@@ -109,6 +110,16 @@ def test_equal_to_one_process_with_replicas(four_ranks, name, data):
 def test_a_step_adds_one_message(two_ranks):
     """Norms, loss and targets travel in one all-reduce of four numbers."""
     assert two_ranks.run(messages_of) == [[4], [4]]
+
+
+def test_a_stage_that_is_frozen_later(two_ranks):
+    """A rank without gradients takes part in the updates of the others."""
+    first, second = two_ranks.run(freeze)
+
+    assert first["norms"] == second["norms"]
+    assert first["local_norms"].shape == (0,)
+    assert second["local_norms"].norm().item() == pytest.approx(first["norms"][1], rel=1e-6)
+    assert [first["changed"], second["changed"]] == [False, True]
 
 
 def test_ranks_that_disagree(two_ranks):
