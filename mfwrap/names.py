@@ -9,7 +9,7 @@ from typing import Any
 _ACCUMULATION = "`MFTrainOneStepCell(..., gradient_accumulation_steps=micro_size)`"
 _PIPELINE = (
     f"{_ACCUMULATION}, which runs the micro-batches one after the other; for stages on several "
-    "devices use `torch.distributed.pipelining`"
+    "devices pass a schedule of `torch.distributed.pipelining` to the cell"
 )
 _TWO_OUTPUTS = "`calculate_per_token_loss=True` for a network that returns two outputs"
 
@@ -35,7 +35,8 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "learning_rate}`: each schedule of `mfwrap.schedules` starts from the group's rate",
         "LocalNorm": "`MFTrainOneStepCell(..., local_norm=True)`",
         "MFPipelineWithLossScaleCell": "`MFTrainOneStepCell(..., use_clip_grad=True, "
-        "gradient_accumulation_steps=micro_batch_num)`",
+        "gradient_accumulation_steps=micro_batch_num)`; for stages on several devices pass a "
+        "schedule of `torch.distributed.pipelining` to the cell",
         "MSELoss": "`torch.nn.MSELoss`",
         "MatMul": "`torch.matmul`",
         "MicroBatchInterleaved": _ACCUMULATION,
