@@ -41,6 +41,7 @@ from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.cell import scale_of
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
@@ -195,6 +196,7 @@ class AttachedStep:
 
     def see_model(self, prepared: nn.Module) -> None:
         """Record the DistributedDataParallel modules of a prepared model."""
+        reduce_before_accumulation(prepared)
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
         # Start the watch of the ranks, so that it answers even if this rank never gets a batch.

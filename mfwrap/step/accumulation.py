@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mfwrap.collectives import Section, add_over_ranks, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.preflight import step_facts
+from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
@@ -66,6 +67,7 @@ class GradientAccumulation:
         """Modules of the network that ``fully_shard`` has sharded."""
         self.stages: StageTotals | None = None
         """Always ``None``: no other rank holds another stage of the network."""
+        reduce_before_accumulation(network)
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
         )

@@ -62,10 +62,10 @@ class ContextParallel(Layout):
         torch.manual_seed(0)
         return AttentionNetwork()
 
-    def batch(self, step: int, rank: int) -> dict[str, Any]:
+    def batch(self, number: int, rank: int) -> dict[str, Any]:
         """Return this rank's tokens of all rows."""
         world = distributed.get_world_size()
-        whole = self.whole_batch(step).items()
+        whole = self.whole_batch(number).items()
         return {name: tensor.chunk(world, dim=1)[rank] for name, tensor in whole}
 
 

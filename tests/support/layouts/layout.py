@@ -12,11 +12,16 @@ from torch.optim import Optimizer
 from mfwrap import MFTrainOneStepCell
 from support.layouts import networks
 
-__all__ = ["NUM_ROWS", "NUM_TOKENS", "Layout"]
+__all__ = ["NUM_ROWS", "NUM_TOKENS", "Layout", "batches_of"]
 
 NUM_ROWS = 12
 """Number of rows of the batch of all ranks together; 2, 3 and 4 ranks can share it evenly."""
 NUM_TOKENS = 12
+
+
+def batches_of(step: int) -> tuple[int, int]:
+    """Return the numbers of the batches of a step, the mean of whose losses is minimized."""
+    return 2 * step, 2 * step + 1
 
 
 class Layout:
@@ -64,22 +69,22 @@ class Layout:
         """Return the module that holds the parameters of this rank."""
         return network
 
-    def whole_batch(self, step: int) -> dict[str, Any]:
+    def whole_batch(self, number: int) -> dict[str, Any]:
         """Return the keyword arguments of the network in one process."""
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(number)
         shape = (2, NUM_ROWS, NUM_TOKENS, networks.WIDTH)
         inputs, targets = torch.randn(shape, generator=generator).unbind()
         return {"inputs": inputs, "targets": targets}
 
-    def batch(self, step: int, rank: int) -> dict[str, Any]:
+    def batch(self, number: int, rank: int) -> dict[str, Any]:
         """Return this rank's part of the batch."""
-        number = distributed.get_world_size()
-        together = min(self._ranks_per_share or number, number)
+        world = distributed.get_world_size()
+        together = min(self._ranks_per_share or world, world)
 
         def share(tensor: Tensor) -> Tensor:
-            return tensor.chunk(math.ceil(number / together))[rank // together]
+            return tensor.chunk(math.ceil(world / together))[rank // together]
 
-        return {name: share(tensor) for name, tensor in self.whole_batch(step).items()}
+        return {name: share(tensor) for name, tensor in self.whole_batch(number).items()}
 
     def optimizer(self, network: nn.Module) -> Optimizer:
         """Return the optimizer of a network, distributed or not."""
@@ -90,9 +95,9 @@ class Layout:
         optimizer = self.optimizer(self.module(network))
         return MFTrainOneStepCell(network, optimizer, use_clip_grad=True, **settings)
 
-    def update(self, cell: MFTrainOneStepCell, batch: dict[str, Any]) -> Any:
-        """Do one update from this rank's part of a batch; return the output of the step."""
-        return cell(**batch)
+    def update(self, cell: MFTrainOneStepCell, batches: list[dict[str, Any]]) -> Any:
+        """Do one update from this rank's parts of batches; return the output of the step."""
+        return cell.step(batches)
 
     @contextlib.contextmanager
     def bad_loss(self, cell: MFTrainOneStepCell) -> Iterator[None]:

@@ -80,17 +80,20 @@ class Pipeline(Layout):
         """Return the stage of this rank."""
         return pipeline_stages(network)
 
-    def batch(self, step: int, rank: int) -> dict[str, Any]:
+    def batch(self, number: int, rank: int) -> dict[str, Any]:
         """Return the part of the batch that belongs to this rank's pipeline."""
         replicas = distributed.get_world_size() // 2
         return {
             name: tensor.chunk(replicas)[rank % replicas]
-            for name, tensor in self.whole_batch(step).items()
+            for name, tensor in self.whole_batch(number).items()
         }
 
-    def update(self, cell: MFTrainOneStepCell, batch: dict[str, Any]) -> Any:
-        """Do one update of the pipeline."""
-        return cell(batch["inputs"], target=batch["targets"])
+    def update(self, cell: MFTrainOneStepCell, batches: list[dict[str, Any]]) -> Any:
+        """Do one update of the pipeline, whose schedule makes its own micro-batches."""
+        inputs, targets = (
+            torch.cat([batch[name] for batch in batches]) for name in ("inputs", "targets")
+        )
+        return cell(inputs, target=targets)
 
     @contextlib.contextmanager
     def bad_loss(self, cell: MFTrainOneStepCell) -> Iterator[None]:

@@ -81,8 +81,8 @@ class Pretrained(Layout):
             )
         return loaded.train()
 
-    def whole_batch(self, step: int) -> dict[str, Any]:
+    def whole_batch(self, number: int) -> dict[str, Any]:
         """Return tokens, which are the labels, too."""
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, _VOCABULARY, (NUM_ROWS, NUM_TOKENS), generator=generator)
         return {"input_ids": tokens, "labels": tokens}

@@ -10,7 +10,8 @@ from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrain
 from mfwrap.sharded_checkpoint import load_sharded, save_sharded
 from support.fsdp.accelerated import reset_accelerate_after
 from support.fsdp.training import whole
-from support.layouts.layouts import Layout, layout_of
+from support.layouts.layout import Layout, batches_of
+from support.layouts.layouts import layout_of
 
 __all__ = ["NUM_STEPS", "Outcome", "expected", "local_norms", "resume", "train"]
 
@@ -43,7 +44,8 @@ def expected(layout: Layout) -> Outcome:
     for step in range(NUM_STEPS):
         if step == BAD_STEP:
             continue
-        _loss_of(network(**layout.whole_batch(step))).backward()
+        for number in batches_of(step):
+            (_loss_of(network(**layout.whole_batch(number))) / 2).backward()
         norms.append(nn.utils.clip_grad_norm_(network.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -78,7 +80,7 @@ def _do_steps(layout: Layout, cell: MFTrainOneStepCell, rank: int, steps: range)
         before = _own_tensors(cell)
         is_bad = step == BAD_STEP and rank == distributed.get_world_size() - 1
         with layout.bad_loss(cell) if is_bad else contextlib.nullcontext():
-            output = layout.update(cell, layout.batch(step, rank))
+            output = layout.update(cell, [layout.batch(n, rank) for n in batches_of(step)])
         unchanged = all(map(torch.equal, before, _own_tensors(cell)))
         skips.append(bool(cell.last_report.skipped) and bool(output.overflow) and unchanged)
         if not cell.last_report.skipped:
@@ -127,9 +129,11 @@ def local_norms(rank: int, name: str) -> dict[str, Any]:
         cell = layout.cell(layout.network(), local_norm=True)
     except ValueError as error:
         return {"refused": str(error)}
-    norms = layout.update(cell, layout.batch(0, rank)).local_norm
+    batches = [layout.batch(number, rank) for number in batches_of(0)]
+    norms = layout.update(cell, batches).local_norm
     alone = layout.whole_network()
-    _loss_of(alone(**layout.batch(0, rank))).backward()
+    for batch in batches:
+        (_loss_of(alone(**batch)) / 2).backward()
     expected = [alone.get_parameter(name).grad.norm() for name in cell.local_norm_names]
     return {"norms": norms, "expected": torch.stack(expected)}
 

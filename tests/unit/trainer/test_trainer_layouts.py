@@ -14,6 +14,7 @@ from support.layouts.trainers import train_as_mftrainer, train_as_trainer
         ("transformers' tensor parallelism: `tp_size=2`", 2, 1),
         ("transformers' `fsdp_size=2`", 2, 2),
         ("transformers' `tp_size=2`, `fsdp_size=2`", 4, 2),
+        ("transformers' experts: `ep_size=2`, `tp_size=2`", 2, 1),
         ("transformers' experts: `ep_size=2`, `fsdp_size=2`", 2, 2),
     ],
 )

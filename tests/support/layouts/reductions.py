@@ -1,0 +1,29 @@
+"""Program that each rank runs to accumulate gradients that transformers reduces."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
+
+from mfwrap.step.backward_reductions import reduce_before_accumulation
+
+__all__ = ["accumulate"]
+
+
+def accumulate(rank: int) -> dict[str, Any]:
+    """Return the gradients of three backward passes, and what they should be."""
+    inputs = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    whole, split = nn.RMSNorm(4), nn.Sequential(nn.RMSNorm(4))
+    whole(inputs).square().sum().backward()
+    ReplicatedWithGradAllReduce().install_forward(split[0], init_device_mesh("cpu", (2,)))
+    calls = []
+    split[0].weight.register_post_accumulate_grad_hook(lambda _: calls.append("own hook"))
+    for _ in range(2):
+        reduce_before_accumulation(split)
+    gradients = []
+    for batch in inputs[:, rank]:
+        split(batch).square().sum().backward()
+        gradients.append(split[0].weight.grad.clone())
+    return {"ours": gradients[-1], "expected": whole.weight.grad, "own hooks": calls}

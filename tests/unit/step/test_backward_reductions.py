@@ -1,0 +1,12 @@
+"""Gradients that transformers reduces in backward can be accumulated."""
+
+import torch
+
+from support.layouts.reductions import accumulate
+
+
+def test_each_backward_is_reduced_once(two_ranks):
+    """Gradients of earlier backward passes are not added up again; other hooks stay."""
+    for rank in two_ranks.run(accumulate):
+        torch.testing.assert_close(rank["ours"], rank["expected"])
+        assert rank["own hooks"] == ["own hook"] * 3
