@@ -79,7 +79,7 @@ _SIGTERM = (
 )
 _TENSORBOARD = "`MFLossMonitor`, which writes to TensorBoard"
 _RESUME = (
-    "`mfwrap.trainer.MFTrainer` and its `train(resume_from_checkpoint=True)`, started again by "
+    '`mfwrap.trainer.MFTrainer` and its `train(resume_from_checkpoint="auto")`, started again by '
     "`torchrun --max-restarts`"
 )
 _REPLICAS = "`ReplicaCheck`, which compares ranks that must have equal weights"

@@ -3,10 +3,12 @@
     python -m mfwrap.recipes.accelerate_loop --output_dir runs/accelerate_loop
     torchrun --nproc_per_node 2 -m mfwrap.recipes.accelerate_loop
     python -m mfwrap.recipes.accelerate_loop --resume_from_checkpoint runs/accelerate_loop/step_100
+    python -m mfwrap.recipes.accelerate_loop --resume_from_checkpoint auto
 
-The call of `attach` is the only line that a plain accelerate loop does not have. Model and text are
-the same as in `mfwrap.recipes.causal_lm`. Each epoch ends with an evaluation of raw and of averaged
-weights.
+With ``auto``, the same command starts the run, or resumes it from its newest intact checkpoint, as
+``torchrun --max-restarts`` needs it. The call of `attach` is the only line of the training that a
+plain accelerate loop does not have. Model and text are the same as in `mfwrap.recipes.causal_lm`.
+Each epoch ends with an evaluation of raw and of averaged weights.
 """
 
 import math
@@ -23,7 +25,9 @@ from transformers import HfArgumentParser, get_linear_schedule_with_warmup
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import MFLossMonitor
+from mfwrap.checkpoints import newest_checkpoint
 from mfwrap.checkpoints.folders import whole_folder
+from mfwrap.collectives import leave_shared_store
 from mfwrap.recipes.causal_lm import Monitors, build_model, evaluate, text_loaders
 
 
@@ -47,7 +51,8 @@ class LoopArguments:
     per_print_times: int = field(default=10, metadata={"help": "updates between two log lines"})
     checkpointing_steps: int = field(default=100, metadata={"help": "updates between checkpoints"})
     resume_from_checkpoint: Path | None = field(
-        default=None, metadata={"help": "folder of the checkpoint to resume from"}
+        default=None,
+        metadata={"help": "folder of the checkpoint to resume from; auto: the newest, if any"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the weights and of the data order"})
 
@@ -61,6 +66,7 @@ class Training:
 
     def __init__(self, arguments: LoopArguments) -> None:
         self.arguments = arguments
+        leave_shared_store()
         self.accelerator = Accelerator(
             # Without `cpu=True`, accelerate would not connect several processes on a machine that
             # has no accelerator: each would train alone.
@@ -186,8 +192,11 @@ def main() -> None:
     parser = HfArgumentParser(LoopArguments)  # type: ignore[arg-type]  # (see above)
     (arguments,) = parser.parse_args_into_dataclasses()
     run = Training(arguments)
-    if arguments.resume_from_checkpoint is not None:
-        run.resume(arguments.resume_from_checkpoint)
+    checkpoint = arguments.resume_from_checkpoint
+    if checkpoint == Path("auto"):
+        checkpoint = newest_checkpoint(arguments.output_dir, "step_")
+    if checkpoint is not None:
+        run.resume(checkpoint)
     monitors = Monitors([loss_monitor(run)], run.accelerator, run.num_updates)
     monitors.notify("on_train_begin")
     for epoch in range(run.num_updates // run.updates_per_epoch, arguments.num_train_epochs):

@@ -1,5 +1,6 @@
 """Prepare ranks to join, check that they train together, and explain why a rank could not join."""
 
+import logging
 import os
 import socket
 import time
@@ -9,7 +10,9 @@ from typing import Any
 
 from torch import distributed
 
-from mfwrap.collectives.calls import num_ranks
+from mfwrap.collectives.calls import num_ranks, this_rank
+
+_logger = logging.getLogger("mfwrap")
 
 _NUM_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which launchers (torchrun, MPI) tell the number of processes, as accelerate reads
@@ -49,6 +52,18 @@ def leave_shared_store() -> None:
     except (distributed.DistError, KeyError, ValueError) as error:
         raise _failure(error) from error
     os.environ |= {"MASTER_PORT": str(_own_store.port), _AGENT_HOSTS_STORE: str(False)}
+
+
+def warn_of_shared_store() -> None:
+    """Log a warning if ranks that torchrun starts again would share a store with killed ranks."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if os.environ.get(_AGENT_HOSTS_STORE) == str(True) and restarts != "0" and this_rank() == 0:
+        _logger.warning(
+            "torchrun may restart the ranks (--max-restarts=%s), but they would then find the "
+            "addresses of killed ranks in its key-value store and hang; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun",
+            restarts,
+        )
 
 
 def store_of_start(shared: Any, address: str, *, is_host: bool) -> Any:

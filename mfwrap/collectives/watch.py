@@ -30,6 +30,7 @@ from typing import Any, Never, final
 from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks, this_rank
+from mfwrap.collectives.launch import warn_of_shared_store
 from mfwrap.collectives.messages import RankMessages, has_keys
 from mfwrap.collectives.places import main_thread_place, named_ranks
 from mfwrap.collectives.progress import Progress, RankStatus
@@ -348,6 +349,7 @@ def rank_watch() -> RankWatch | None:
     if _current is None or _current.belongs_to is not store:
         if _current is not None:
             _current.close()
+        warn_of_shared_store()
         try:
             _current = RankWatch(store, this_rank(), num_ranks())
         except (RuntimeError, NotImplementedError):

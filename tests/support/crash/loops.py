@@ -56,7 +56,7 @@ def trainer() -> None:
     )
     if checkpoint is not None:
         spoil_random_states()
-    run.train(resume_from_checkpoint=checkpoint)
+    run.train(resume_from_checkpoint="auto")
     # A run that is resumed after its last step loads no random states. The Trainer saves the log of
     # rank 0, so after a resume the other ranks have that log, too.
     left_out = ("generator",) if run.args.process_index == 0 else ("generator", "/log")

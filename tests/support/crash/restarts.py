@@ -30,7 +30,7 @@ class Moments:
         run: Run folder.
         draw: Random numbers.
         start_seconds: CPU time in which a worker starts, about.
-        record_bytes: Growth of the records between two checkpoints, about.
+        record_bytes: Growth of the records between two checkpoints, about; 1 without records.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Moments:
     def training(self) -> Moment:
         """Return a moment after some steps of the worker."""
         growth = self._draw.uniform(0, 2 * self._record_bytes)
-        before, least = self._num_bytes(), None
+        before, least = self._progress(), None
 
         def has_grown(_worker: psutil.Process) -> bool:
             # A resumed worker first cuts off the records after its checkpoint.
             nonlocal least
-            now = self._num_bytes()
+            now = self._progress()
             if least is None and now == before:
                 return False
             least = now if least is None else min(least, now)
@@ -73,8 +73,9 @@ class Moments:
         """Return a moment after the training, while models are evaluated and saved."""
         return lambda _worker: (self._run / "model").exists()
 
-    def _num_bytes(self) -> int:
-        sizes = []
+    def _progress(self) -> int:
+        """Return the size of all records, plus the number of checkpoints."""
+        sizes = [1 for path in self._run.glob("*_*") if path.is_dir()]
         for path in self._run.glob("*.jsonl"):
             try:
                 sizes.append(path.stat().st_size)
@@ -84,7 +85,10 @@ class Moments:
 
 
 def launch_and_kill(
-    folder: Path, program: Sequence[str], kills: Sequence[tuple[int, Callable[[], Moment]]] = ()
+    folder: Path,
+    program: Sequence[str],
+    kills: Sequence[tuple[int, Callable[[], Moment]]] = (),
+    **environment: str,
 ) -> tuple[int, int]:
     """Run a program under one command of torchrun, and kill one worker of each of its starts.
 
@@ -93,13 +97,14 @@ def launch_and_kill(
         program: Arguments of torchrun that name the program, and the program's own arguments.
         kills: For each start of the workers, the rank to kill with SIGKILL, and a function that
             makes the moment. torchrun may start the workers once more than there are kills.
+        environment: Further variables for torchrun.
 
     Returns:
         Exit code of torchrun, and number of workers that were killed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={len(kills)}", *program]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **environment}
     # With the comparison of collectives, ranks notice late that another rank has died.
     environment.pop("MFWRAP_DEBUG_COLLECTIVES", None)
     with (

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from mfwrap import MFTrainOneStepCell, TrainOneStepCell
 from mfwrap.accelerate import attach
 from mfwrap.collectives import leave_shared_store, refuse_lone_process, start_failure
-from mfwrap.collectives.launch import store_of_start
+from mfwrap.collectives.launch import store_of_start, warn_of_shared_store
 
 
 @pytest.fixture
@@ -136,6 +136,19 @@ def test_without_torchrun(monkeypatch):
     leave_shared_store()
 
     assert os.environ["MASTER_PORT"] == "29500"
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "warns"),
+    [("True", "3", True), ("True", "0", False), ("False", "3", False)],
+)
+def test_a_restart_that_would_hang(monkeypatch, caplog, shared, restarts, warns):
+    """A warning names the switch of torchrun, before the first restart."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    warn_of_shared_store()
+
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns
 
 
 def test_a_shared_store_that_cannot_be_reached(monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -73,6 +74,18 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole_run, monkeypatch, t
     """A run that resumes in the first or second epoch ends with bitwise the same weights."""
     checkpoint = whole_run.parent / f"step_{step}"
     resumed = run(monkeypatch, tmp_path, resume_from_checkpoint=checkpoint)
+
+    for ours, theirs in zip(weights(resumed), weights(whole_run), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_one_command_that_comes_back(whole_run, monkeypatch, tmp_path):
+    """With ``auto``, a run resumes from the newest intact checkpoint in its folder."""
+    for step in (5, 10):
+        shutil.copytree(whole_run.parent / f"step_{step}", tmp_path / f"step_{step}")
+    (tmp_path / "step_10" / "model.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"step_10: model.safetensors .*; resuming from .*step_5$"):
+        resumed = run(monkeypatch, tmp_path, resume_from_checkpoint="auto")
 
     for ours, theirs in zip(weights(resumed), weights(whole_run), strict=True):
         assert torch.equal(ours, theirs)
