@@ -1,7 +1,9 @@
 """Stop a training on SIGTERM or SIGUSR1 after a step that all ranks finish."""
 
 import contextlib
+import ctypes
 import itertools
+import queue
 import signal
 import threading
 import warnings
@@ -27,6 +29,15 @@ _SECONDS_BETWEEN_CHECKS = 0.5
 _SECONDS_FOR_ANSWERS = 10.0
 """Time after which a rank that has not answered counts as dead. torchrun kills the remaining ranks
 30 seconds after it has asked them to stop."""
+
+_SECONDS_OF_COPIES = 5.0
+"""Time in which the same signal counts as a copy of the first one. Slurm sends a signal to every
+process of a job step, and the step's torchrun passes it on to its workers, which get it twice."""
+
+_set_c_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+    ("PyOS_setsig", ctypes.pythonapi)
+)
+"""Set the action of a signal from any thread; `signal.signal` works only in the main thread."""
 
 _trainings = itertools.count()
 
@@ -219,6 +230,8 @@ class LastStep:
 class StopFlag:
     """Within a ``with`` block, record SIGTERM and SIGUSR1; repeating a signal ends the process.
 
+    A signal that is repeated within 5 seconds is ignored, because it may be a copy from a launcher.
+
     Python handles signals only in the main thread. In any other thread the block does nothing.
     SIGUSR1 is left alone if other code handles it.
     """
@@ -228,11 +241,20 @@ class StopFlag:
         """Whether the process has received a signal in the current or last block."""
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
+        # A `SimpleQueue` may be filled by a signal handler, whatever the main thread is doing.
+        self._to_restore: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self.is_set = False
         self._received.clear()
         if threading.current_thread() is threading.main_thread():
+            self._is_over.clear()
+            self._thread = threading.Thread(
+                target=self._restore, name="mfwrap-signals", daemon=True
+            )
+            self._thread.start()
             for number in _SIGNALS:
                 if number == signal.SIGTERM or _is_free(number):
                     self._before[number] = signal.signal(number, self._receive)
@@ -244,12 +266,17 @@ class StopFlag:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._thread is not None:
+            self._is_over.set()
+            self._to_restore.put(None)
+            self._thread.join()
+            self._thread = None
         while self._before:
             number, before = self._before.popitem()
             # Leave a handler that other code has set meanwhile: transformers' callback for
             # `enable_jit_checkpoint` removes its own handler when a training ends, which must not
             # be put back.
-            ours = signal.SIG_DFL if number in self._received else self._receive
+            ours = signal.SIG_IGN if number in self._received else self._receive
             if signal.getsignal(number) == ours:
                 signal.signal(number, before)
 
@@ -257,9 +284,15 @@ class StopFlag:
         del frame
         self.is_set = True
         self._received.add(number)
-        # For a second signal, set the default action, which ends the process at once. A Python
-        # handler would run only after the current call into torch has returned.
-        signal.signal(number, signal.SIG_DFL)
+        # Ignore copies; afterwards `_restore` sets the default action, which ends the process at
+        # once. A Python handler would run only after the current call into torch has returned.
+        signal.signal(number, signal.SIG_IGN)
+        self._to_restore.put(number)
+
+    def _restore(self) -> None:
+        while (number := self._to_restore.get()) is not None:
+            if not self._is_over.wait(_SECONDS_OF_COPIES):
+                _set_c_handler(number, None)
 
 
 def _is_free(number: int) -> bool:

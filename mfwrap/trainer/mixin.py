@@ -69,7 +69,7 @@ class MFTrainerMixin(_Base):
       objects: mfwrap's always, others with ``args.restore_callback_states_from_checkpoint``.
     - At SIGTERM or SIGUSR1 the current step is finished, a checkpoint is saved, and the process
       exits with status 75. With several ranks, a signal to any rank stops all of them after the
-      same step. A second signal of the same kind ends the process at once.
+      same step. The same signal again, after more than 5 seconds, ends the process at once.
     - ``train(resume_from_checkpoint="auto")`` starts a training, or resumes it from the newest
       intact checkpoint in ``args.output_dir``.
 
@@ -238,8 +238,6 @@ class MFTrainerMixin(_Base):
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        # The loaded state has the batch size of the checkpoint; monitors need the present one.
-        self.state.train_batch_size = self._train_batch_size
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)

@@ -10,6 +10,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from support.killed_training import start_process
 from support.resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
+from support.signals import told_until_it_ends
 from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
@@ -62,7 +63,7 @@ def test_told_to_end(left_alone, tmp_path):
 
 @pytest.mark.slow
 def test_told_to_end_twice(tmp_path):
-    """A second SIGTERM ends the process at once, in the middle of the step."""
+    """A SIGTERM that is repeated after 5 seconds ends the process in the middle of the step."""
     with start_process(tmp_path, SETTINGS, waits=True) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
@@ -71,8 +72,7 @@ def test_told_to_end_twice(tmp_path):
         process.stdin.write("\n")
         process.stdin.flush()
         second = process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        status = process.wait()
+        status = told_until_it_ends(process)
 
     assert (first, second) == ("micro-batch 0\n", "micro-batch 0\n")
     assert status == -signal.SIGTERM
