@@ -1,7 +1,5 @@
 """The shell commands and YAML sections in README.md and docs/ are valid and run."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -9,14 +7,10 @@ import yaml
 
 from mfwrap.cli import cli, main
 from mfwrap.recipe import Recipe, parse_recipe
+from support.pages import PAGES, blocks, commands
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-BLOCK = re.compile(
-    r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?^```(?P<language>bash|yaml)\n(?P<text>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
 TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
 TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
 
@@ -24,17 +18,9 @@ TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    """Return a page's blocks of a language, except those below ``<!-- no-test: reason -->``."""
-    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [one["text"] for one in found if one["language"] == language and not one["left_out"]]
-
-
-def commands(page: Path) -> list[list[str]]:
+def mfwrap_commands(page: Path) -> list[list[str]]:
     """Return the arguments of each ``mfwrap`` command on a page."""
-    texts = [text.replace("\\\n", " ") for text in blocks(page, "bash")]
-    lines = [shlex.split(line, comments=True) for text in texts for line in text.splitlines()]
-    return [words[1:] for words in lines if words[:1] == ["mfwrap"]]
+    return commands(page, "mfwrap")
 
 
 def is_long(words: list[str]) -> bool:
@@ -47,10 +33,10 @@ def named(pages: list[Path]) -> list:
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
 
-@pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))
+@pytest.mark.parametrize("page", named([page for page in PAGES if mfwrap_commands(page)]))
 def test_commands_are_there(page):
     """Every command on a page exists and has the options that the page uses."""
-    for words in commands(page):
+    for words in mfwrap_commands(page):
         group = cli.commands[words[0]]
         context = group.make_context(words[0], words[1:], resilient_parsing=True)
         known = {option for one in group.params for option in one.opts}
@@ -60,12 +46,12 @@ def test_commands_are_there(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", named([page for page in PAGES if commands(page)]))
+@pytest.mark.parametrize("page", named([page for page in PAGES if mfwrap_commands(page)]))
 def test_commands_run(page, tmp_path, monkeypatch):
     """The commands of a page succeed one after the other; long trainings run for two steps only."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_llama.yaml").write_text("runner_wrapper: {use_clip_grad: True}\n")
-    for words in commands(page):
+    for words in mfwrap_commands(page):
         with pytest.raises(SystemExit) as left:
             main([*words, *(TINY if is_long(words) else [])])
         assert left.value.code == 0, words

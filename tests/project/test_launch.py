@@ -1,15 +1,22 @@
-"""The recipe scripts train with two processes under torchrun, without changes."""
+"""Recipe scripts and the commands of docs/how-to/launch.md train with two processes, as written."""
 
 import json
+import shutil
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaForCausalLM
 
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
+from support.launches import FILES, PAGE, end_of, start, write_recipe
+from support.pages import commands
+from support.paths import ROOT
+from support.trainer_ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +77,95 @@ def test_accelerates_loop(tmp_path):
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= names
     weights = LlamaForCausalLM.from_pretrained(tmp_path / "model").parameters()
     assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+TWO_MACHINES = {
+    "--nproc-per-node": "1",
+    "--num_processes": "2",
+    "--rdzv-endpoint": "127.0.0.1:{port}",
+    "--main_process_ip": "127.0.0.1",
+    "--main_process_port": "{port}",
+    "--machine_rank": "{machine}",
+}
+"""What a command for several machines gets instead, to run as two machines on this one."""
+
+
+def on_two_machines(words, machine, port):
+    """Return a command with host, port and counts put in; any other command stays as it is."""
+    if "first-machine" not in " ".join(words):
+        return words
+    return [
+        TWO_MACHINES[before].format(port=port, machine=machine) if before in TWO_MACHINES else word
+        for before, word in pairwise(["", *words])
+    ]
+
+
+def launches():
+    """Return the launchers' commands on the page, with the launcher and the line as ids."""
+    return [
+        pytest.param([program, *words], id=f"{program}-{number}")
+        for program in ("torchrun", "accelerate")
+        for number, words in enumerate(commands(PAGE, program), 1)
+    ]
+
+
+@pytest.mark.parametrize("words", launches())
+def test_commands_of_the_page(words, tmp_path):
+    """Each command of the page, as written, is one training of two processes, and ends with 0."""
+    write_recipe(tmp_path)
+    shutil.copy(FILES / "accelerate.yaml", tmp_path)
+    port = free_port()
+    num_machines = 2 if "first-machine" in " ".join(words) else 1
+    machines = [on_two_machines(words, machine, port) for machine in range(num_machines)]
+    printed = end_of([start(command, tmp_path) for command in machines])
+
+    run = tmp_path / "runs" / "causal_lm"
+    records = read_json_lines(run / "metrics.jsonl")
+    assert [each["step"] for each in records if "loss" in each] == [1, 2, 3, 4, 5, 6]
+    assert len([*(run / "checkpoint-6").glob("rng_state_*")]) == 2
+    assert printed.count("run folder: runs/causal_lm") == 1
+
+
+def test_the_page_has_a_command_of_each_kind():
+    """The page starts one and several machines; README.md starts torchrun in the same way."""
+    several = ["first-machine" in " ".join(each.values[0]) for each in launches()]
+
+    assert several == [False, True, False, True]
+    assert commands(ROOT / "README.md", "torchrun") == commands(PAGE, "torchrun")[:1]
+
+
+def skypilot():
+    """Return the job for SkyPilot."""
+    return yaml.safe_load((FILES / "skypilot.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_run_of_skypilots_job(tmp_path):
+    """The shell script of the job trains on two nodes of one process."""
+    write_recipe(tmp_path)
+    job = skypilot()
+    script = job["run"].replace("/runs/", f"{tmp_path}/runs/").replace(":29500", f":{free_port()}")
+    variables = {
+        **job["envs"],
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "SKYPILOT_NUM_NODES": str(job["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "SKYPILOT_TASK_ID": "sky-managed-1",
+    }
+    nodes = range(job["num_nodes"])
+    printed = end_of([start(["bash", "-c", script], tmp_path, **variables) for _ in nodes])
+
+    assert list(job["volumes"]) == ["/runs"]
+    assert printed.count(f"run folder: {tmp_path}/runs/sky-managed-1") == 1
+    assert len([*(tmp_path / "runs/sky-managed-1/checkpoint-6").glob("rng_state*")]) == 2
+
+
+def test_skypilot_accepts_the_job(tmp_path):
+    """SkyPilot's own schema and parser accept the job."""
+    pytest.importorskip("sky", reason="needs SkyPilot: pip install skypilot")
+    program = "import sky; print(*sky.Task.from_yaml('skypilot.yaml').resources)"
+    shutil.copy(FILES / "skypilot.yaml", tmp_path)
+    # SkyPilot writes to the home folder.
+    printed = end_of([start([sys.executable, "-c", program], tmp_path, HOME=str(tmp_path))])
+
+    assert "[Spot]" in printed
+    assert "H100" in printed
