@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.schedules import attach_scheduler
+from mfwrap.accelerate.setup import named_parameters_of
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
 from mfwrap.collectives import Section, rank_watch, section_clock
@@ -411,7 +412,12 @@ class LoopRanks:
         models = self._accelerator._models
         sharded = ShardedParts(*models)
         # A loop may draw as many batches as it likes, so their numbers may differ.
-        guard = rank_guard(models, self._parts, sharded, self._facts, warned=["data"])
+        trained = {
+            f"optimizer_{index}.{name}": parameter
+            for index, optimizer in enumerate(self._accelerator._optimizers)
+            for name, parameter in named_parameters_of(optimizer.optimizer, models)[0].items()
+        }
+        guard = rank_guard(trained, self._parts, sharded, self._facts, warned=["data"])
         if guard is not None:
             guard.is_checked = self.are_checked
         return guard

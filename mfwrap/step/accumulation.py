@@ -15,6 +15,7 @@ from mfwrap.preflight import step_facts
 from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.parameters import network_parameters
 from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
 from mfwrap.step.ranks import StageTotals
 from mfwrap.step.waiting import time_replicas
@@ -114,7 +115,7 @@ class GradientAccumulation:
             config: Settings of the step.
         """
         return rank_guard(
-            [self.network],
+            network_parameters(self.network),
             self.distributed_parts,
             self.sharded_parts,
             lambda: step_facts([self.network], [optimizer], config),

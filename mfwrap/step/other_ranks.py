@@ -3,14 +3,13 @@
 import hashlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import final
 
 from torch import distributed, nn
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.collectives import Announcements
-from mfwrap.step.parameters import network_parameters
 
 _MOST_NAMED = 2
 """Largest number of parameters that a message names for each rank."""
@@ -32,16 +31,16 @@ class OtherRanks:
     second, fourth, eighth, ... update. The later rank finds the difference in its first update.
 
     Args:
-        networks: Networks that this rank trains.
+        trained: Parameters that this rank trains, by name.
         announced: Announcements of the process group.
         are_refused: Whether a difference is an error. If not, it is logged: this rank exchanges its
             gradients with some of the ranks, so the design is deliberate.
     """
 
     def __init__(
-        self, networks: Sequence[nn.Module], announced: Announcements, *, are_refused: bool
+        self, trained: Mapping[str, nn.Parameter], announced: Announcements, *, are_refused: bool
     ) -> None:
-        self._networks = networks
+        self._trained = trained
         self._announced = announced
         self._are_refused = are_refused
         self._digest = self._text = ""
@@ -95,8 +94,7 @@ class OtherRanks:
     def _describe(self) -> None:
         described = [
             f"`{name}` {str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
-            for network in self._networks
-            for name, p in network_parameters(network).items()
+            for name, p in self._trained.items()
             if p.requires_grad
         ]
         self._digest = hashlib.sha256("\n".join(described).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Check the ranks before the first update of a network, and watch them in every update."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 from torch import distributed, nn
@@ -106,7 +106,7 @@ class LoneGuard:
 
 
 def rank_guard(
-    networks: Sequence[nn.Module],
+    trained: Mapping[str, nn.Parameter],
     parts: Sequence[DistributedDataParallel],
     sharded: ShardedParts,
     facts: Callable[[], Facts],
@@ -117,9 +117,9 @@ def rank_guard(
     Start the watch of the ranks, which then answers even if this rank never gets a batch.
 
     Args:
-        networks: Networks that are trained.
-        parts: The networks' DistributedDataParallel modules.
-        sharded: The networks' sharded parts.
+        trained: Parameters that are trained, by name.
+        parts: DistributedDataParallel modules of the networks.
+        sharded: Sharded parts of the networks.
         facts: As in `RankGuard`.
         warned: As in `RankGuard`.
     """
@@ -127,14 +127,13 @@ def rank_guard(
         return None
     group = parts[0].process_group if parts else None
     if group is not None and len(ranks_of(group)) > 1:
-        others = OtherRanks(networks, rank_announcements(), are_refused=False)
+        others = OtherRanks(trained, rank_announcements(), are_refused=False)
         spans_all = len(ranks_of(group)) == num_ranks()
         return RankGuard(group, facts, warned, others=None if spans_all else others)
     # Shards with replicas have one group for each dimension of their mesh, but no group for the
     # whole mesh. If the mesh spans all ranks, use the group of all ranks.
     if any(len(unit.ranks) == num_ranks() for unit in sharded.units):
         return RankGuard(None, facts, warned)
-    parameters = [parameter for network in networks for parameter in network.parameters()]
-    if num_ranks() == 1 or not parameters or any(map(is_distributed, parameters)):
+    if num_ranks() == 1 or any(map(is_distributed, trained.values())):
         return None
-    return LoneGuard(OtherRanks(networks, rank_announcements(), are_refused=True))
+    return LoneGuard(OtherRanks(trained, rank_announcements(), are_refused=True))

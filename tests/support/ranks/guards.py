@@ -69,16 +69,31 @@ def train_apart(rank: int) -> str:
     return str(caught.value)
 
 
-def train_alone(rank: int) -> str:
-    """Train a plain network of another size on each rank; return the message of the error."""
+def train_alone(rank: int, name: str) -> str:
+    """Train a plain network of another size on each rank; return the message of the error.
+
+    Args:
+        rank: Rank of this process.
+        name: ``cell``, or ``attach`` for a loop that does not prepare its network.
+    """
     network = nn.Linear(2, 1 + rank)
-    cell = MFTrainOneStepCell(
-        WithLossCell(network, nn.MSELoss()), SGD(network.parameters(), lr=0.1)
-    )
+    optimizer = SGD(network.parameters(), lr=0.1)
+    if name == "cell":
+        cell = MFTrainOneStepCell(WithLossCell(network, nn.MSELoss()), optimizer)
+    else:
+        accelerator = new_accelerator()
+        attach(accelerator)
+        prepared = accelerator.prepare(optimizer)
     message = ""
     for _ in range(2):
+        inputs, targets = torch.ones(1, 2), torch.ones(1, 1 + rank)
         try:
-            cell(torch.ones(1, 2), torch.ones(1, 1 + rank))
+            if name == "cell":
+                cell(inputs, targets)
+            else:
+                accelerator.backward(nn.functional.mse_loss(network(inputs), targets))
+                prepared.step()
+                prepared.zero_grad()
         except RuntimeError as error:
             message = str(error)
         # One of the ranks may do its first update before the other has announced its network.

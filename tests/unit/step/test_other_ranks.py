@@ -16,7 +16,7 @@ def announced():
 
 def others(announced, network, *, are_refused=True):
     """Return the comparison of one rank."""
-    return OtherRanks([network], announced, are_refused=are_refused)
+    return OtherRanks(dict(network.named_parameters()), announced, are_refused=are_refused)
 
 
 def test_copies_are_warned_about(announced):

@@ -21,7 +21,7 @@ HANGS_SECONDS = 30
 def test_one_rank_needs_no_guard():
     """Without other ranks there is nothing to compare."""
     network = nn.Linear(2, 1)
-    assert rank_guard([network], [], ShardedParts(network), dict) is None
+    assert rank_guard(dict(network.named_parameters()), [], ShardedParts(network), dict) is None
 
 
 def test_ranks_are_compared_before_the_first_update_only(monkeypatch):
@@ -45,14 +45,16 @@ def test_ranks_that_differ(two_ranks):
 
 
 @pytest.mark.slow
-def test_networks_that_nothing_joins(tmp_path):
+@pytest.mark.parametrize("name", ["cell", "attach"])
+def test_networks_that_nothing_joins(tmp_path, name):
     """Ranks with different plain networks are refused at the latest in the second update."""
     with RankPool(2, tmp_path) as ranks:
-        errors = ranks.run(train_alone)
+        errors = ranks.run(train_alone, name)
 
     for rank, error in enumerate(errors):
-        assert f"cannot train: rank {rank} trains `backbone.weight`" in error
-        assert f"but rank {1 - rank} trains `backbone.weight`" in error
+        assert f"cannot train: rank {rank} trains `" in error
+        assert f"float32[{1 + rank}, 2] and" in error
+        assert f"but rank {1 - rank} trains `" in error
 
 
 @pytest.mark.slow
