@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap.accelerate.schedules import AttachedScheduler
@@ -52,6 +53,10 @@ class LoopBatch:
         self._configured_steps = self._own_steps = accelerator.gradient_accumulation_steps
         self._change: _Change | None = None
 
+    @property
+    def _is_sharded(self) -> bool:
+        return bool(self._accelerator.distributed_type == DistributedType.FSDP)
+
     def _now(self) -> GlobalBatch:
         accelerator = self._accelerator
         steps = accelerator.gradient_accumulation_steps
@@ -70,6 +75,7 @@ class LoopBatch:
         content = {
             "format_version": _FORMAT_VERSION,
             "num_processes": self._accelerator.num_processes,
+            "is_sharded": self._is_sharded,
             "global_batch": self._now().state_dict(),
             "schedules": [self._state_of(each) for each in self._schedules()],
         }
@@ -82,8 +88,9 @@ class LoopBatch:
         A checkpoint without a record, of a loop without mfwrap for example, changes nothing.
 
         Raises:
-            ValueError: If the record is damaged, the number of ranks does not divide the global
-                batch, a schedule or a data loader cannot continue on another number of ranks.
+            ValueError: If the record is damaged, only one of both runs uses the FSDP plugin, the
+                number of ranks does not divide the global batch, or a schedule or a data loader
+                cannot continue on another number of ranks.
         """
         self._change = None
         path = folder / _RECORD
@@ -99,6 +106,15 @@ class LoopBatch:
             raise ValueError(msg) from error
         if version != _FORMAT_VERSION:
             msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
+            raise ValueError(msg)
+        if content["is_sharded"] != self._is_sharded:
+            with_or_without = ("without", "with")
+            msg = (
+                f"cannot resume from {folder}, which was written "
+                f"{with_or_without[content['is_sharded']]} accelerate's FSDP plugin, "
+                f"{with_or_without[self._is_sharded]} it: their files differ; use the same "
+                "`fsdp_plugin` as before, which also works with one process"
+            )
             raise ValueError(msg)
         steps = resumed_accumulation(saved, self._now(), folder, "micro-batches")
         has_other_ranks = former != self._accelerator.num_processes

@@ -198,7 +198,8 @@ class Progress:
 
     def fail(self, error: Exception) -> None:
         """Note that an error has ended the training."""
-        message = str(error).partition("\n")[0]
+        # Errors of torch's pipelines begin with an empty line.
+        message = str(error).strip().partition("\n")[0]
         self.end = f"{_HAS_RAISED} {type(error).__name__} in update {self.begun}: {message}"
 
     def go_on(self) -> None:

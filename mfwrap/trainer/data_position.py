@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
@@ -12,7 +11,6 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.random_states import HostStates, random_states, restore_random_states
 
 
@@ -179,13 +177,6 @@ def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | 
     saved = read_rank_file(folder, rank, num_ranks)
     if saved is None or saved.get("num_ranks", 1) == num_ranks:
         return saved
-    if "global_batch" not in saved and rank == 0:
-        warnings.warn(
-            f"{folder} was written by {saved.get('num_ranks', 1)} ranks and is resumed by "
-            f"{num_ranks}, and it does not record the global batch: the order of the data and the "
-            "loss since the last log will not exactly match the original run",
-            stacklevel=callers_stacklevel(),
-        )
     return _position_on_other_ranks(folder, saved, rank)
 
 

@@ -66,13 +66,31 @@ class TrainerBatch:
             with raising_together():
                 steps = resumed_accumulation(saved, self._now(saved), self._checkpoint)
             self._group_size = self._saved["group_size"]
+        elif checkpoint is not None:
+            self._warn_of_unknown_batch(checkpoint)
         with replaced(args, gradient_accumulation_steps=steps):
             yield
+
+    def _warn_of_unknown_batch(self, checkpoint: Path) -> None:
+        """Warn if another number of ranks wrote a checkpoint that has no global batch."""
+        args = self._trainer.args
+        # The Trainer writes `rng_state.pth`, or with several ranks a file for each.
+        written_by = len(list(checkpoint.glob("rng_state_*.pth")))
+        if written_by == 0 and (checkpoint / "rng_state.pth").exists():
+            written_by = 1
+        if written_by not in {0, args.world_size} and args.process_index == 0:
+            warnings.warn(
+                f"{checkpoint} was written by {written_by} rank(s), is resumed by "
+                f"{args.world_size} and does not record the global batch: set "
+                "`gradient_accumulation_steps` so that updates train on as many rows as before, "
+                "or rows of the present epoch are repeated or left out",
+                stacklevel=callers_stacklevel(),
+            )
 
     def _now(self, saved: GlobalBatch | None = None) -> GlobalBatch:
         trainer, args = self._trainer, self._trainer.args
         steps = args.gradient_accumulation_steps
-        batch_size = trainer._train_batch_size  # noqa: SLF001  (may differ from the arguments')
+        batch_size = trainer._train_batch_size  # noqa: SLF001  (may differ from the arguments)
         num_ranks = trainer.get_total_train_batch_size(args) // (steps * batch_size)
         if args.auto_find_batch_size and saved is not None:
             batch_size = saved.batch_size  # the Trainer restores it

@@ -238,6 +238,8 @@ class MFTrainerMixin(_Base):
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        # The loaded state has the batch size of the checkpoint; monitors need the present one.
+        self.state.train_batch_size = self._train_batch_size
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)

@@ -28,9 +28,12 @@ from support.fsdp.training import whole
 from support.small_llama import small_llama
 
 __all__ = [
+    "Loop",
     "evaluate_averages",
+    "load_attached",
     "reduce_with_trainer",
     "resume_attached",
+    "save_attached",
     "train_attached",
     "train_with_trainer",
 ]
@@ -76,6 +79,7 @@ class Loop:
         accumulation: Number of micro-batches per update.
         state_dict_type: How accelerate saves a sharded network.
         sync_each_batch: Whether the gradients of each micro-batch are reduced.
+        is_sharded: Whether the network is sharded; ``None`` shards it on several ranks.
     """
 
     def __init__(
@@ -84,11 +88,12 @@ class Loop:
         state_dict_type: str = "SHARDED_STATE_DICT",
         *,
         sync_each_batch: bool = False,
+        is_sharded: bool | None = None,
     ) -> None:
         accumulates = GradientAccumulationPlugin(accumulation, sync_each_batch=sync_each_batch)
         self.accelerator = new_accelerator(gradient_accumulation_plugin=accumulates)
         self.accumulation = accumulation
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1 if is_sharded is None else is_sharded:
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
@@ -207,6 +212,25 @@ def resume_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, A
         "files": sorted(path.name for path in Path(folder).iterdir()),
         "applied": int(resumed.attached.last_report.applied_updates),
     }
+
+
+@reset_accelerate_after()
+def save_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, Tensor]:
+    """Train an attached loop of a sharded network, and save it; return its state."""
+    del rank
+    loop = Loop(2, state_dict_type)
+    loop.train()
+    loop.accelerator.save_state(folder)
+    return loop.state()
+
+
+@reset_accelerate_after()
+def load_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, Any]:
+    """Load a checkpoint of `save_attached`; return the state and the accumulation steps."""
+    del rank
+    loop = Loop(2, state_dict_type, is_sharded=True)
+    loop.accelerator.load_state(folder)
+    return {"state": loop.state(), "steps": loop.accelerator.gradient_accumulation_steps}
 
 
 class ShardingTrainer(Trainer):

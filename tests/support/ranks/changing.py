@@ -24,6 +24,7 @@ from transformers import (
 
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.recipe import run_recipe
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from support.attached_runs import new_accelerator
@@ -88,8 +89,10 @@ class _RowsOfUpdates(TrainerCallback):
     def __init__(self, model: Regression) -> None:
         self._model = model
         self.of_update: dict[int, list[int]] = {}
+        self.global_batches: set[int] = set()
 
-    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self.global_batches.add(global_batch_size(RunSettings(), state, args))
         self.of_update[state.global_step], self._model.rows = self._model.rows, []
 
 
@@ -110,7 +113,8 @@ def train_until(
         settings: Keywords of ``TrainingArguments``; also ``data``, the name of a data set.
 
     Returns:
-        This rank's rows of each update, the losses in the log, and the weights at the end.
+        This rank's rows of each update, the losses in the log, the weights at the end, and the
+        global batches that a monitor would show.
     """
     del rank
     # The processes of a pool are daemons, which may not start worker processes.
@@ -147,6 +151,7 @@ def train_until(
     trainer.train(resume_from_checkpoint=_newest(folder) is not None)
     return {
         "rows": rows.of_update,
+        "global_batches": sorted(rows.global_batches),
         "losses": _logged(trainer.state),
         "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
     }

@@ -28,16 +28,17 @@ from mfwrap import (
     pipeline_stages,
 )
 from mfwrap.sharded_checkpoint import load_sharded, save_sharded
+from support.host_reads import HostReads
 from support.small_networks import IGNORED
 from support.training_state import training_state
 
 __all__ = [
     "BAD_STEP",
     "Case",
+    "costs_of",
     "disagree",
     "disagree_about_replicas",
     "freeze",
-    "messages_of",
     "save_and_load",
     "train_pipeline",
     "train_whole",
@@ -274,8 +275,12 @@ def train_whole(case: Case, replicas: Sequence[int] = (0,)) -> dict[str, Any]:
     return _records(cell, network.stages, update, spoilt)
 
 
-def messages_of(rank: int) -> list[int]:
-    """Return the sizes of the collectives of a step, in elements, without those of the schedule."""
+def costs_of(rank: int) -> dict[str, Any]:
+    """Return what a step adds to its schedule, after the first step.
+
+    Returns:
+        ``messages``: sizes of the collectives in elements; ``reads``: names of the host's reads.
+    """
     case = Case(per_token=True)
     schedule = new_schedule(case, rank)
     cell = _cell(schedule, pipeline_stages(schedule), case)
@@ -283,11 +288,14 @@ def messages_of(rank: int) -> list[int]:
         inputs, labels = batch(step, 0)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
             cell(inputs, target=labels)
-    return [
+    messages = [
         sum(torch.Size(shape).numel() for shape in event.input_shapes)
         for event in profiled.events()
         if event.name == "gloo:all_reduce"
     ]
+    with HostReads() as counted:
+        cell(inputs, target=labels)
+    return {"messages": messages, "reads": counted.names}
 
 
 def freeze(rank: int) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader
 
 from mfwrap import StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.accelerate.global_batch import LoopBatch
 from support.attached_runs import new_accelerator
+from support.fsdp.accelerated import Loop, load_attached, save_attached
 from support.ranks.chains import assert_a_chain_is_exact
 from support.ranks.changing import loop_until
 from support.ranks.pool import RankPool
@@ -15,16 +18,42 @@ from support.ranks.pool import RankPool
 LENGTHS = ["batches", "processes"]
 
 
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory):
+    """Return pools of 1, 2, 3 and 4 ranks."""
+    pools = {number: RankPool(number, tmp_path_factory.mktemp("ranks")) for number in (1, 2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.__exit__()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
-def test_each_row_is_trained_on_once_per_epoch(tmp_path_factory, tmp_path, length):
+def test_each_row_is_trained_on_once_per_epoch(pools, tmp_path, length):
     """A loop on 2, 1, 3 and 4 ranks has the rows, losses and rates of a loop on 2 ranks."""
-    pools = {number: RankPool(number, tmp_path_factory.mktemp("ranks")) for number in (1, 2, 3, 4)}
-    try:
-        assert_a_chain_is_exact(pools.__getitem__, tmp_path, loop_until, length)
-    finally:
-        for pool in pools.values():
-            pool.__exit__()
+    assert_a_chain_is_exact(pools.__getitem__, tmp_path, loop_until, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_sharded_network_is_loaded_on_other_ranks(pools, tmp_path, state_dict_type):
+    """Weights, averages and moments that accelerate has sharded on 2 ranks fit 4 ranks and 1."""
+    saved = pools[2].run(save_attached, str(tmp_path), state_dict_type)[0]
+    for num_ranks in (4, 1):
+        loaded = pools[num_ranks].run(load_attached, str(tmp_path), state_dict_type)[0]
+
+        assert loaded["steps"] == 4 // num_ranks
+        assert loaded["state"].keys() == saved.keys()
+        for name, value in saved.items():
+            assert torch.equal(loaded["state"][name], value), name
+
+
+def test_a_sharded_checkpoint_without_sharding(two_ranks, tmp_path):
+    """A checkpoint of the FSDP plugin is refused by name in a loop without it."""
+    two_ranks.run(save_attached, str(tmp_path), "SHARDED_STATE_DICT")
+
+    with pytest.raises(ValueError, match="written with accelerate's FSDP plugin, without it"):
+        Loop(2).accelerator.load_state(str(tmp_path))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -65,6 +94,21 @@ def test_a_schedule_of_another_length_is_refused(two_ranks, tmp_path):
 
     with pytest.raises(ValueError, match=r"on 1 process\(es\): the loop's schedule has other lear"):
         loop_until(0, str(tmp_path), 4, "other")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # (torchdata's import)
+def test_stateful_loaders_are_refused(two_ranks, tmp_path):
+    """Torchdata's loaders save the position of one rank, so that rows would be repeated."""
+    pytest.importorskip("torchdata")
+    two_ranks.run(loop_until, str(tmp_path), 3, "batches")
+    accelerator = new_accelerator(
+        gradient_accumulation_steps=6,
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+    )
+    accelerator.prepare(DataLoader([0, 1]))
+
+    with pytest.raises(ValueError, match="use_stateful_dataloader`: a stateful data loader saves"):
+        LoopBatch(accelerator).check(tmp_path / "step-3")
 
 
 def loop(schedule):

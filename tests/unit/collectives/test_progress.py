@@ -111,6 +111,17 @@ def test_no_deadlock(own, other):
     assert not waiting.is_deadlocked_with(dataclasses.replace(IN_BARRIER, **other))
 
 
+def test_an_error_that_begins_with_an_empty_line():
+    """The other ranks read the first line that says something."""
+    progress = Progress(None)
+    progress.begin_update()
+    progress.fail(ValueError("\n    [Stage 0] failed to run forward:\n    args: 1"))
+
+    assert progress.status().end == (
+        "has raised ValueError in update 1: [Stage 0] failed to run forward:"
+    )
+
+
 def test_an_error_is_forgotten_when_the_ranks_meet_again():
     """A rank that has raised and goes on is no longer described as failed."""
     progress = Progress(None)

@@ -19,10 +19,10 @@ from support.attached_runs import new_accelerator
 from support.ranks.pipelines import (
     BAD_STEP,
     Case,
+    costs_of,
     disagree,
     disagree_about_replicas,
     freeze,
-    messages_of,
     train_pipeline,
     train_whole,
 )
@@ -107,9 +107,9 @@ def test_equal_to_one_process_with_replicas(four_ranks, name, data):
         )
 
 
-def test_a_step_adds_one_message(two_ranks):
-    """Norms, loss and targets travel in one all-reduce of four numbers."""
-    assert two_ranks.run(messages_of) == [[4], [4]]
+def test_a_step_adds_one_message_and_no_read(two_ranks):
+    """Norms, loss and targets travel in one all-reduce of four numbers; the host reads nothing."""
+    assert two_ranks.run(costs_of) == [{"messages": [4], "reads": []}] * 2
 
 
 def test_a_stage_that_is_frozen_later(two_ranks):

@@ -1,8 +1,11 @@
 """A training that resumes on another number of ranks trains on the same rows in each update."""
 
+import warnings
+
 import pytest
 
 from mfwrap.records import read_json_lines
+from support.fsdp.accelerated import train_with_trainer
 from support.ranks.chains import CHAIN, assert_a_chain_is_exact
 from support.ranks.changing import recipe_until, train_until
 from support.ranks.pool import RankPool
@@ -48,7 +51,10 @@ def test_each_row_is_trained_on_once_per_epoch(pools, tmp_path, name):
     """A run on 2, 1, 3 and 4 ranks has the rows, losses and weights of a run on 2 ranks."""
     chain = ((2, 7), (1, 10)) if name == "worker" else CHAIN
 
-    assert_a_chain_is_exact(pools, tmp_path, train_until, SETTINGS[name], chain=chain)
+    results = assert_a_chain_is_exact(pools, tmp_path, train_until, SETTINGS[name], chain=chain)
+
+    if name != "split batches":
+        assert all(each["global_batches"] == [12] for each in results)
 
 
 @pytest.mark.slow
@@ -61,9 +67,24 @@ def test_a_batch_size_that_changes_too(pools, tmp_path):
     [run] = pools(1).run(train_until, str(tmp_path / "run"), 20, large)
 
     rows = {step: sorted(each) for step, each in run["rows"].items()}
+    assert run["global_batches"] == [12]
     assert sorted(row for each in rows.values() for row in each) == sorted([*range(60)] * 2)
     for name, weights in whole["weights"].items():
         assert (run["weights"][name] - weights).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_sharded_network(pools, tmp_path, state_dict_type):
+    """A network that the Trainer has sharded on 2 ranks continues on 4 ranks."""
+    whole = pools(2).run(train_with_trainer, str(tmp_path / "2"), None, 2, state_dict_type)[0]
+    checkpoint = str(tmp_path / "2" / "checkpoint-3")
+    again = pools(4).run(train_with_trainer, str(tmp_path / "4"), checkpoint, 4, state_dict_type)[0]
+
+    for expected, found in zip(whole["log"], again["log"], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for name, value in whole["state"].items():
+        assert (again["state"][name] - value).abs().max() < 1e-6, name
 
 
 @pytest.mark.slow
@@ -103,6 +124,21 @@ def test_a_resume_that_cannot_be_exact_is_refused(two_ranks, tmp_path, written, 
 
     with pytest.raises(ValueError, match=message):
         train_until(0, str(tmp_path), 2, written | resumed)
+
+
+def test_a_checkpoint_of_a_stock_trainer(two_ranks, tmp_path):
+    """A checkpoint without a global batch gives one warning that says what to set."""
+    two_ranks.run(train_until, str(tmp_path), 1)
+    for path in (tmp_path / "checkpoint-1").glob("mfwrap_*"):
+        path.unlink()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train_until(0, str(tmp_path), 2)["global_batches"] == [6]
+
+    told = [str(each.message) for each in caught if "global batch" in str(each.message)]
+    assert len(told) == 1
+    assert "was written by 2 rank(s), is resumed by 1 and does not record" in told[0]
 
 
 def test_an_order_that_depends_on_the_ranks_is_said(two_ranks, tmp_path):
