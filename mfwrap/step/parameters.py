@@ -110,8 +110,9 @@ class TrainedParameters:
             ``None`` turns this check off.
 
     Raises:
-        ValueError: If `optimizer` holds none of `named_parameters`, or `local_norm_groups` yields
-            no group or an empty group.
+        ValueError: If `optimizer` holds none of `named_parameters`, `local_norm_groups` yields
+            no group or an empty group, or parameters are distributed over sets of ranks that
+            overlap without a parameter over all of these ranks.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class TrainedParameters:
         self._distributed = [p for p in self._parameters.values() if is_distributed(p)]
         self.reduction = SquareReduction.among(list(self._parameters.values()))
         """Sum over the ranks that hold shards; ``None`` if no parameter is distributed."""
+        _check_rank_sets(self.reduction)
         self._groups = self.groups()
 
     def groups(self) -> NormGroups:
@@ -291,6 +293,23 @@ class TrainedParameters:
         """Set all gradients to ``None``, even if no optimizer holds the parameter."""
         for parameter in self._released:
             parameter.grad = None
+
+
+def _check_rank_sets(reduction: SquareReduction | None) -> None:
+    """Check that all ranks which hold parameters get the same norm.
+
+    They do if one parameter is distributed over all of them, because its ranks sum last.
+    """
+    if reduction is None or all(reduction.ranks.issuperset(ranks) for ranks in reduction.sets):
+        return
+    outside = next(ranks for ranks in reduction.sets if not reduction.ranks.issuperset(ranks))
+    msg = (
+        f"some parameters are distributed over ranks {outside}, others over ranks "
+        f"{reduction.sets[-1]}, and none over all of these ranks, which could therefore decide "
+        "differently whether to skip an update; call `fully_shard` on the whole network after "
+        "tensor or expert parallelism, so that it shards the parallel parameters, too"
+    )
+    raise ValueError(msg)
 
 
 def _held_by(optimizer: Optimizer) -> list[Tensor]:

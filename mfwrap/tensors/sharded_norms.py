@@ -78,6 +78,8 @@ class SquareReduction:
             )
         self.ranks = ordered[-1][0]
         """Ranks of the largest set."""
+        self.sets = [sorted(ranks) for ranks, _ in ordered]
+        """All sets of ranks, the largest last."""
 
     @classmethod
     def among(cls, tensors: Sequence[Tensor]) -> "SquareReduction | None":

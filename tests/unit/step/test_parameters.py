@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import SGD
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.step.parameters import (
@@ -279,6 +280,27 @@ def test_gradients_have_the_placements_of_their_parameters(tmp_path):
         assert placed is bias.grad
         assert placed.placements == bias.placements
         assert torch.equal(placed.to_local(), torch.ones(bias.shape))
+
+
+def test_parameters_over_overlapping_sets_of_ranks_are_refused():
+    """If no parameter spans all ranks, a NaN on one rank would not reach every rank's norm."""
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+        for layer, over in zip(network, ("data", "experts"), strict=False):
+            shard = DTensor.from_local(torch.zeros(2, 4), mesh[over], [Shard(0)], run_check=False)
+            layer.weight = nn.Parameter(shard)
+        with pytest.raises(
+            ValueError, match=r"over ranks \[0, 2\], others over ranks \[0, 1\], and"
+        ):
+            trained(network)
+
+        shard = DTensor.from_local(torch.zeros(1, 4), mesh, [Shard(0)] * 2, run_check=False)
+        network[2].weight = nn.Parameter(shard)
+        assert trained(network)[0].reduction.sets == [[0, 2], [0, 1], [0, 1, 2, 3]]
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_the_training_device_is_the_first_parameters():
