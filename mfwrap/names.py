@@ -89,7 +89,7 @@ ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
     {
         "BackupAndRestore": _RESUME,
         "CheckpointCallback": "`CheckpointMonitor`",
-        "ClusterMonitor": "`TimeMonitor`, or the log of the launcher",
+        "ClusterMonitor": "`RankClock`, which records the step times of all ranks",
         "ColdHotExpertMonitor": _EXPERTS,
         "EvalCallBack": "`EvalCallback`",
         "ExpertMigrateCallback": _EXPERTS,
