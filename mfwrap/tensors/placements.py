@@ -11,6 +11,7 @@ An optimizer needs the gradient in the form of the parameter, and so does a norm
 sum is not the sum of the squares of its summands.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -37,18 +38,23 @@ def place_gradients(parameters: Iterable[Tensor]) -> None:
         parameters: Parameters, distributed or not, with or without a gradient. A new gradient is
             assigned to ``grad`` where needed.
     """
+    # Do not call `is_distributed` for each parameter: this runs in every update.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return
+    kind = module.DTensor
     misplaced = [
-        (parameter, parameter.grad)
+        parameter
         for parameter in parameters
-        if is_distributed(parameter)
-        and is_distributed(parameter.grad)
-        and parameter.grad.placements != parameter.placements
+        if isinstance(parameter, kind)
+        and isinstance(gradient := parameter.grad, kind)
+        and gradient.placements != parameter.placements
     ]
     if not misplaced:
         return
-    summed = without_partial_sums([gradient for _, gradient in misplaced])
-    for (parameter, _), gradient in zip(misplaced, summed, strict=True):
-        whole = cast("DTensor", gradient)
+    gradients = [cast("DTensor", parameter.grad) for parameter in misplaced]
+    for parameter, summed in zip(misplaced, without_partial_sums(gradients), strict=True):
+        whole = cast("DTensor", summed)
         parameter.grad = whole.redistribute(parameter.device_mesh, parameter.placements)
 
 

@@ -8,7 +8,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from mfwrap import MFTrainOneStepCell, StepConfig, clip_by_global_norm
+from mfwrap import (
+    MFTrainOneStepCell,
+    StepConfig,
+    TrainOneStepWithLossScaleCell,
+    clip_by_global_norm,
+)
 from mfwrap.accelerate import attach
 from mfwrap.tensors.placements import place_gradients, without_partial_sums
 from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all, tensor_norms
@@ -23,6 +28,7 @@ __all__ = [
     "count_messages",
     "norms_of_partial_sums",
     "place",
+    "train_as_mindspore",
     "train_in_a_loop",
     "train_in_one_process",
 ]
@@ -107,6 +113,16 @@ def count_messages(rank: int, accumulation: int) -> dict[str, Any]:
     with Messages() as ours:
         cell.step(batches)
     return {"more": dict(ours.sent - plain.sent), "less": dict(plain.sent - ours.sent)}
+
+
+def train_as_mindspore(rank: int | None) -> list[Tensor]:
+    """Train with MindSpore's cell; return the whole weights. `rank` is ``None`` for one process."""
+    layout = layout_of(_SEQUENCE)
+    network = layout.whole_network() if rank is None else layout.network()
+    cell = TrainOneStepWithLossScaleCell(network, layout.optimizer(network), torch.tensor(1024.0))
+    for step in range(3):
+        cell(**(layout.whole_batch(step) if rank is None else layout.batch(step, rank)))
+    return [whole(parameter) for parameter in network.parameters()]
 
 
 def _act(accelerator: Any, parameters: list[Tensor], way: str) -> Any:

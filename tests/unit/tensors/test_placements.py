@@ -8,6 +8,7 @@ from support.layouts.placements import (
     count_messages,
     norms_of_partial_sums,
     place,
+    train_as_mindspore,
     train_in_a_loop,
     train_in_one_process,
 )
@@ -41,6 +42,7 @@ def test_an_update_adds_up_all_partial_sums_in_one_message(two_ranks, accumulati
         assert rank == {"more": {("allreduce_", 48): 1, ("allreduce_", 19): 1}, "less": {}}
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_under_sequence_parallelism_is_that_of_one_process(two_ranks, way):
     """Whatever a loop does with its gradients, it finds them placed."""
@@ -49,4 +51,13 @@ def test_a_loop_under_sequence_parallelism_is_that_of_one_process(two_ranks, way
     for rank in two_ranks.run(train_in_a_loop, way):
         assert rank["results"] == pytest.approx(expected["results"], rel=1e-5)
         for ours, theirs in zip(rank["weights"], expected["weights"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_mindspores_cell_under_sequence_parallelism_is_that_of_one_process(two_ranks):
+    """`TrainOneStepWithLossScaleCell` finds its gradients placed, too."""
+    expected = train_as_mindspore(None)
+
+    for rank in two_ranks.run(train_as_mindspore):
+        for ours, theirs in zip(rank, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
