@@ -173,15 +173,19 @@ def test_told_to_end_twice(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_told_to_end_by_torchrun(tmp_path):
-    """A SIGTERM to torchrun reaches its workers, which save and exit."""
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
+def test_told_to_end_by_torchrun(tmp_path, number):
+    """A signal to torchrun reaches its workers, which save and exit."""
     script = TESTS / "support" / "trainer_ranks.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(NUM_RANKS), str(script), str(tmp_path)]
+    launcher += ["--nproc-per-node", str(NUM_RANKS), f"--signals-to-handle={number.name}"]
+    launcher += [str(script), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(launcher, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "step 1\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         told = process.stdout.readlines()
         process.wait()
 
