@@ -85,7 +85,7 @@ def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
     if this_rank() == 0:
         try:
             answer = _look(document, folder)
-        except (OSError, RecipeError) as error:
+        except (OSError, ValueError) as error:
             answer = str(error)
     found = gather_objects(answer)[0]
     if not isinstance(found, FormerRun):

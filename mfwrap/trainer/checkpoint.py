@@ -105,15 +105,22 @@ class Checkpoints:
             if self._trainer.args.local_process_index == 0:
                 found = self._intact(asked_for, trial)
         names = sorted({name for name in gather_objects(found) if name is not None})
+        run_folder = Path(str(self._trainer.args.output_dir))
+        if len(names) > 1 and asked_for == AUTO and all(names):
+            # Nodes with disks of their own: the run was killed after one node had saved. Every node
+            # has the older checkpoint, or all of them raise an error.
+            oldest = min(names, key=lambda name: int(name.rpartition("-")[2]))
+            return self.checked(str(run_folder / oldest), trial)
         if len(names) > 1:
+            shown = ", ".join(name or "no checkpoint" for name in names)
             msg = (
-                f"the nodes must resume from the same checkpoint, but they have {', '.join(names)} "
+                f"the nodes must resume from the same checkpoint, but they have {shown} "
                 "as their newest; set `resume_from_checkpoint` to a checkpoint that all of them "
                 "have"
             )
             raise ValueError(msg)
         if asked_for is True or asked_for == AUTO:
-            return str(Path(str(self._trainer.args.output_dir)) / names[0]) if names[0] else None
+            return str(run_folder / names[0]) if names[0] else None
         return asked_for
 
     def _intact(self, asked_for: Any, trial: Any) -> str:

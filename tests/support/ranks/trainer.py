@@ -1,5 +1,8 @@
 """Programs that each rank runs to train with MFTrainer."""
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from support.attached_runs import new_accelerator
 from support.small_networks import Classifier, labelled_batches
 from support.trainer_runs import new_trainer
 
-__all__ = ["save_on_own_disk", "train_with_trainer"]
+__all__ = ["come_back_on_own_disk", "save_on_own_disk", "train_with_trainer"]
 
 
 class _Recording(MFTrainer):
@@ -108,18 +111,54 @@ def save_on_own_disk(
     left_over = disk / "checkpoint.partial" / "checkpoint-1"
     left_over.mkdir(parents=True)
     (left_over / "left_over").write_text("of a killed run", encoding="utf-8")
+    with _alone_on_its_node():
+        _saving_trainer(disk, max_steps=1, save_on_each_node=each_node).train()
+    return sorted(path.name for path in (disk / "checkpoint-1").iterdir())
+
+
+def come_back_on_own_disk(rank: int, folder: str) -> list[str]:
+    """Train and come back after rank 1 was killed before it had its last checkpoint in place.
+
+    Returns:
+        The checkpoints on this rank's disk, and the first step after coming back.
+    """
+    disk = Path(folder) / str(rank)
+    with _alone_on_its_node():
+        _saving_trainer(disk, max_steps=3, save_on_each_node=True).train()
+        if rank == 1:
+            shutil.rmtree(disk / "checkpoint-3")
+        trainer = _saving_trainer(disk, max_steps=4, save_on_each_node=True, logging_steps=1)
+        first = _First()
+        trainer.add_callback(first)
+        trainer.train(resume_from_checkpoint="auto")
+    return [*sorted(path.name for path in disk.glob("*checkpoint-*")), str(first.step)]
+
+
+class _First(TrainerCallback):
+    """Note the first step of a training."""
+
+    step = 0
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Note the step."""
+        self.step = self.step or state.global_step
+
+
+@contextlib.contextmanager
+def _alone_on_its_node() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("LOCAL_RANK", "0")
         environment.setenv("LOCAL_WORLD_SIZE", "1")
-        trainer = new_trainer(
-            MFTrainer,
-            disk,
-            max_steps=1,
-            gradient_accumulation_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            save_on_each_node=each_node,
-            ddp_backend="gloo",
-        )
-        trainer.train()
-    return sorted(path.name for path in (disk / "checkpoint-1").iterdir())
+        yield
+
+
+def _saving_trainer(disk: Path, **arguments: Any) -> Any:
+    return new_trainer(
+        MFTrainer,
+        disk,
+        gradient_accumulation_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        ddp_backend="gloo",
+        **arguments,
+    )

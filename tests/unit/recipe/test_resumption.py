@@ -116,6 +116,15 @@ def test_a_recipe_that_differs_without_effect(tmp_path):
     assert run(tmp_path / "new", disable_tqdm=False, run_name="again")[0].metrics == first.metrics
 
 
+def test_a_damaged_recipe(tmp_path):
+    """A recipe in the folder that cannot be read is refused like any other."""
+    run(tmp_path)
+    (tmp_path / "recipe.yaml").write_bytes(b"task: \xff")
+
+    with pytest.raises(RecipeError, match="utf-8"):
+        run(tmp_path)
+
+
 def test_checkpoints_without_a_recipe(tmp_path):
     """A folder whose recipe is unknown is refused."""
     (tmp_path / "checkpoint-2").mkdir()

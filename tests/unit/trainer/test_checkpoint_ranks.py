@@ -5,7 +5,7 @@ import re
 import pytest
 
 from support.ranks.monitors import refuse_a_folder, save_an_overflow
-from support.ranks.trainer import save_on_own_disk
+from support.ranks.trainer import come_back_on_own_disk, save_on_own_disk
 
 
 def test_an_overflow_at_a_step_that_is_saved_and_not_logged(two_ranks, tmp_path):
@@ -51,3 +51,12 @@ def test_nodes_with_disks_of_their_own(two_ranks, tmp_path, each_node):
     assert "left_over" not in [*first, *second]
     assert "model.safetensors" in first
     assert ("model.safetensors" in second) == each_node
+
+
+def test_nodes_whose_newest_checkpoints_differ(two_ranks, tmp_path):
+    """With ``"auto"`` all nodes resume from the newest checkpoint that each of them has."""
+    first, second = two_ranks.run(come_back_on_own_disk, str(tmp_path))
+
+    expected = [*(f"checkpoint-{step}" for step in (1, 2, 3, 4)), "3"]
+    assert first == ["abandoned-checkpoint-3", *expected]
+    assert second == expected
