@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback
 
+from mfwrap import termination
 from mfwrap.trainer import MFTrainer
 from support.resumed_training import RunSettings, end_of, files, new_trainer, spoil_random_states
 
@@ -211,16 +213,18 @@ def _on_two_nodes(root: Path, rank: int) -> dict[str, Sequence[str]]:
 
 
 class SignalledTwice(TrainerCallback):
-    """Send this process two SIGTERMs within a step."""
+    """Send this process SIGTERM within a step, and repeat it."""
 
     def on_substep_end(self, _args, _state, _control, **_: Any) -> None:
-        """Send the signals; the second one does not return."""
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        """Send the signal until it ends the process, when it no longer counts as a copy."""
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(0.01)
 
 
 def told_twice(rank: int, folder: str, port: int) -> None:
-    """Train, and send the last rank two signals."""
+    """Train, and send the last rank a signal that is repeated."""
+    termination._SECONDS_OF_COPIES = 0.0
     with as_rank(rank, port):
         trainer = _trainer(Path(folder), rank)
         if rank == NUM_RANKS - 1:

@@ -160,7 +160,7 @@ def test_resumed_by_another_number_of_ranks(run, tmp_path):
 
 
 def test_told_to_end_twice(tmp_path):
-    """A second SIGTERM ends a rank at once, without waiting for other ranks."""
+    """A repeated SIGTERM ends a rank at once, without waiting for other ranks."""
     ranks = multiprocessing.spawn(
         told_twice, args=(str(tmp_path), free_port()), nprocs=NUM_RANKS, join=False
     )
