@@ -291,7 +291,9 @@ class StopFlag:
 
     def _restore(self) -> None:
         while (number := self._to_restore.get()) is not None:
-            if not self._is_over.wait(_SECONDS_OF_COPIES):
+            is_over = self._is_over.wait(_SECONDS_OF_COPIES)
+            # Leave a handler that other code has set meanwhile.
+            if not is_over and signal.getsignal(number) == signal.SIG_IGN:
                 _set_c_handler(number, None)
 
 
