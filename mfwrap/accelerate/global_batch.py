@@ -1,8 +1,10 @@
 """Keep the global batch and the schedules of an attached loop that resumes on other ranks."""
 
+import functools
 import json
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -14,21 +16,33 @@ from mfwrap.accelerate.schedules import AttachedScheduler
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
 
+_LOG = logging.getLogger(__name__)
+
 _RECORD = "mfwrap_loop.json"
 _FORMAT_VERSION = 1
 _AHEAD = (0, *sorted({math.floor(1.1**power) for power in range(150)}))
 """Numbers of updates, from 0 to about a million, after which two schedules are compared."""
 
 
+class _Continued(NamedTuple):
+    """How a schedule continues after a resume."""
+
+    steps_per_update: int | None = None
+    """As `AttachedScheduler.steps_per_update`."""
+
+    position: int | None = None
+    """Position to continue from; ``None`` for that of the checkpoint."""
+
+    keywords: Sequence[Mapping[str, Any]] = ()
+    """Keywords of the checkpoint, such as ``num_training_steps``, for each function of a LambdaLR;
+    empty to keep those of the loop."""
+
+
 class _Change(NamedTuple):
     """What a resume on another number of ranks changes in the loop."""
 
     accumulation_steps: int
-    steps_per_update: list[int | None]
-    """For each schedule: as `AttachedScheduler.steps_per_update`."""
-
-    positions: list[int | None]
-    """For each schedule: the position to continue from; ``None`` for that of the checkpoint."""
+    schedules: list[_Continued]
 
 
 @final
@@ -42,7 +56,8 @@ class LoopBatch:
     accelerate steps a prepared schedule once per update for each process. So that the learning rate
     does not depend on the number of ranks, a resumed loop steps its schedules as often per update
     as the loop that wrote the checkpoint. If the loop has made its schedules longer or shorter for
-    the new number of processes, their positions are converted instead.
+    the new number of processes, their positions are converted instead. If only a part of their
+    lengths depends on it, the schedules of transformers continue with the saved lengths.
 
     Args:
         accelerator: Accelerator of the loop.
@@ -117,16 +132,13 @@ class LoopBatch:
             )
             raise ValueError(msg)
         steps = resumed_accumulation(saved, self._now(), folder, "micro-batches")
-        has_other_ranks = former != self._accelerator.num_processes
-        if has_other_ranks:
+        if former != self._accelerator.num_processes:
             self._refuse_stateful_loaders(folder)
         continued = [
-            self._continued(own, state, folder, has_other_ranks=has_other_ranks)
+            self._continued(own, state, folder)
             for own, state in zip(self._schedules(), schedules, strict=False)
         ]
-        self._change = _Change(
-            steps, [each[0] for each in continued], [each[1] for each in continued]
-        )
+        self._change = _Change(steps, continued)
 
     def apply(self) -> None:
         """Change the accelerator and its schedules after a checkpoint is loaded."""
@@ -140,12 +152,13 @@ class LoopBatch:
             # accelerate numbers the micro-batches of an epoch, and updates at each multiple of the
             # accumulation steps. Begin a new update.
             accelerator.step = 0
-        for schedule, steps, position in zip(
-            self._schedules(), change.steps_per_update, change.positions, strict=False
-        ):
-            schedule.steps_per_update = steps
-            if position is not None:
-                schedule.scheduler.last_epoch = position
+        for schedule, continued in zip(self._schedules(), change.schedules, strict=False):
+            schedule.steps_per_update = continued.steps_per_update
+            if continued.position is not None:
+                schedule.scheduler.last_epoch = continued.position
+            functions = getattr(schedule.scheduler, "lr_lambdas", ())
+            for function, keywords in zip(functions, continued.keywords, strict=False):
+                function.keywords.update(keywords)
 
     def _schedules(self) -> list[AttachedScheduler]:
         schedulers = self._accelerator._schedulers
@@ -162,6 +175,7 @@ class LoopBatch:
             "steps_per_update": each_update,
             "position": position,
             "factors": _factors(schedule.scheduler, position, each_update),
+            "keywords": _keywords(schedule.scheduler),
         }
 
     def _steps_per_update(self, schedule: AttachedScheduler) -> int:
@@ -169,27 +183,40 @@ class LoopBatch:
         return schedule.steps_per_update or own
 
     def _continued(
-        self,
-        schedule: AttachedScheduler,
-        saved: dict[str, Any],
-        folder: Path,
-        *,
-        has_other_ranks: bool,
-    ) -> tuple[int | None, int | None]:
-        """Return the steps per update and the position of a schedule; see `_Change`."""
+        self, schedule: AttachedScheduler, saved: dict[str, Any], folder: Path
+    ) -> _Continued:
+        """Return how a schedule continues.
+
+        Args:
+            schedule: The loop's schedule.
+            saved: Its state in the record.
+            folder: Folder of the checkpoint.
+
+        Raises:
+            ValueError: If its learning rates would differ from those of the saved schedule.
+        """
         own = 1 if schedule.split_batches else self._accelerator.num_processes
         former, position = saved["steps_per_update"], saved["position"]
         if former == own:
-            return None, None
-        factors = saved["factors"]
+            return _Continued()
+        factors, keywords = saved["factors"], saved["keywords"]
         # Schedules other than a LambdaLR save their length, and continue with the saved length.
-        if not has_other_ranks or factors is None:
-            return former, None
+        if factors is None:
+            return _Continued(former)
         if _agree(factors, _factors(schedule.scheduler, position, former)):
-            return former, None
+            return _Continued(former)
         converted = position * own // former
         if _agree(factors, _factors(schedule.scheduler, converted, own)):
-            return None, converted
+            return _Continued(None, converted)
+        present = _keywords(schedule.scheduler)
+        if (
+            keywords
+            and present
+            and [each.keys() for each in present] == [*map(dict.keys, keywords)]
+        ):
+            if self._accelerator.is_main_process:
+                _LOG.warning("the schedule continues with %s instead of %s", keywords, present)
+            return _Continued(former, None, keywords)
         msg = (
             f"cannot resume from {folder} on {self._accelerator.num_processes} process(es): "
             "the loop's schedule has other learning rates than the checkpoint, both at position "
@@ -209,6 +236,20 @@ class LoopBatch:
                 "turn it off and call `accelerator.skip_first_batches`"
             )
             raise ValueError(msg)
+
+
+def _keywords(schedule: Any) -> list[dict[str, Any]] | None:
+    """Return the keywords of a LambdaLR's functions; ``None`` unless all of them are partial.
+
+    The schedules of transformers are such functions, with their lengths as keywords.
+    """
+    functions = getattr(schedule, "lr_lambdas", [])
+    if not all(isinstance(each, functools.partial) for each in functions):
+        return None
+    plain = (int, float, str, type(None))
+    keywords = [dict(each.keywords) for each in functions]
+    is_plain = all(isinstance(value, plain) for each in keywords for value in each.values())
+    return keywords if is_plain else None
 
 
 _Factors = list[list[float | None]]

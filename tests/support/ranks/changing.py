@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     PrinterCallback,
@@ -165,7 +166,7 @@ def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -
         folder: Run folder.
         stop: Update to stop after.
         length: How the loop computes the length of its schedule: ``"batches"`` as accelerate's
-            examples do, ``"processes"`` as those of transformers do, or ``"other"``.
+            examples do, ``"processes"`` or ``"mixed"`` as those of transformers do, or ``"other"``.
         steps: Accumulation steps in the loop's settings.
 
     Returns:
@@ -184,7 +185,13 @@ def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -
         "batches": len(loader) * 4 // steps,
         "processes": NUM_STEPS * accelerator.num_processes,
     }.get(length, 7)
-    schedule = get_linear_schedule_with_warmup(optimizer, total // 5, total)
+    schedule: Any = get_linear_schedule_with_warmup(optimizer, total // 5, total)
+    if length == "mixed":
+        # Examples of transformers that train for epochs multiply only the warm-up.
+        warm_up = 3 * accelerator.num_processes
+        schedule = get_linear_schedule_with_warmup(optimizer, warm_up, len(loader) * 4 // steps)
+    elif length == "other":
+        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step * accelerator.num_processes**2))
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     done = 0
     checkpoint = _newest(folder)

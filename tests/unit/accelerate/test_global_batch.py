@@ -15,7 +15,7 @@ from support.ranks.chains import assert_a_chain_is_exact
 from support.ranks.changing import loop_until
 from support.ranks.pool import RankPool
 
-LENGTHS = ["batches", "processes"]
+LENGTHS = ["batches", "processes", "mixed"]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_number_of_ranks_that_does_not_fit(two_ranks, tmp_path):
 
 def test_a_schedule_of_another_length_is_refused(two_ranks, tmp_path):
     """A schedule that fits neither way of counting its steps cannot continue on other ranks."""
-    two_ranks.run(loop_until, str(tmp_path), 3, "batches")
+    two_ranks.run(loop_until, str(tmp_path), 3, "other")
 
     with pytest.raises(ValueError, match=r"on 1 process\(es\): the loop's schedule has other lear"):
         loop_until(0, str(tmp_path), 4, "other")
