@@ -12,6 +12,7 @@ from mfwrap.checkpoints.folders import (
     PARTIAL,
     remove_checkpoints,
     staging_folder,
+    sync,
 )
 from mfwrap.recipe.document import RecipeDocument
 
@@ -80,6 +81,13 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
 
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     removed: list[str] = []
+    result = folder / RESULT
+    if result.exists():
+        # Remove it first: if the process is killed before the end, `--resume=auto` must not report
+        # a finished run whose files are gone.
+        result.unlink()
+        sync(folder)
+        removed.append(RESULT)
     if overwrite:
         folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
         folders += [path for name in _MODELS if (path := folder / name).is_dir()]

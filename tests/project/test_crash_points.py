@@ -227,13 +227,15 @@ def overwriting_run(server, tmp_path_factory):
 def test_overwritten(first_run, overwriting_run):
     """A run that overwrites another one has the files of a run in an empty folder.
 
-    The newest checkpoint is removed last, and then the records: the earlier run can be resumed to
-    its end until then.
+    The result is removed first: from then on, the earlier run does not count as finished. The
+    newest checkpoint is removed last, and then the records: the earlier run can be resumed to its
+    end until then.
     """
     beginning = before(overwriting_run, "partial/checkpoint-2")
     removed = [each.paths[0] for each in beginning if each.call in {"rename", "unlink"}]
-    assert set(removed[:3]) == {"run/abandoned-checkpoint-6", "run/model", "run/model_ema"}
-    assert removed[3:6] == ["run/checkpoint-2", "run/checkpoint-4", "run/checkpoint-6"]
+    assert removed[0] == "run/result.json"
+    assert set(removed[1:4]) == {"run/abandoned-checkpoint-6", "run/model", "run/model_ema"}
+    assert removed[4:7] == ["run/checkpoint-2", "run/checkpoint-4", "run/checkpoint-6"]
     assert differences(first_run.expected, overwriting_run.expected) == []
     assert overwriting_run.names == first_run.names
 

@@ -150,6 +150,19 @@ def test_overwrite_removes_what_a_killed_rotation_left(tmp_path, monkeypatch):
     assert left == ["model"]
 
 
+def test_a_killed_overwrite_leaves_no_finished_run(tmp_path, monkeypatch):
+    """A run that is killed while it deletes a finished run does not count as finished."""
+    run(tmp_path, **SAVING)
+    with monkeypatch.context() as patch:
+        patch.setattr("mfwrap.recipe.folder.remove_checkpoints", raise_killed)
+        with pytest.raises(Killed):
+            run(tmp_path, overwrite=True, **SAVING)
+
+    assert not (tmp_path / "result.json").exists()
+    run(tmp_path, resume="auto", **SAVING)
+    assert (tmp_path / "result.json").exists()
+
+
 class Killed(Exception):  # noqa: N818  (stands for a signal, not for an error)
     """Raised where a test simulates the end of the process."""
 
