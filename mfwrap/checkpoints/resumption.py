@@ -74,6 +74,7 @@ def find_checkpoint(
 def newest_folder(run_folder: Path, prefix: str = "checkpoint-") -> Path | None:
     """Return the checkpoint folder with the highest number, unverified; ``None`` without one.
 
+    A folder without files is not a checkpoint: a script may have made it before it saved.
     If a process was killed while it replaced a checkpoint, the replacement is completed first.
     """
     complete_move(run_folder)
@@ -81,6 +82,10 @@ def newest_folder(run_folder: Path, prefix: str = "checkpoint-") -> Path | None:
     steps = {
         int(match[1]): path
         for path in run_folder.glob("*")
-        if (match := pattern.fullmatch(path.name)) and path.is_dir()
+        if (match := pattern.fullmatch(path.name)) and _has_file(path)
     }
     return steps[max(steps)] if steps else None
+
+
+def _has_file(folder: Path) -> bool:
+    return any(path.is_file() for path in folder.rglob("*"))

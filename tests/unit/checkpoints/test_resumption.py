@@ -18,9 +18,11 @@ def damage(folder):
 
 
 def test_no_checkpoint(tmp_path):
-    """A missing folder, and a folder without checkpoints of the prefix, give None."""
+    """A missing folder, and a folder without files in checkpoints of the prefix, give None."""
     write_checkpoint(tmp_path / "abandoned-checkpoint-9")
     write_checkpoint(tmp_path / "step_9")
+    (tmp_path / "checkpoint-8" / "part").mkdir(parents=True)
+    (tmp_path / "checkpoint-7").touch()
 
     assert newest_checkpoint(tmp_path / "missing") is None
     assert newest_checkpoint(tmp_path) is None
@@ -30,6 +32,7 @@ def test_the_newest_by_number(tmp_path):
     """The number in the name counts, not the order of names or of times."""
     for number in (10, 9):
         write_checkpoint(tmp_path / f"step_{number}")
+    (tmp_path / "step_11").mkdir()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -231,6 +231,7 @@ def test_one_call_that_comes_back(left_alone, tmp_path):
     with pytest.raises(SystemExit):
         trainer.train(resume_from_checkpoint="auto")
     (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / "model.safetensors").touch()
     trainer = new_trainer(tmp_path, SETTINGS, seed=1)
     with pytest.warns(UserWarning, match=r"checkpoint-8: .*; resuming from .*checkpoint-4$"):
         trainer.train(resume_from_checkpoint="auto")
