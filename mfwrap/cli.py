@@ -6,6 +6,7 @@ command is wrong, 75 if SIGTERM or SIGUSR1 stopped a run, 130 if the user interr
 
 import gc
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -122,7 +123,9 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
             _train(recipe, overrides, resume, overwrite=overwrite)
     except SystemExit as stopped:
         if stopped.code == EXIT_STOPPED:
-            _say(f"stopped by a signal; continue with: mfwrap train {recipe} --resume=auto")
+            given = [word for override in overrides for word in ("--set", override)]
+            again = shlex.join(["mfwrap", "train", recipe, *given, "--resume=auto"])
+            _say(f"stopped by a signal; continue with: {again}")
         raise
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -122,14 +123,15 @@ def test_a_signal_stops_a_run(recipe, capsys, monkeypatch, number, event, saved)
 
     with monkeypatch.context() as planted:
         planted.setattr(ThroughputRecorder, event, tell_to_end)
-        code, _, err = call(capsys, "train", recipe)
+        code, _, err = call(capsys, "train", recipe, "--set", "training.run_name=of two words")
 
     assert code == 75
-    assert f"stopped by a signal; continue with: mfwrap train {recipe} --resume=auto\n" in err
+    again = f"mfwrap train {recipe} --set 'training.run_name=of two words' --resume=auto"
+    assert f"stopped by a signal; continue with: {again}\n" in err
     found = sorted(int(path.name[11:]) for path in Path("runs/small").glob("checkpoint-*"))
     assert found == saved
     assert not Path("runs/small/result.json").exists()
-    assert call(capsys, "train", recipe, "--resume=auto")[0] == 0
+    assert call(capsys, *shlex.split(err.rpartition("continue with: mfwrap ")[2]))[0] == 0
 
 
 def test_a_signal_before_the_training(recipe, capsys, monkeypatch):
