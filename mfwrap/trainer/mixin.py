@@ -220,7 +220,10 @@ class MFTrainerMixin(_Base):
                 batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
             must_exit = self._termination.conclude(self.accelerator.device)
-            if must_exit and self._checkpoints.saved_step != self.state.global_step:
+            # The model of `load_best_model_at_end` no longer has the weights of the last step.
+            has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
+            is_saved = self._checkpoints.saved_step == self.state.global_step
+            if must_exit and not has_best and not is_saved:
                 trained: Any = self.model
                 self._save_checkpoint(trained, trial)
         if must_exit:

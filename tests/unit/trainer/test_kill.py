@@ -216,6 +216,25 @@ def test_told_to_end_when_it_has(left_alone, tmp_path):
     assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
 
 
+def test_told_to_end_when_it_has_the_best_weights(tmp_path):
+    """A SIGTERM after the best weights are loaded does not save them as those of the last step."""
+    first_is_best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "best",
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "load_best_model_at_end": True,
+    }
+    told = ToldToEnd("on_train_end", NUM_STEPS)
+
+    with pytest.raises(SystemExit) as caught:
+        trained(tmp_path, SETTINGS, callbacks=[told], **first_is_best)
+
+    assert caught.value.code == 75
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
 def test_not_told_to_end(tmp_path):
     """The signal of one training does not end a later training of the same process."""
     with pytest.raises(SystemExit):
