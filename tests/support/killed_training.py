@@ -38,6 +38,7 @@ def start_process(
     return subprocess.Popen(
         [sys.executable, __file__, str(folder)],
         env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # as torchrun does, so that a signal can reach all its processes
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,5 +1,6 @@
 """A training that was ended by SIGTERM resumes like an uninterrupted one."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -27,15 +28,15 @@ def left_alone(tmp_path_factory):
     return lasting(end_of(trained(tmp_path_factory.mktemp("alone"), SETTINGS)))
 
 
-def signalled(folder, line, number):
+def signalled(folder, line, number, settings=SETTINGS, send=os.kill):
     """Train in another process, and send it a signal after it has printed `line` lines.
 
     Returns:
         Exit status of the process, and all lines that it printed.
     """
-    with start_process(folder, SETTINGS) as process:
+    with start_process(folder, settings) as process:
         told = [process.stdout.readline() for _ in range(line)]
-        process.send_signal(number)
+        send(process.pid, number)
         told += process.stdout.readlines()
         return process.wait(), [each.strip() for each in told if each]
 
@@ -59,6 +60,16 @@ def test_told_to_end(left_alone, tmp_path):
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
     assert not (tmp_path / "end.pt").exists()
     assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
+
+
+@pytest.mark.slow
+def test_told_to_end_with_data_workers(tmp_path):
+    """The step is finished and saved even if the data workers get the SIGTERM, too."""
+    settings = dataclasses.replace(SETTINGS, workers=1)
+    status, told = signalled(tmp_path, 2, signal.SIGTERM, settings, os.killpg)
+
+    assert status == 75
+    assert told[-1].startswith("saved ")
 
 
 @pytest.mark.slow

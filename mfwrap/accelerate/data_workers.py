@@ -1,0 +1,66 @@
+"""Keep the workers of a data loader alive when a launcher asks a whole process group to end."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.utils.data import DataLoader
+
+_SECONDS_BETWEEN_CHECKS = 1.0
+
+
+def leave_sigterm_to_parent(loader: Any) -> None:
+    """Make the workers of a prepared data loader ignore a SIGTERM that their parent did not send.
+
+    torchrun and Slurm send SIGTERM to the workers, too. If a worker ended, the data loader would
+    raise an error in the training process before its step and its checkpoint are done. The workers
+    still end if the parent terminates them, and within a second after the parent has ended.
+
+    Does nothing on a platform without ``sigtimedwait``, such as macOS.
+
+    Args:
+        loader: Data loader that accelerate has prepared. Its next workers are changed.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if not isinstance(base, DataLoader) or not hasattr(signal, "sigtimedwait"):
+        return
+    if not isinstance(base.worker_init_fn, WorkerStart):
+        base.worker_init_fn = WorkerStart(base.worker_init_fn)
+
+
+@final
+@dataclass(frozen=True)
+class WorkerStart:
+    """Function that a data loader calls in each worker when the worker starts.
+
+    Attributes:
+        user_function: The user's or the Trainer's function, which is called with the worker's
+            number; ``None`` without one.
+    """
+
+    user_function: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        """Watch for SIGTERM in a thread, and call the user's function."""
+        # torch's own handler for SIGTERM, set before this call, ends the worker whoever has sent
+        # the signal. A Python handler would not learn the sender. Block the signal instead, so that
+        # a thread can receive it together with the number of the sender.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait, name="mfwrap-worker-signals", daemon=True).start()
+        if self.user_function is not None:
+            self.user_function(worker_id)
+
+
+def _wait() -> None:
+    """End this process when the training process sends SIGTERM or has ended."""
+    # The start method "forkserver" forks workers from its server, which ends with the training.
+    training, forked_by = multiprocessing.parent_process(), os.getppid()
+    while os.getppid() == forked_by:
+        received = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_CHECKS)
+        if received is not None and training is not None and received.si_pid == training.pid:
+            break
+    os._exit(0)

@@ -1,0 +1,73 @@
+"""Workers of a prepared data loader end with their training, and at no signal of a launcher."""
+
+import os
+import pickle
+import signal
+import subprocess
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset
+
+from mfwrap.accelerate import attach
+from mfwrap.accelerate.data_workers import WorkerStart, leave_sigterm_to_parent
+
+STARTED = []
+"""Numbers of the workers that the user's function was called with, in this process."""
+
+
+class WorkerIds(Dataset):
+    """Rows with the process id of the worker that reads them."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index):
+        return torch.tensor([os.getpid(), len(STARTED)])
+
+
+def prepared():
+    """Return a data loader with one worker, prepared by an attached accelerator."""
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator)
+    loader = DataLoader(WorkerIds(), num_workers=1, worker_init_fn=STARTED.append)
+    return accelerator.prepare(loader)
+
+
+def test_a_signal_of_a_launcher():
+    """A worker survives a SIGTERM of another process, and the user's function was called."""
+    rows = []
+    for row in prepared():
+        if not rows:
+            subprocess.run(["kill", "-TERM", str(int(row[0, 0]))], check=True)
+        rows.append(row)
+
+    assert len(rows) == len(WorkerIds())
+    assert {int(row[0, 1]) for row in rows} == {1}
+
+
+def test_a_signal_of_the_training():
+    """A worker ends when the process that has started it terminates it, as torch does at last."""
+    rows = iter(prepared())
+    worker = int(next(rows)[0, 0])
+    os.kill(worker, signal.SIGTERM)
+
+    ended = os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    assert (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
+
+
+def test_a_loader_that_is_prepared_again():
+    """The function of the workers is wrapped once, and reaches workers that are spawned."""
+    loader = DataLoader(WorkerIds(), num_workers=1, worker_init_fn=print)
+    for _ in range(2):
+        leave_sigterm_to_parent(loader)
+
+    assert loader.worker_init_fn == WorkerStart(print)
+    assert pickle.dumps(loader.worker_init_fn)
+
+
+def test_other_loaders():
+    """Data that is not a data loader of torch is left as it is."""
+    leave_sigterm_to_parent(rows := [1, 2])
+
+    assert rows == [1, 2]
