@@ -296,6 +296,10 @@ class StopFlag:
             if not is_over and signal.getsignal(number) == signal.SIG_IGN:
                 _set_c_handler(number, None)
 
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        # A pickled trainer has a flag of its own. Queues and locks cannot be pickled.
+        return type(self), ()
+
 
 def _is_free(number: int) -> bool:
     """Return whether no other code handles a signal."""
