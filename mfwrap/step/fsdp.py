@@ -28,14 +28,14 @@ from typing import Any, final
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from mfwrap.collectives import Section, section_clock
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.waiting import time_method
 from mfwrap.tensors.norms import sum_of_squares
 from mfwrap.tensors.sharded_norms import SquareReduction
-from mfwrap.tensors.shards import is_distributed, on_device
+from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import sharded_parts
 
 
@@ -92,6 +92,12 @@ class ShardedUnit:
     def ranks(self) -> frozenset[int]:
         """Ranks over which gradients are reduced, replicas included."""
         return frozenset(self._group.mesh_info.mesh.mesh.flatten().tolist())
+
+    @property
+    def group(self) -> "distributed.ProcessGroup | None":
+        """Group of all `ranks`; ``None`` if torch has no such group, or there is one rank."""
+        groups = mesh_groups(self._group.mesh_info.mesh)
+        return groups[0] if len(groups) == 1 else None
 
     @property
     def divisor(self) -> float:
@@ -175,6 +181,14 @@ class ShardedParts:
         }
         self.units: list[ShardedUnit] = [ShardedUnit(group) for group in groups.values()]
         """Units of all networks."""
+
+    @property
+    def group(self) -> "distributed.ProcessGroup | None":
+        """Group of the unit with the most ranks; ``None`` without units or without a group."""
+        # The largest unit has all ranks of the others, or the norms could not be added up. So the
+        # ranks of its group find the same unit.
+        largest = max(self.units, key=lambda unit: len(unit.ranks), default=None)
+        return None if largest is None else largest.group
 
     def reduce_gradients(self, *, now: bool) -> None:
         """Set whether later backward passes reduce gradients (`now` is true) or accumulate them."""

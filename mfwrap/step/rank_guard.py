@@ -48,7 +48,8 @@ class RankGuard:
     def updating(self, *, ends: bool) -> Iterator[None]:
         """Do an update, or a part of it, within the block; add a note on other ranks to errors.
 
-        Costs a few microseconds on the host. Only the first update communicates.
+        Costs a few microseconds on the host. Only the first update communicates; ranks outside of
+        the group are also looked for in the second, fourth, eighth, ... update.
 
         Args:
             ends: Whether the update ends with the block.
@@ -58,23 +59,23 @@ class RankGuard:
         """
         watch = rank_watch()
         if watch is None:
-            self._check()
+            self._check(ends=ends)
             yield
             return
         watch.begin_update(self._ranks)
         with watch.explaining():
-            self._check()
+            self._check(ends=ends)
             yield
         if ends:
             watch.end_update()
 
-    def _check(self) -> None:
+    def _check(self, *, ends: bool) -> None:
         if not self.is_checked:
             problems = self._problems()
             check_ranks_agree(self._facts(), problems, group=self._group, warned=self._warned)
             self.is_checked = True
-            if self._others is not None:
-                self._others.compare(ends=True)
+        if self._others is not None and self._others.compare(ends=ends):
+            self._others = None
 
 
 @final
@@ -123,17 +124,15 @@ def rank_guard(
         facts: As in `RankGuard`.
         warned: As in `RankGuard`.
     """
-    if rank_watch() is None and num_ranks() == 1:
+    # torch's fake process group has no other processes, and a store without keys. It has no watch.
+    if rank_watch() is None:
         return None
-    group = parts[0].process_group if parts else None
+    group = parts[0].process_group if parts else sharded.group
     if group is not None and len(ranks_of(group)) > 1:
-        others = OtherRanks(trained, rank_announcements(), are_refused=False)
         spans_all = len(ranks_of(group)) == num_ranks()
+        others = OtherRanks(trained, rank_announcements(), are_refused=False)
         return RankGuard(group, facts, warned, others=None if spans_all else others)
-    # Shards with replicas have one group for each dimension of their mesh, but no group for the
-    # whole mesh. If the mesh spans all ranks, use the group of all ranks.
-    if any(len(unit.ranks) == num_ranks() for unit in sharded.units):
-        return RankGuard(None, facts, warned)
-    if num_ranks() == 1 or any(map(is_distributed, trained.values())):
-        return None
-    return LoneGuard(OtherRanks(trained, rank_announcements(), are_refused=True))
+    # Other distributed tensors, and shards with replicas on some of the ranks, have a group for
+    # each dimension of their mesh, but none for the whole mesh.
+    is_joined = any(map(is_distributed, trained.values()))
+    return LoneGuard(OtherRanks(trained, rank_announcements(), are_refused=not is_joined))

@@ -1,13 +1,17 @@
 """Programs in which two ranks differ before the first update, or one rank fails in the second."""
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -16,7 +20,7 @@ from mfwrap.accelerate import attach
 from mfwrap.collectives import gather_objects
 from support.attached_runs import new_accelerator
 
-__all__ = ["LOOPS", "fail_alone", "loop_apart", "train_alone", "train_apart"]
+__all__ = ["LOOPS", "fail_alone", "loop_apart", "train_alone", "train_apart", "train_shards"]
 
 
 class _Network(nn.Module):
@@ -99,6 +103,32 @@ def train_alone(rank: int, name: str) -> str:
         # One of the ranks may do its first update before the other has announced its network.
         gather_objects(rank)
     return message
+
+
+def train_shards(rank: int) -> tuple[str, str]:
+    """Share a network of another size within each of two pairs of ranks.
+
+    Returns:
+        The warning that the logger ``mfwrap`` gets in three updates, and the message of the error
+        if the ranks of a pair then have other learning rates.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "data"))["data"]
+    pair, place = divmod(rank, 2)
+    handler = BufferingHandler(100)
+    logging.getLogger("mfwrap").addHandler(handler)
+    error = ""
+    for lr in (0.1, 0.1 + 0.1 * place):
+        network = WithLossCell(nn.Linear(2, 1 + pair), nn.MSELoss())
+        fully_shard(network, mesh=mesh)
+        cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=lr))
+        for _ in range(2):
+            try:
+                cell(torch.ones(1, 2), torch.ones(1, 1 + pair))
+            except RuntimeError as raised:
+                error = str(raised)
+            # One pair may do its first update before the other pair has announced its network.
+            gather_objects(rank)
+    return "\n".join(record.getMessage() for record in handler.buffer), error
 
 
 def loop_apart(rank: int) -> str:

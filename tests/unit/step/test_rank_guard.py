@@ -5,13 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from torch import nn
+import torch
+from torch import distributed, nn
+from torch.optim import SGD
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import RankGuard, rank_guard
 from support.paths import TESTS
 from support.ranks import early_ends
-from support.ranks.guards import fail_alone, train_alone, train_apart
+from support.ranks.guards import fail_alone, train_alone, train_apart, train_shards
 from support.ranks.pool import RankPool
 
 HANGS_SECONDS = 30
@@ -22,6 +26,17 @@ def test_one_rank_needs_no_guard():
     """Without other ranks there is nothing to compare."""
     network = nn.Linear(2, 1)
     assert rank_guard(dict(network.named_parameters()), [], ShardedParts(network), dict) is None
+
+
+def test_a_fake_process_group_needs_no_guard():
+    """Torch's fake process group, in which large jobs are tried out, has no ranks to compare."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+        cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
+        assert cell(torch.ones(2, 2), torch.ones(2, 1)).loss > 0
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_ranks_are_compared_before_the_first_update_only(monkeypatch):
@@ -55,6 +70,21 @@ def test_networks_that_nothing_joins(tmp_path, name):
         assert f"cannot train: rank {rank} trains `" in error
         assert f"float32[{1 + rank}, 2] and" in error
         assert f"but rank {1 - rank} trains `" in error
+
+
+@pytest.mark.slow
+def test_shards_over_some_of_the_ranks(tmp_path):
+    """Two pairs of ranks share networks with ``fully_shard``: each pair is told of the other one.
+
+    The ranks of a pair are compared, too.
+    """
+    with RankPool(4, tmp_path) as ranks:
+        found = ranks.run(train_shards)
+
+    for rank, (warning, error) in enumerate(found):
+        first = rank // 2 * 2
+        assert f"lr of group 0 is 0.1 on rank {first} but 0.2 on rank {first + 1}" in error
+        assert f"rank {rank} trains `backbone.weight` float32[{1 + rank // 2}, 2]" in warning
 
 
 @pytest.mark.slow
