@@ -21,7 +21,7 @@ from mfwrap.model.train_network import (
     build_train_network,
     plain_accelerator,
 )
-from mfwrap.step.update import Schedule
+from mfwrap.step.schedules import Schedule
 
 
 @final

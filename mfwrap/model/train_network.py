@@ -17,7 +17,7 @@ from mfwrap.step.mindspore_cells import (
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
-from mfwrap.step.update import Schedule
+from mfwrap.step.schedules import Schedule
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]

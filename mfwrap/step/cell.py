@@ -31,8 +31,9 @@ from mfwrap.step.parameters import (
 )
 from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.ranks import agreement_of
+from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys, restore
-from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
 
 if TYPE_CHECKING:
@@ -273,7 +274,14 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         module = self._accumulate.network
         present = functools.partial(network_parameters, module)
-        parameters = TrainedParameters(present(), inner, local_norm_groups, present=present)
+        stages = self._accumulate.stages
+        parameters = TrainedParameters(
+            present(),
+            inner,
+            local_norm_groups,
+            present=present,
+            are_stages=stages is not None,
+        )
         if ema is not None:
             _check_average(ema, parameters)
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
@@ -284,7 +292,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         if calculate_per_token_loss:
             self._accumulate.sharded_parts.check_per_token(parameters.reduction)
         self._update.agreement = agreement_of(parts, parameters.tensors)
-        self._update.stages = self._accumulate.stages
+        self._update.stages = stages
         # Register communication hooks after everything that may raise: they cannot be removed.
         self._update.local_squares = sharded_local_squares_of(
             self._accumulate.sharded_parts,

@@ -21,8 +21,9 @@ from mfwrap.step.parameters import (
     checked_optimizer,
     network_parameters,
 )
+from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys
-from mfwrap.step.update import Schedule, StepUpdate, checked_schedule
+from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.sharded_norms import has_non_finite
 
 

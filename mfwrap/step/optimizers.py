@@ -8,6 +8,7 @@ on the host, which synchronizes once per step, and divides the gradients in plac
 
 import contextlib
 import inspect
+import logging
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
@@ -22,49 +23,65 @@ from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, o
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_logger = logging.getLogger("mfwrap")
+
 _FUSED = (Adam, AdamW, SGD, Adagrad)
 
 
-def learning_rates(optimizer: Optimizer, device: torch.device) -> Tensor:
+def learning_rates(
+    optimizer: Optimizer, device: torch.device, *, may_be_bad: bool = False
+) -> Tensor:
     """Return the present learning rates of all groups.
+
+    Args:
+        optimizer: Optimizer without accelerate's wrapper.
+        device: Device of the result.
+        may_be_bad: Whether to return a non-finite number instead of raising.
 
     Returns:
         Copy of shape ``(number of groups,)``, float32, on `device`. NaN for a group without a rate
         (transformers' Adafactor computes its own by default). Does not synchronize with the device.
 
     Raises:
-        ValueError: If a rate is a number and non-finite. A rate that is a tensor is not read; see
-            `has_bad_rate`.
+        ValueError: If a rate is a number and non-finite, unless `may_be_bad`. A rate that is a
+            tensor is not read; see `has_bad_rate`.
     """
-    groups = enumerate(optimizer.param_groups)
-    rates: list[Any] = [_given(number, group.get("lr")) for number, group in groups]
+    fault = None if may_be_bad else _bad_number(optimizer)
+    if fault is not None:
+        raise ValueError(fault)
+    rates = [math.nan if (lr := g.get("lr")) is None else lr for g in optimizer.param_groups]
     if all(isinstance(rate, float) for rate in rates) and len(set(rates)) == 1:
         return torch.full((len(rates),), rates[0], dtype=torch.float32, device=device)
     return torch.stack([_rate(rate, device) for rate in rates])
 
 
 def has_bad_rate(optimizer: Optimizer, device: torch.device) -> Tensor | None:
-    """Return whether a learning rate that is a tensor is non-finite, without reading it.
+    """Return whether a learning rate is non-finite, without reading a rate that is a tensor.
+
+    A non-finite number is logged.
 
     Returns:
-        Shape ``()``, bool, on `device`; ``None`` if no rate is a tensor.
+        Shape ``()``, bool, on `device`; ``None`` if all rates are finite numbers.
     """
+    fault = _bad_number(optimizer)
+    if fault is not None:
+        _logger.warning("all stages of the pipeline skip an update: %s", fault)
+        return torch.ones((), dtype=torch.bool, device=device)
     rates = [rate for g in optimizer.param_groups if isinstance(rate := g.get("lr"), Tensor)]
     if not rates:
         return None
     return ~torch.stack([_rate(rate, device) for rate in rates]).isfinite().all()
 
 
-def _given(number: int, rate: Tensor | float | None) -> Tensor | float:
-    if rate is None:
-        return math.nan
-    if not isinstance(rate, Tensor) and not math.isfinite(rate):
-        msg = (
-            f"the learning rate of parameter group {number} must be finite, got {rate}; no weight "
-            "was changed; check the schedule, and callbacks that set the rate"
-        )
-        raise ValueError(msg)
-    return rate
+def _bad_number(optimizer: Optimizer) -> str | None:
+    for number, group in enumerate(optimizer.param_groups):
+        rate = group.get("lr")
+        if rate is not None and not isinstance(rate, Tensor) and not math.isfinite(rate):
+            return (
+                f"the learning rate of parameter group {number} must be finite, got {rate}; no "
+                "weight was changed; check the schedule, and callbacks that set the rate"
+            )
+    return None
 
 
 def _rate(rate: Tensor | float, device: torch.device) -> Tensor:

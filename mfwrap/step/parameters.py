@@ -108,6 +108,8 @@ class TrainedParameters:
         local_norm_groups: As in `StepConfig`.
         present: Returns the network's present parameters by name, to find replaced parameters;
             ``None`` turns this check off.
+        are_stages: Whether other ranks train the rest of the network. All parameters may then be
+            frozen, and a pattern of `local_norm_groups` may match none of them.
 
     Raises:
         ValueError: If `optimizer` holds none of `named_parameters`, `local_norm_groups` yields
@@ -122,7 +124,9 @@ class TrainedParameters:
         local_norm_groups: LocalNormGroups | None,
         *,
         present: Callable[[], Mapping[str, nn.Parameter]] | None = None,
+        are_stages: bool = False,
     ) -> None:
+        self._are_stages = are_stages
         self._optimizer = optimizer
         self._present = present
         self._known = [] if present is None else list(present().values())
@@ -156,7 +160,7 @@ class TrainedParameters:
                 left_out=[n for n, kept in zip(sizes, trainable, strict=True) if not kept],
                 # At construction, a pattern without a match is an error. Later, the loop may have
                 # frozen all parameters that a pattern matches, which must not end a run.
-                may_be_empty=bool(self._trainable),
+                may_be_empty=self._are_stages or bool(self._trainable),
             )
             self._trainable = trainable
         return self._groups

@@ -13,12 +13,14 @@ gradients between the ranks, and leaves the gradients of each rank's own stages 
 - **All ranks must reach the same decision.** No rank holds all gradients, and only one has the
   loss. `StageTotals` adds up the squared norms, and passes the loss along in the same message.
 
-Only this file uses private names of torch's schedules: ``_stage``, ``_stages``, ``_loss_fn``,
-``_n_microbatches``, ``_args_chunk_spec``, ``_kwargs_chunk_spec`` and ``_internal_losses``.
+Only this file and pipeline_batches.py use private names of torch's schedules: ``_stage``,
+``_stages``, ``_loss_fn``, ``_n_microbatches``, ``_args_chunk_spec``, ``_kwargs_chunk_spec`` and
+``_internal_losses``.
 """
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,13 +28,16 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from mfwrap.collectives import Section, num_ranks, section_clock
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.collectives import Section, gather_objects, num_ranks, ranks_of, section_clock
+from mfwrap.collectives.places import named_ranks
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
 from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
-from mfwrap.step.forward import LossParts, NetworkCall, Normalizer, loss_of, pair_of, tensors_in
+from mfwrap.step.forward import LossParts, NetworkCall, Normalizer, loss_of, pair_of
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.parameters import checked_network, network_parameters
+from mfwrap.step.pipeline_batches import PipelineBatches
 from mfwrap.step.rank_guard import RankGuard
 from mfwrap.step.ranks import StageTotals, reduced_by
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
@@ -147,6 +152,7 @@ class PipelineAccumulation:
         """Sum over the ranks of the pipeline; ``None`` if it has only one rank."""
         self._has_first = any(stage.is_first for stage in self._stages)
         self._has_last = any(stage.is_last for stage in self._stages)
+        self._batches = PipelineBatches(schedule, has_buffers=self.stages is not None)
 
     def __call__(self, calls: Sequence[NetworkCall], loss_scale: Tensor) -> Accumulated:
         """Run the schedule once; it adds scaled gradients to the ``grad`` of this rank's stages.
@@ -165,7 +171,7 @@ class PipelineAccumulation:
             TypeError: If the loss function returns no loss, or `calls` has a keyword that the step
                 sets itself.
             ValueError: If there is not exactly one call, ``target`` is missing, or the batch cannot
-                be split evenly into micro-batches.
+                be split evenly into micro-batches or has other shapes than the first one.
         """
         arguments, keywords = self._arguments(calls)
         divides = self._schedule.scale_grads and not self._per_token
@@ -175,6 +181,7 @@ class PipelineAccumulation:
         try:
             with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
                 self._schedule.step(*arguments, **keywords, return_outputs=False)
+            self._batches.keep_shapes()
         except BaseException:
             self.sharded_parts.discard_half_a_step()
             # torch finds the losses by their position, so the next step would use these.
@@ -201,32 +208,21 @@ class PipelineAccumulation:
             )
             raise TypeError(msg)
         others = {name: value for name, value in keywords.items() if name != "target"}
-        if self._has_first and self._schedule._args_chunk_spec is None:
-            self._check_rows("inputs", arguments)
-        if self._schedule._kwargs_chunk_spec is None:
-            self._check_rows("keywords", {k: v for k, v in others.items() if k != "loss_kwargs"})
+        target = keywords.get("target")
+        if self._has_last and target is None:
+            msg = (
+                "the cell of a pipeline needs `target` on the rank of the last stage, for the "
+                "schedule's loss function; got none"
+            )
+            raise ValueError(msg)
+        # Check also what this rank does not use: the same call is bad on all ranks, and a rank that
+        # begins the step would wait for the others.
+        self._batches.check(
+            arguments, {k: v for k, v in others.items() if k != "loss_kwargs"}, target
+        )
         if self._has_last:
-            if keywords.get("target") is None:
-                msg = (
-                    "the cell of a pipeline needs `target` on the rank of the last stage, for the "
-                    "schedule's loss function; got none"
-                )
-                raise ValueError(msg)
-            others["target"] = keywords["target"]
-            self._check_rows("target", others["target"])
+            others["target"] = target
         return (arguments if self._has_first else ()), others
-
-    def _check_rows(self, name: str, value: Any) -> None:
-        # torch would split such a batch unevenly. The ranks that receive a smaller micro-batch into
-        # a buffer for the largest one would compute with old rows.
-        number = self._schedule._n_microbatches
-        for tensor in tensors_in(value):
-            if tensor.dim() > 0 and (tensor.shape[0] == 0 or tensor.shape[0] % number):
-                msg = (
-                    f"the first dimension of `{name}` must be a multiple of the schedule's "
-                    f"{number} micro-batches, got shape {tuple(tensor.shape)}"
-                )
-                raise ValueError(msg)
 
     @contextlib.contextmanager
     def _scaled_loss(self, scale: Tensor, parts: list[LossParts]) -> Iterator[None]:
@@ -285,11 +281,13 @@ class PipelineAccumulation:
         """
         if num_ranks() == 1:
             return None
+        self._warn_if_alone()
         schedule = self._schedule
 
         def facts() -> dict[str, dict[str, str]]:
             return {
-                "settings of the step": setting_facts(config),
+                # Groups of norms are names of this rank's own stages.
+                "settings of the step": setting_facts(config, ["local_norm_groups"]),
                 "versions": version_facts(),
                 "optimizer": {"class": type(optimizer).__name__},
                 "pipeline": {
@@ -297,7 +295,6 @@ class PipelineAccumulation:
                     "number of micro-batches": str(schedule._n_microbatches),
                     "scale_grads": str(schedule.scale_grads),
                     "number of stages": str(self._stages[0].num_stages),
-                    "number of ranks that average a stage's gradients": self._replicas(),
                 },
             }
 
@@ -306,6 +303,7 @@ class PipelineAccumulation:
             # sent to the ranks of the other stages, which would otherwise wait for them forever.
             own = step_facts([self.network], [optimizer], config)
             found = [_disagreement(own, group) for group in self._data_groups()]
+            found.append(self._unequal_replicas())
             return [problem for problem in found if problem is not None]
 
         return RankGuard(self._group, facts, problems=problems)
@@ -318,8 +316,30 @@ class PipelineAccumulation:
         mesh = next(meshes, None)
         return [] if mesh is None else list(mesh_groups(mesh))
 
+    def _unequal_replicas(self) -> str | None:
+        """Return a sentence if stages are averaged over different numbers of ranks.
+
+        All ranks of the pipeline must call this. Frozen stages are averaged by nobody.
+        """
+        ranks = ranks_of(self._group)
+        of_ranks = gather_objects(self._replicas(), self._group)
+        numbers: dict[str, list[int]] = {}
+        for rank, number in zip(ranks, of_ranks, strict=True):
+            if number:
+                numbers.setdefault(number, []).append(rank)
+        if len(numbers) < 2:
+            return None
+        parts = [f"{number} on {named_ranks(those)}" for number, those in numbers.items()]
+        return (
+            "pipeline: number of ranks that average a stage's gradients is "
+            f"{' but '.join(parts)}; wrap all stages or none"
+        )
+
     def _replicas(self) -> str:
-        """Return over how many ranks the gradients of this rank's stages are averaged."""
+        """Return over how many ranks the gradients of this rank's stages are averaged.
+
+        Empty if all stages of this rank are frozen.
+        """
         numbers: dict[int, float] = {}
         for part in self.distributed_parts:
             numbers |= {id(p): part.process_group.size() for p in reduced_by(part)}
@@ -327,6 +347,16 @@ class PipelineAccumulation:
             numbers |= {id(p): unit.divisor for p in unit.parameters}
         trained = [p for p in network_parameters(self.network).values() if p.requires_grad]
         return " and ".join(f"{n:g}" for n in sorted({numbers.get(id(p), 1) for p in trained}))
+
+    def _warn_if_alone(self) -> None:
+        """Warn if this pipeline has some of the ranks, and nothing averages its gradients."""
+        if self._replicas() == "1" and len(ranks_of(self._group)) < num_ranks():
+            warnings.warn(
+                "no wrapper averages the gradients of this pipeline with those of other ranks, so "
+                f"its ranks {ranks_of(self._group)} train, clip and skip alone; wrap its stages in "
+                "DistributedDataParallel or fully_shard, unless the trainings are independent",
+                stacklevel=callers_stacklevel(),
+            )
 
 
 def _mean_of(output: Any, source: str) -> LossParts:

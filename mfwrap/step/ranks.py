@@ -61,6 +61,9 @@ class PipelineTotals(NamedTuple):
     normalizer: Normalizer | None
     """Divisor of the gradients besides the loss scale; ``None`` if there is none."""
 
+    has_bad_rate: Tensor
+    """Whether a learning rate of any stage is non-finite, shape ``()``, bool."""
+
 
 @final
 class StageTotals:
@@ -74,7 +77,11 @@ class StageTotals:
         self._group = group
 
     def __call__(
-        self, square: Tensor, loss: Tensor, normalizer: Normalizer | None
+        self,
+        square: Tensor,
+        loss: Tensor,
+        normalizer: Normalizer | None,
+        has_bad_rate: Tensor | None = None,
     ) -> PipelineTotals:
         """Add up the numbers of all stages. Does not synchronize with the device.
 
@@ -83,16 +90,18 @@ class StageTotals:
             loss: Loss on the rank of the last stage, 0 on all other ranks; shape ``()``, float32.
             normalizer: Divisors on the rank of the last stage, zeros on all other ranks; ``None``
                 on all ranks if there is none.
+            has_bad_rate: Whether a learning rate of this rank's stages is non-finite, shape ``()``,
+                bool; ``None`` if none is.
         """
-        own = [square, loss]
+        own = [square, loss, torch.zeros_like(square) if has_bad_rate is None else has_bad_rate]
         if normalizer is not None:
             own += [normalizer.reduced, normalizer.local]
         # In float64 the sum has no rounding error that float32 could show, whatever its order.
         message = torch.stack([value.double() for value in own])
         add_over_ranks(message, self._group)
         totals = message.float().unbind()
-        shared = None if normalizer is None else Normalizer(totals[2], totals[3])
-        return PipelineTotals(totals[0], totals[1], shared)
+        shared = None if normalizer is None else Normalizer(totals[3], totals[4])
+        return PipelineTotals(totals[0], totals[1], shared, totals[2] != 0)
 
 
 def agreement_of(

@@ -23,13 +23,12 @@ tests count such reads.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.arguments import described, needed_arguments
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
@@ -40,6 +39,7 @@ from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement, StageTotals
+from mfwrap.step.schedules import Schedule
 from mfwrap.tensors.norm_groups import NormGroups
 from mfwrap.tensors.norms import sum_of_squares, sums_by_group
 from mfwrap.tensors.sharded_norms import SquareReduction
@@ -73,6 +73,9 @@ class Measurement(NamedTuple):
     loss: Tensor | None = None
     """Loss to report, shape ``()``, float32; ``None`` if it was not given."""
 
+    has_bad_rate: Tensor | None = None
+    """Whether a learning rate is non-finite, shape ``()``, bool; ``None`` if it is unknown yet."""
+
 
 def measure(
     gradients: Sequence[Tensor | None],
@@ -85,6 +88,7 @@ def measure(
     reduction: SquareReduction | None = None,
     loss: Tensor | None = None,
     stages: StageTotals | None = None,
+    has_bad_rate: Tensor | None = None,
 ) -> Measurement:
     """Compute norms and the overflow flag in one read of the gradients.
 
@@ -103,7 +107,9 @@ def measure(
             All these ranks get the same sums. A partial `normalizer` is summed in the same message.
         loss: Loss to report, shape ``()``, float32; needed with `stages`.
         stages: Sum over the ranks that hold other stages of a pipeline; ``None`` without a
-            pipeline. It also makes `loss` and `normalizer` known on all these ranks.
+            pipeline. It also makes `loss`, `normalizer` and `has_bad_rate` known on all these
+            ranks.
+        has_bad_rate: As in `StageTotals`.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
@@ -116,7 +122,7 @@ def measure(
             normalizer = Normalizer(total, normalizer.local)
     square = squares.sum() if agreement is None else agreement.mean(squares.sum())
     if stages is not None and loss is not None:
-        square, loss, normalizer = stages(square, loss, normalizer)
+        square, loss, normalizer, has_bad_rate = stages(square, loss, normalizer, has_bad_rate)
     if normalizer is None:
         divisor = local_divisor = loss_scale.clone()
     else:
@@ -135,54 +141,13 @@ def measure(
         groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
         loss=loss,
+        has_bad_rate=has_bad_rate,
     )
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
     # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
     return torch.where(divisor == 0, 1.0, divisor)
-
-
-class Schedule(Protocol):
-    """A learning-rate schedule that is stepped once per applied update."""
-
-    def step(self) -> None:
-        """Set the rates of the next update."""
-
-
-def checked_schedule(lr_scheduler: Any, optimizer: Optimizer) -> Schedule | None:
-    """Return `lr_scheduler` if the step can advance it.
-
-    Args:
-        lr_scheduler: Schedule of torch, alone or in accelerate's wrapper; ``None`` for no schedule.
-        optimizer: Optimizer without accelerate's wrapper.
-
-    Raises:
-        TypeError: If the schedule has no ``step``, or its ``step`` needs an argument, such as a
-            metric.
-        ValueError: If the schedule belongs to another optimizer.
-    """
-    if lr_scheduler is None:
-        return None
-    if not callable(getattr(lr_scheduler, "step", None)):
-        msg = f"`lr_scheduler` must be a learning-rate scheduler, got {described(lr_scheduler)}"
-        raise TypeError(msg)
-    inner = getattr(lr_scheduler, "scheduler", lr_scheduler)
-    needed = needed_arguments(inner, "step")
-    if needed:
-        msg = (
-            f"`lr_scheduler` must advance by itself, got {type(inner).__name__}, whose step needs "
-            f"{', '.join(needed)}; leave it out and step it where you evaluate"
-        )
-        raise TypeError(msg)
-    if getattr(inner, "optimizer", optimizer) is not optimizer:
-        msg = (
-            "`lr_scheduler` must belong to the cell's optimizer, got a schedule of another "
-            "optimizer"
-        )
-        raise ValueError(msg)
-    schedule: Schedule = lr_scheduler
-    return schedule
 
 
 class LiveLossScale(Protocol):
@@ -284,9 +249,12 @@ class StepUpdate:
             ValueError: If a learning rate is a non-finite number.
         """
         try:
-            # All ranks of a pipeline must measure, even one whose stages are frozen.
-            may_be_absent = self.stages is not None
-            measured = self.measure(normalizer, loss=loss, may_be_absent=may_be_absent)
+            # All ranks of a pipeline must measure, even one whose stages are frozen. With the norm
+            # they send whether a rate of this update is bad, and the flush sets this rate.
+            is_pipeline = self.stages is not None
+            if is_pipeline:
+                self.flush()
+            measured = self.measure(normalizer, loss=loss, may_be_absent=is_pipeline)
             return self.apply(loss if measured.loss is None else measured.loss, measured)
         finally:
             self.release_gradients()
@@ -325,6 +293,7 @@ class StepUpdate:
         """
         if self._ema is not None:
             self._ema.refuse_inside_swap("update")
+        optimizer = self._optimizer.optimizer
         groups = self.parameters.groups()
         gradients = self.parameters.gradients(may_be_absent=may_be_absent)
         # Disable a caller's autocast, which would multiply norms in half precision.
@@ -340,6 +309,7 @@ class StepUpdate:
                 reduction=self.parameters.reduction,
                 loss=loss,
                 stages=self.stages,
+                has_bad_rate=None if self.stages is None else has_bad_rate(optimizer, self._device),
             )
         if normalizer is None and self._loss_scale.is_one:
             return measured._replace(divisor=None)
@@ -369,7 +339,10 @@ class StepUpdate:
             # busy while the host waits. But flush before the optimizer's step, because the flush
             # advances the schedule, which sets the learning rate of this update.
             self.flush()
-            rates = learning_rates(self._optimizer.optimizer, self._device)
+            # The ranks of a pipeline have agreed to skip: an error on one rank would stop the rest.
+            rates = learning_rates(
+                self._optimizer.optimizer, self._device, may_be_bad=self.stages is not None
+            )
             applied = ~self._skips(measured)
             divisor = self._clipped_divisor(measured, coefficient)
             skipped = self._optimizer.step(divisor, ~applied)
@@ -402,8 +375,10 @@ class StepUpdate:
             skips = skips | ~(measured.global_norm < self._config.global_norm_spike_threshold)
         if measured.has_targets is not None:
             skips = skips | ~measured.has_targets
-        bad_rate = has_bad_rate(self._optimizer.optimizer, self._device)
-        return skips if bad_rate is None else skips | bad_rate
+        is_bad = measured.has_bad_rate
+        if is_bad is None:
+            is_bad = has_bad_rate(self._optimizer.optimizer, self._device)
+        return skips if is_bad is None else skips | is_bad
 
     def configured_coefficient(self, measured: Measurement) -> Tensor | None:
         """Return the clipping factor for the configured norm limit; ``None`` if clipping is off."""

@@ -480,7 +480,7 @@ def test_an_optimizer_that_makes_its_own_rates_trains_as_it_does_alone():
         assert torch.equal(expected, actual)
 
 
-def test_a_rate_that_is_not_finite_is_an_error():
+def test_a_rate_that_is_not_finite_is_an_error(caplog):
     """A non-finite number is refused with its group; a tensor is flagged without a host read."""
     weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = AdamW([{"params": [weight]} for weight in weights], lr=1e-2)
@@ -497,3 +497,7 @@ def test_a_rate_that_is_not_finite_is_an_error():
     optimizer.param_groups[1]["lr"] = math.nan
     with pytest.raises(ValueError, match="rate of parameter group 1 must be finite, got nan"):
         learning_rates(optimizer, CPU)
+    assert learning_rates(optimizer, CPU, may_be_bad=True)[1].isnan()
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert has_bad_rate(optimizer, CPU)
+    assert "all stages of the pipeline skip an update: the learning rate of" in caplog.text

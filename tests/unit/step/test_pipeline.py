@@ -16,6 +16,13 @@ from torch.optim import SGD
 from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.step.pipeline import PipelineAccumulation, pipeline_stages
 from support.attached_runs import new_accelerator
+from support.ranks.pipeline_faults import (
+    change_batches,
+    freeze_first,
+    group_norms,
+    set_bad_rates,
+    train_lone_pipelines,
+)
 from support.ranks.pipelines import (
     BAD_STEP,
     Case,
@@ -108,8 +115,8 @@ def test_equal_to_one_process_with_replicas(four_ranks, name, data):
 
 
 def test_a_step_adds_one_message_and_no_read(two_ranks):
-    """Norms, loss and targets travel in one all-reduce of four numbers; the host reads nothing."""
-    assert two_ranks.run(costs_of) == [{"messages": [4], "reads": []}] * 2
+    """Norms, loss, rates and targets travel in one all-reduce of five numbers; nothing is read."""
+    assert two_ranks.run(costs_of) == [{"messages": [5], "reads": []}] * 2
 
 
 def test_a_stage_that_is_frozen_later(two_ranks):
@@ -120,6 +127,54 @@ def test_a_stage_that_is_frozen_later(two_ranks):
     assert first["local_norms"].shape == (0,)
     assert second["local_norms"].norm().item() == pytest.approx(first["norms"][1], rel=1e-6)
     assert [first["changed"], second["changed"]] == [False, True]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_stage_that_is_frozen_at_construction(two_ranks, frozen):
+    """The other stage is trained, and both ranks have the norm of its gradients."""
+    first, second = two_ranks.run(freeze_first, frozen)
+
+    assert first[0] == second[0] > 0
+    assert [first[1], second[1]] == [frozen == 1, frozen == 0]
+
+
+def test_a_bad_rate_skips_the_update_of_all_stages(two_ranks):
+    """If one stage has a rate of NaN, no stage is updated; the loss scale stays as it is."""
+    for rank in two_ranks.run(set_bad_rates):
+        expected = {"skipped": True, "changed": False, "overflow": False, "loss_scale": 1024.0}
+        assert rank == [expected] * 2
+
+
+def test_groups_of_norms_name_own_stages(two_ranks):
+    """A pattern may match stages of other ranks only, and the ranks may have other patterns."""
+    for rank, names in enumerate(two_ranks.run(group_norms)):
+        assert names == [(f"stage_{rank}",), (f"stage_{rank}.*weight",)]
+
+
+def test_batches_of_other_shapes_are_refused_on_all_ranks(two_ranks):
+    """Torch allocates buffers in the first step. No rank begins a step with another batch."""
+    first, second = two_ranks.run(change_batches)
+
+    assert first[:3] == second[:3]
+    assert first[0] == (
+        "the first dimension of `inputs` must be a multiple of the schedule's 2 micro-batches, got "
+        "shape (3, 4)"
+    )
+    assert first[1:] == [
+        "the batches of a pipeline must have the same shapes in all steps, got `inputs` of shape "
+        f"({rows}, 4) after shape (4, 4) in the first step; use drop_last=True in the data loader, "
+        "and pad to one length"
+        for rows in (6, 2, 2)
+    ]
+    assert "got `target` of 2 rows after 4 rows in the first step" in second[3]
+
+
+@pytest.mark.slow
+def test_pipelines_that_nothing_joins(four_ranks):
+    """Each rank of two pipelines without replicas is warned that its pipeline trains alone."""
+    for rank, caught in enumerate(four_ranks.run(train_lone_pipelines)):
+        [warning] = caught
+        assert f"so its ranks [{rank % 2}, {rank % 2 + 2}] train, clip and skip alone" in warning
 
 
 def test_ranks_that_disagree(two_ranks):
