@@ -142,7 +142,8 @@ class TrainerBatch:
             # the accumulation steps.
             sampler = samplers[-1]
             self._group_size = sampler.batch_size = self._group_size or sampler.batch_size
-        getattr(loader, "__dict__", {}).pop("batch_sampler", None)  # of `_skip_dispatched`
+        if isinstance(loader, DataLoaderDispatcher):
+            vars(loader).pop("batch_sampler", None)  # of `_skip_dispatched`
         if not is_resumed:
             return
         state, args = self._trainer.state, self._trainer.args

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 from mfwrap import (
@@ -268,6 +268,24 @@ def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
 
     assert_same_state(*weights)
     assert [each.folders for each in monitors] == [[], [tmp_path / "checkpoint-2"]]
+
+
+class Unprepared(MFTrainer):
+    """Trainer with a data loader that its accelerator has not prepared."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the same data loader each time."""
+        if not hasattr(self, "loader"):
+            self.loader = DataLoader(self.train_dataset, 2, collate_fn=self.data_collator)
+        return self.loader
+
+
+def test_an_unprepared_data_loader(tmp_path):
+    """A training reads a data loader of torch."""
+    trainer = new_trainer(Unprepared, tmp_path, max_steps=1)
+    trainer.train()
+
+    assert trainer.state.global_step == 1
 
 
 def an_average(model):
