@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 
 
 def leave_sigterm_to_parent(loader: Any) -> None:
-    """Make the workers of a prepared data loader ignore a SIGTERM that their parent did not send.
+    """Make the workers of a data loader ignore a SIGTERM that their parent did not send.
 
     torchrun and Slurm send SIGTERM to the workers, too. If a worker ended, the data loader would
     raise an error in the training process before its step and its checkpoint are done. The workers
@@ -23,7 +23,8 @@ def leave_sigterm_to_parent(loader: Any) -> None:
     Does nothing on a platform without ``sigtimedwait``, such as macOS.
 
     Args:
-        loader: Data loader that accelerate has prepared. Its next workers are changed.
+        loader: Data loader of torch or accelerate, whose next workers are changed; any other object
+            is left as it is.
     """
     base = getattr(loader, "base_dataloader", loader)
     if not isinstance(base, DataLoader) or not hasattr(signal, "sigtimedwait"):

@@ -17,6 +17,7 @@ from mfwrap import (
     FixedLossScaleUpdateCell,
     StepConfig,
 )
+from mfwrap.accelerate.data_workers import WorkerStart
 from mfwrap.callbacks import History
 from mfwrap.schedules.deferred import DeferredSchedule
 from mfwrap.trainer import MFTrainer, MonitorCallback
@@ -281,11 +282,12 @@ class Unprepared(MFTrainer):
 
 
 def test_an_unprepared_data_loader(tmp_path):
-    """A training reads a data loader of torch."""
+    """A training reads a data loader of torch, whose workers ignore the SIGTERM of a launcher."""
     trainer = new_trainer(Unprepared, tmp_path, max_steps=1)
     trainer.train()
 
     assert trainer.state.global_step == 1
+    assert trainer.loader.worker_init_fn == WorkerStart(None)
 
 
 def an_average(model):
