@@ -275,10 +275,41 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quote text that is a number, bool or date by YAML 1.2 or 1.1, so that any reader agrees."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [
+        *_Loader.yaml_implicit_resolvers.get(first, []),
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+    ]
+    for first in {*_Loader.yaml_implicit_resolvers, *yaml.SafeDumper.yaml_implicit_resolvers}
+}
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Unicode's line breaks would be read as spaces or "\n"; only double quotes escape them.
+    style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def yaml_text(data: Mapping[str, Any]) -> str:
+    """Return plain values as YAML text from which `RecipeDocument.parse` reads the same values."""
+    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def _read(text: str, name: str, places: dict[Path, str], path: Path, *, empty: Any) -> Any:
     """Return the value of a YAML text, or `empty` for an empty text; fill `places`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
+    except (OverflowError, ValueError) as error:
+        # Raised by PyYAML itself for escapes such as "\UFFFFFFFF" and for long version numbers.
+        msg = f"{name}: invalid YAML: {error}; expected escapes of at most \\U0010FFFF"
+        raise RecipeError(msg) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = name if mark is None else _place(name, mark.line)

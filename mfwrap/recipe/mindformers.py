@@ -6,9 +6,7 @@ from fractions import Fraction
 from types import NoneType
 from typing import Any, NamedTuple, final
 
-import yaml
-
-from mfwrap.recipe.document import Path, RecipeDocument, shown
+from mfwrap.recipe.document import Path, RecipeDocument, shown, yaml_text
 from mfwrap.recipe.mindformers_model import model_config_of, model_type_of
 from mfwrap.recipes.models.settings import config_keys
 from mfwrap.recipes.tasks.table import TASKS
@@ -43,7 +41,7 @@ def import_mindformers(text: str, name: str) -> ImportedRecipe:
     recipe = converter.recipe()
     notes = converter.notes
     comments = "".join(f"# {note}\n" for note in [f"Imported from MindFormers' {name}.", *notes])
-    body = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    body = yaml_text(recipe)
     return ImportedRecipe(comments + body, notes)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
@@ -14,7 +13,7 @@ from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
 from mfwrap.checkpoints.folders import whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
-from mfwrap.recipe.document import RecipeError
+from mfwrap.recipe.document import RecipeError, yaml_text
 from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
@@ -78,9 +77,8 @@ def run_recipe(
             say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
         (folder / RESULT).unlink(missing_ok=True)
-        text = yaml.safe_dump(recipe.document.data, sort_keys=False, allow_unicode=True)
         with whole_file(folder / RECIPE_FILE) as partial:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
     metrics = finish(trainer, recorder, folder)
     if trainer.is_world_process_zero():

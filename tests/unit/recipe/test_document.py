@@ -8,10 +8,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text
+from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text, yaml_text
 
-# Leave out Unicode's line breaks: PyYAML writes them without quotes, and reads them as spaces.
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029"))
+# Texts that YAML 1.1 or 1.2 takes for numbers, bools or dates must come back as text.
+AMBIGUOUS = ["1e5", "12e4567", "0o17", "1.5e3", "0x1F", "no", "2026-01-01", "1:30", ".5", "~", "<<"]
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0")) | st.sampled_from(
+    [*AMBIGUOUS, "a\x85b", "a\u2028b", " a\u2029"]
+)
 INTEGERS = st.integers(1 - 2**63, 2**63 - 1)
 PLAIN = st.recursive(
     st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | TEXT,
@@ -58,8 +61,14 @@ def test_scalars(text, value):
 
 @given(st.dictionaries(TEXT, PLAIN, max_size=4))
 def test_what_is_written_is_read(data):
-    """Plain values that PyYAML writes are read back unchanged."""
-    assert read(yaml.safe_dump(data, allow_unicode=True)) == data
+    """Plain values that are written as YAML are read back unchanged."""
+    assert read(yaml_text(data)) == data
+
+
+@given(st.dictionaries(TEXT, TEXT | INTEGERS, max_size=4))
+def test_what_is_written_is_read_by_yaml_1_1(data):
+    """Text stays text, and integers stay integers, also for PyYAML's own reader."""
+    assert yaml.safe_load(yaml_text(data)) == data
 
 
 @pytest.mark.parametrize(
@@ -91,6 +100,8 @@ def test_what_is_written_is_read(data):
         ("b: 1\na: \x00\n", r"r.yaml:2: invalid YAML: the character '\x00' is not allowed"),
         ('a: "\\0"\n', r"r.yaml:1: a: expected text without the character '\x00'"),
         ('a: "\\ud800"\n', r"r.yaml:1: a: expected text without the character '\ud800'"),
+        ('a: "\\UFFFFFFFF"\n', "r.yaml: invalid YAML: "),
+        ('a: "\\U00110000"\n', "r.yaml: invalid YAML: "),
         (
             f"a: {{b: [{10_000 * '1,'}]}}",
             "r.yaml:1: a.b.9995: expected at most 10000 keys and values",
