@@ -1,6 +1,7 @@
 """Decide whether a command starts its run, resumes it, or finds it finished."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints.folders import complete_move, whole_file
-from mfwrap.checkpoints.resumption import AUTO
-from mfwrap.collectives import gather_objects, this_rank
+from mfwrap.checkpoints.resumption import AUTO, newest_folder
+from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipe.document import Path as KeyPath
-from mfwrap.recipe.document import RecipeDocument, RecipeError, shown
-from mfwrap.recipe.folder import RESULT, checkpoints
+from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text, shown
+from mfwrap.recipe.folder import RESULT
 
 RECIPE_FILE = "recipe.yaml"
 """File in the run folder with the recipe of the run."""
@@ -82,11 +83,12 @@ def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
         RecipeError: On all ranks, if the folder holds checkpoints or the result of another recipe.
     """
     answer: FormerRun | str | None = None
-    if this_rank() == 0:
-        try:
-            answer = _look(document, folder)
-        except (OSError, ValueError) as error:
-            answer = str(error)
+    with raising_together():
+        if this_rank() == 0:
+            try:
+                answer = _look(document, folder)
+            except (OSError, ValueError) as error:
+                answer = str(error)
     found = gather_objects(answer)[0]
     if not isinstance(found, FormerRun):
         raise RecipeError(str(found))
@@ -94,8 +96,7 @@ def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
 
 
 def _look(document: RecipeDocument, folder: Path) -> FormerRun:
-    complete_move(folder)
-    found = FormerRun(bool(checkpoints(folder)), read_result(folder))
+    found = FormerRun(newest_folder(folder) is not None, read_result(folder))
     if not found.has_checkpoints and found.metrics is None:
         return found
     file = folder / RECIPE_FILE
@@ -105,7 +106,7 @@ def _look(document: RecipeDocument, folder: Path) -> FormerRun:
             "resume it with --resume, or delete it with --overwrite"
         )
         raise RecipeError(msg)
-    former = RecipeDocument.parse(file.read_text(encoding="utf-8"), str(file))
+    former = RecipeDocument.parse(read_text(file), str(file))
     for path, own, other in _differences(document.data, former.data):
         if path[0] == "training" and path[1:2] and path[1] in _WITHOUT_EFFECT:
             continue
@@ -126,8 +127,12 @@ def _differences(own: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[Key
     elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
         for index, pair in enumerate(zip(own, other, strict=True)):
             yield from _differences(*pair, (*path, index))
-    elif own != other:
+    elif own != other and not (_is_nan(own) and _is_nan(other)):
         yield path, own, other
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def write_result(folder: Path, metrics: Mapping[str, float]) -> None:
@@ -139,9 +144,13 @@ def write_result(folder: Path, metrics: Mapping[str, float]) -> None:
 
 
 def read_result(folder: Path) -> dict[str, float] | None:
-    """Return the metrics of a run that has finished; ``None`` if it has not."""
+    """Return the metrics of a run that has finished; ``None`` if it has not.
+
+    Raises:
+        OSError: If there is a result that cannot be read.
+    """
     try:
         content = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in content["metrics"].items()}
-    except (AttributeError, KeyError, OSError, TypeError, ValueError):
+    except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
         return None

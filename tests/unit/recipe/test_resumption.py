@@ -5,7 +5,9 @@ import json
 import pytest
 
 from mfwrap.recipe import RecipeError, parse_recipe, run_recipe
+from mfwrap.recipe.document import RecipeDocument, yaml_text
 from mfwrap.recipe.folder import RESULT
+from mfwrap.recipe.resumption import former_run, write_result
 from support.recipe_texts import recipe_text
 
 
@@ -36,12 +38,13 @@ def unfinish(folder):
 
 def test_start_and_finish(tmp_path):
     """A finished run returns its metrics again, says so, and changes nothing."""
-    first, said = run(tmp_path)
+    text = ["training.metric_for_best_model='1e5'"]  # a number if it lost its quotes in the folder
+    first, said = run(tmp_path, text)
     assert said == []
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     before = times(tmp_path)
 
-    again, said = run(tmp_path)
+    again, said = run(tmp_path, text)
 
     assert again == first
     assert said == [f"{tmp_path}: this run has finished before; --overwrite runs it again"]
@@ -121,13 +124,31 @@ def test_a_damaged_recipe(tmp_path):
     run(tmp_path)
     (tmp_path / "recipe.yaml").write_bytes(b"task: \xff")
 
-    with pytest.raises(RecipeError, match="utf-8"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:1: expected UTF-8"):
         run(tmp_path)
+
+
+def test_a_recipe_with_nan(tmp_path):
+    """A recipe with NaN equals its copy in the folder."""
+    document = RecipeDocument("r.yaml", {"data": {"x": ["1e5", float("nan")]}}, {})
+    (tmp_path / "recipe.yaml").write_text(yaml_text(document.data))
+    write_result(tmp_path, {"loss": 0.5})
+
+    assert former_run(document, tmp_path).metrics == {"loss": 0.5}
+
+
+def test_a_result_that_cannot_be_read(tmp_path):
+    """A result that exists but cannot be read is an error: the run may have finished."""
+    (tmp_path / "result.json").mkdir()
+
+    with pytest.raises(RecipeError, match=r"Is a directory: .*result\.json"):
+        former_run(RecipeDocument("r.yaml", {}, {}), tmp_path)
 
 
 def test_checkpoints_without_a_recipe(tmp_path):
     """A folder whose recipe is unknown is refused."""
     (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").touch()
 
     with pytest.raises(RecipeError, match=r"cannot resume the run in .*: it has no recipe\.yaml"):
         run(tmp_path)
