@@ -4,10 +4,12 @@ import contextlib
 import ctypes
 import itertools
 import queue
+import re
 import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Never, Protocol, Self, final
 
@@ -172,30 +174,30 @@ class LastStep:
             is_requested: Whether this rank has received a signal.
 
         Raises:
-            RuntimeError: If a rank has not answered in time.
+            RuntimeError: If a rank has not answered in time, or the process that hosts the store
+                has ended.
         """
         with self._lock:
             if is_requested and not self._has_answered:
                 self._begun = step
-                self._store.set(self._asked, "")
-                self._answer()
+                with _naming_the_dead():
+                    self._store.set(self._asked, "")
+                    self._answer()
             if not self._has_answered:
                 self._begun = step + 1
                 return False
         if self._number is None:
-            self._number = self._largest_answer()
+            with _naming_the_dead():
+                self._number = self._largest_answer()
         return step >= self._number
 
     def _largest_answer(self) -> int:
         if not has_keys(self._store, self._answers, _SECONDS_FOR_ANSWERS):
             silent = [r for r, key in enumerate(self._answers) if not self._store.check([key])]
             if silent:
-                msg = (
-                    f"training was asked to stop, but {named_ranks(silent)} did not answer within "
-                    f"{_SECONDS_FOR_ANSWERS:.0f} s and has probably died; this rank ends without "
-                    "saving, so resume from the last checkpoint"
-                )
-                raise RuntimeError(msg)
+                seconds = f"{_SECONDS_FOR_ANSWERS:.0f} s"
+                who = f"{named_ranks(silent)} did not answer within {seconds} and has"
+                raise _dead(who)
         return max(int(answer) for answer in self._store.multi_get(self._answers))
 
     def close(self) -> None:
@@ -226,6 +228,25 @@ class LastStep:
             )
 
 
+@contextlib.contextmanager
+def _naming_the_dead() -> Iterator[None]:
+    """Explain an error of the store, whose host has died."""
+    try:
+        yield
+    except distributed.DistError as error:
+        who = (
+            "the process that hosts the key-value store of torch.distributed did not answer and has"
+        )
+        raise _dead(who) from error
+
+
+def _dead(who: str) -> RuntimeError:
+    return RuntimeError(
+        f"training was asked to stop, but {who} probably died; this rank ends without saving, so "
+        "resume from the last checkpoint"
+    )
+
+
 @final
 class StopFlag:
     """Within a ``with`` block, record SIGTERM and SIGUSR1; repeating a signal ends the process.
@@ -251,6 +272,8 @@ class StopFlag:
         self._received.clear()
         if threading.current_thread() is threading.main_thread():
             self._is_over.clear()
+            # A signal may have come after the thread of the last block had ended.
+            self._to_restore = queue.SimpleQueue()
             self._thread = threading.Thread(
                 target=self._restore, name="mfwrap-signals", daemon=True
             )
@@ -302,8 +325,24 @@ class StopFlag:
 
 
 def _is_free(number: int) -> bool:
-    """Return whether no other code handles a signal."""
-    return signal.getsignal(number) in {signal.SIG_DFL, _exit}
+    """Return whether no other code handles a signal.
+
+    A handler in C, such as that of ``faulthandler.register``, is found on Linux only.
+    """
+    handler = signal.getsignal(number)
+    if handler == signal.SIG_DFL:
+        return not _is_caught(number)
+    return handler == _exit
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether the process has a handler for a signal, as far as Linux tells."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 @contextlib.contextmanager
@@ -312,7 +351,11 @@ def exiting_when_stopped() -> Iterator[None]:
 
     A training within the block stops after its step and saves first; see `RankTermination`.
     """
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {
+        number: signal.getsignal(number)
+        for number in _SIGNALS
+        if number == signal.SIGTERM or _is_free(number)
+    }
     for number in before:
         signal.signal(number, _exit)
     try:

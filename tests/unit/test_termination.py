@@ -1,6 +1,8 @@
 """After a SIGTERM or SIGUSR1 at any rank, all ranks stop after the same step."""
 
+import faulthandler
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -136,6 +138,15 @@ def test_a_rank_that_has_died(monkeypatch):
     with pytest.raises(RuntimeError, match=r"ranks 1 and 2 did not answer .* without saving"):
         first.is_reached(8, is_requested=True)
     first.close()
+
+
+def test_a_store_that_is_lost_at_a_signal():
+    """If the process that hosts the store has died, the error is that of any rank that died."""
+    with pytest.warns(UserWarning, match="lost the connection"):
+        last = with_lost_store()
+
+    with pytest.raises(RuntimeError, match=r"hosts .* store .* probably died; .* without saving"):
+        last.is_reached(1, is_requested=True)
 
 
 LOST = distributed.DistNetworkError("connection reset")
@@ -282,6 +293,37 @@ def test_sigusr1_that_other_code_handles():
         signal.signal(signal.SIGUSR1, before)
 
     assert (received, flag.is_set) == ([1], False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of handlers in C")
+def test_sigusr1_that_c_code_handles(tmp_path):
+    """SIGUSR1 goes to a handler in C, which Python does not know of, also after the block."""
+    dumps = tmp_path / "dumps"
+    with dumps.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            with exiting_when_stopped(), StopFlag() as flag:
+                tell_to_end(signal.SIGUSR1)
+            tell_to_end(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+    assert (dumps.read_text().count("Current thread"), flag.is_set) == (2, False)
+
+
+def test_a_signal_between_two_blocks(monkeypatch):
+    """A signal at the very end of a block does not reset its handler in the next block."""
+    reset, join = queue.SimpleQueue(), threading.Thread.join
+    monkeypatch.setattr(termination, "_SECONDS_OF_COPIES", 0.0)
+    monkeypatch.setattr(termination, "_set_c_handler", lambda number, _: reset.put(number))
+    flag = StopFlag()
+    with monkeypatch.context() as patch, flag:
+        patch.setattr(threading.Thread, "join", lambda thread: (join(thread), tell_to_end()))
+    assert flag.is_set
+    with flag:
+        tell_to_end(signal.SIGUSR1)
+
+        assert reset.get(timeout=PATIENCE) == signal.SIGUSR1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
