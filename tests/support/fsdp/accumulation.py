@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mfwrap import ExponentialMovingAverage, MFTrainOneStepCell
 from support.fsdp.networks import Case, micro_batches_of, new_model, replicated_mesh, sharded
@@ -51,6 +53,46 @@ class MessageBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _CopiedMessages(TorchDispatchMode):
+    """Give copies to all collectives, wait for them, and copy their results back.
+
+    A thread of gloo may hold the tensors of a message for a moment after the message has ended. So
+    the bytes that are alive would depend on when that thread runs. With this mode it holds only the
+    copies, which `is_copy` tells apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Never freed within the mode, so no other tensor gets the address of a copy.
+        self._copies: list[Tensor] = []
+
+    def is_copy(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a copy that was given to a collective."""
+        return any(tensor is copy for copy in self._copies)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        copies: list[tuple[Tensor, Tensor]] = []
+
+        def copied(tensor: Tensor) -> Tensor:
+            copies.append((tensor, tensor.clone()))
+            return copies[-1][1]
+
+        result = func(*tree_map_only(Tensor, copied, args), **(kwargs or {}))
+        works = [each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject)]
+        for work in works:
+            distributed.Work.unbox(work).wait()
+        with torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        self._copies += [copy for _, copy in copies]
+        originals = {id(copy): tensor for tensor, copy in copies}
+        return tree_map_only(Tensor, lambda each: originals.get(id(each), each), result)
+
+
 class _Loss(nn.Module):
     """Layers of equal size, and the mean of the squares of their output."""
 
@@ -63,20 +105,30 @@ class _Loss(nn.Module):
 
 
 @contextlib.contextmanager
-def _only_new_objects() -> Iterator[None]:
+def _only_new_objects() -> Iterator[_CopiedMessages]:
     """Within the block, `_live_bytes` counts only tensors that were created in the block."""
+    # The thread of `RankWatch` looks at the frames of the main thread, which keeps their tensors
+    # alive. It must not be interrupted there, so threads change only where they wait.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(600.0)
     gc.collect()
     gc.freeze()
     try:
-        yield
+        with _CopiedMessages() as messages:
+            yield messages
     finally:
         gc.unfreeze()
+        sys.setswitchinterval(interval)
 
 
-def _live_bytes() -> int:
+def _live_bytes(messages: _CopiedMessages) -> int:
     """Return the bytes of all tensors in `_only_new_objects`, gradients included."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), Tensor) and not messages.is_copy(each)
+    ]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
     storages = [_local(each).untyped_storage() for each in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -121,19 +173,21 @@ def count_accumulation(
         each two micro-batches and before the optimizer's step. ``"messages"``: bytes by operator.
     """
     del rank
-    with _only_new_objects():
+    with _only_new_objects() as copied:
         cell = _sharded_cell(layout, dtype, dict(settings))
         inputs = torch.randn(2 * NUM_MICRO_BATCHES, WIDTH)
         # The first two updates create state, and compare the ranks.
         cell(inputs)
         cell(inputs)
-        between, found = _live_bytes(), []
+        between, found = _live_bytes(copied), []
+
+        def sample(*_: Any) -> None:
+            found.append(_live_bytes(copied) - between)
+
         # Sample while no unit is gathered: before a forward and before the optimizer's step.
         hooks = [
-            cell.network.register_forward_pre_hook(
-                lambda *_: found.append(_live_bytes() - between), prepend=True
-            ),
-            cell.optimizer.register_step_pre_hook(lambda *_: found.append(_live_bytes() - between)),
+            cell.network.register_forward_pre_hook(sample, prepend=True),
+            cell.optimizer.register_step_pre_hook(sample),
         ]
         cell(inputs)
         for hook in hooks:
