@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 
 from mfwrap.recipe.document import Path, RecipeDocument, shown, yaml_text
 from mfwrap.recipe.mindformers_model import model_config_of, model_type_of
+from mfwrap.recipe.step import shows_local_norms
 from mfwrap.recipes.models.settings import config_keys
 from mfwrap.recipes.tasks.table import TASKS
 
@@ -83,10 +84,13 @@ class _Converter:
             "task": task,
             "model": model,
             "data": data,
-            "training": self._training(),
-            "runner_wrapper": self._wrapper(),
+            "training": (training := self._training()),
+            "runner_wrapper": (wrapper := self._wrapper()),
             **{name: self._copied(name) for name in _COPIED},
         }
+        has_local_norms = bool(wrapper.get("local_norm"))
+        has_local_norms |= shows_local_norms(sections["monitor_config"] or {})
+        self._shard_accumulation(training, has_local_norms=has_local_norms)
         self.notes += convert_embedding_threshold(sections)
         self.notes += move_tensorboard(sections, self._section("tensorboard"))
         if self._left.pop("check_for_nan_in_loss_and_grad", False):
@@ -169,7 +173,6 @@ class _Converter:
             if self._left.get(key) is not None:
                 training[key] = self._left.pop(key)
         self._accumulate_pipeline(training)
-        self._shard_accumulation(training)
         evaluates = self._left.pop("do_eval", False)
         steps, epochs = map(self._interval, ("eval_step_interval", "eval_epoch_interval"))
         if evaluates:
@@ -189,15 +192,26 @@ class _Converter:
                 "parallel_config.micro_batch_num: becomes training.gradient_accumulation_steps"
             )
 
-    def _shard_accumulation(self, training: dict[str, Any]) -> None:
+    def _shard_accumulation(self, training: dict[str, Any], *, has_local_norms: bool) -> None:
         key, parallel = "parallel_optimizer_config", self._left.get("parallel")
         settings = parallel.get(key) if isinstance(parallel, dict) else None
-        if isinstance(settings, dict) and settings.get("gradient_accumulation_shard") is True:
-            accumulation = {"sync_each_batch": True}
-            training["accelerator_config"] = {"gradient_accumulation_kwargs": accumulation}
-            self.notes.append(
-                f"parallel.{key}.gradient_accumulation_shard: becomes training.accelerator_config"
-            )
+        if not isinstance(settings, dict):
+            return
+        if settings.get("gradient_accumulation_shard") is not True:
+            return
+        name = f"parallel.{key}.gradient_accumulation_shard"
+        if has_local_norms and training.get("gradient_accumulation_steps", 1) != 1:
+            self.notes.append(f"{name}: left out, because it excludes local norms")
+            return
+        accumulation = {"sync_each_batch": True}
+        training["accelerator_config"] = {"gradient_accumulation_kwargs": accumulation}
+        self.notes.append(f"{name}: becomes training.accelerator_config")
+        # Name the keys that are left out one by one, because one of their siblings is used.
+        section = self._section("parallel")
+        optimizer = self._section(key, section)
+        del optimizer["gradient_accumulation_shard"]
+        self._leave_out("parallel.", section)
+        self._leave_out(f"parallel.{key}.", optimizer)
 
     def _interval(self, name: str) -> int | None:
         value = self._left.pop(name, None)

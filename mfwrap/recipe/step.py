@@ -39,6 +39,12 @@ def read_wrapper(
     return objects.parse(("runner_wrapper",), RunnerWrapperSection, section)
 
 
+def shows_local_norms(monitor_config: Mapping[str, Any]) -> bool:
+    """Return whether the monitor of a section ``monitor_config`` shows local norms."""
+    formats = ("local_norm_format", "device_local_norm_format")
+    return monitor_config.get("monitor_on") is True and any(map(monitor_config.get, formats))
+
+
 def read_step(
     objects: RecipeObjects,
     wrapper: RunnerWrapperSection | None,
@@ -59,8 +65,7 @@ def read_step(
         RecipeError: If a setting is out of range, or two settings contradict each other.
     """
     monitor = monitor_config or {}
-    formats = ("local_norm_format", "device_local_norm_format")
-    shows_norms = monitor.get("monitor_on") is True and any(map(monitor.get, formats))
+    shows_norms = shows_local_norms(monitor)
     if wrapper is None:
         return StepChoice(StepConfig(local_norm=shows_norms))
     # Copy the fields that the section shares with StepConfig. Some fields are set again below,

@@ -225,6 +225,28 @@ def test_top_level_switches():
     assert accumulation == {"sync_each_batch": True}
 
 
+def test_sharded_accumulation_excludes_local_norms():
+    """Local norms of several micro-batches are kept; a note says what is left out for them."""
+    text = """
+parallel: {parallel_mode: 1, parallel_optimizer_config: {gradient_accumulation_shard: True}}
+runner_config: {epochs: 1, gradient_accumulation_steps: 2}
+"""
+    key = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+    for norms in (
+        "runner_wrapper: {local_norm: True}",
+        "monitor_config: {monitor_on: True, local_norm_format: tensorboard}",
+    ):
+        result = import_mindformers(text + norms, "m.yaml")
+        assert f"{key}: left out, because it excludes local norms" in result.notes
+        assert "sync_each_batch" not in result.text
+
+    result = import_mindformers(text, "m.yaml")
+    assert {f"{key}: becomes training.accelerator_config", "parallel.parallel_mode: left out"} <= {
+        *result.notes
+    }
+    assert "parallel: left out" not in result.notes
+
+
 def test_what_is_left_out_is_noted():
     """Every section that is left out has a note, which is also in the recipe."""
     result = import_mindformers(FULL, "full.yaml")
