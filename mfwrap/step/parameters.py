@@ -16,6 +16,7 @@ from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import (
+    contains_fsdp1,
     is_deepspeed_engine,
     plain_name,
     reshard,
@@ -28,7 +29,8 @@ def checked_network(network: object) -> nn.Module:
     """Return `network` if a cell can train it in this process.
 
     Raises:
-        TypeError: If `network` is not a module, or is an engine of DeepSpeed.
+        TypeError: If `network` is not a module, is an engine of DeepSpeed, or contains a module of
+            version 1 of FSDP.
         ValueError: If a launcher started several processes, but this one has no process group, or
             if transformers has split the network into pipeline stages.
     """
@@ -45,6 +47,12 @@ def checked_network(network: object) -> nn.Module:
             "`network` must not be a DeepSpeed engine: the engine has its own training step, which "
             "does not support averages, local norms, skipping of spikes or another loss scale; use "
             "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports the results"
+        )
+        raise TypeError(msg)
+    if contains_fsdp1(network):
+        msg = (
+            "`network` must not contain version 1 of FSDP, got FullyShardedDataParallel, whose "
+            "ranks would compute different norms; use `fully_shard` (FSDP2) instead"
         )
         raise TypeError(msg)
     refuse_generation_pipeline(network)

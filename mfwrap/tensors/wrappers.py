@@ -23,6 +23,15 @@ def is_deepspeed_engine(network: object) -> bool:
     return deepspeed is not None and isinstance(network, deepspeed.DeepSpeedEngine)
 
 
+def contains_fsdp1(network: nn.Module) -> bool:
+    """Return whether version 1 of FSDP wraps the network or a module in it."""
+    # As in `sharded_parts`: if no other code has imported the module, no such wrapper exists.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(
+        isinstance(part, fsdp.FullyShardedDataParallel) for part in network.modules()
+    )
+
+
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
     """Return the modules of a network, root included, to which ``fully_shard`` was applied."""
     # Do not import the module here, because that is slow. If no other code has imported the module,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -407,3 +408,15 @@ def test_stages_of_transformers_are_refused():
 
     with pytest.raises(ValueError, match="must not be split by transformers, got pp_size=2"):
         MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
+
+
+def test_version_1_of_fsdp_is_refused():
+    """A cell refuses FullyShardedDataParallel anywhere in its network."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        part = FullyShardedDataParallel(nn.Linear(2, 1), device_id=torch.device("cpu"))
+        network = WithLossCell(part, nn.MSELoss())
+        with pytest.raises(TypeError, match="must not contain version 1 of FSDP"):
+            MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
+    finally:
+        distributed.destroy_process_group()
