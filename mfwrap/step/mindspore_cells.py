@@ -1,5 +1,6 @@
 """MindSpore's plain training cells, and the methods of its cells for custom training steps."""
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -256,17 +257,19 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         present = functools.partial(network_parameters, checked_network(network))
         trained = TrainedParameters(present(), optimizer, None, present=present)
         loss_scale = LossScale(scale_sense, trained.device)
+        config = StepConfig(max_consecutive_skips=None)
         self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         self._update = StepUpdate(
             trained,
             optimizer,
-            StepConfig(max_consecutive_skips=None),
+            config,
             loss_scale,
             lr_scheduler=self.lr_scheduler,
         )
         super().__init__(network, optimizer, loss_scale)
         self._accumulate = GradientAccumulation(network, per_token=False)
+        self._guard = self._accumulate.guard(optimizer, config)
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
 
@@ -277,9 +280,11 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
             Loss, overflow flag and the loss scale that the next step uses.
         """
         self._update.parameters.release_gradients()
+        guard = self._guard
         try:
-            accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
-            self.last_report = self._update(accumulated.loss)
+            with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
+                accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
+                self.last_report = self._update(accumulated.loss)
         finally:
             self._update.parameters.release_gradients()
         output = self.last_report.output

@@ -134,5 +134,6 @@ def rank_guard(
         return RankGuard(group, facts, warned, others=None if spans_all else others)
     # Other distributed tensors, and shards with replicas on some of the ranks, have a group for
     # each dimension of their mesh, but none for the whole mesh.
-    is_joined = any(map(is_distributed, trained.values()))
+    # DistributedDataParallel over a group of one rank says that the rank trains alone.
+    is_joined = bool(parts) or any(map(is_distributed, trained.values()))
     return LoneGuard(OtherRanks(trained, rank_announcements(), are_refused=not is_joined))

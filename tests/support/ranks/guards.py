@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mfwrap.accelerate import attach
 from mfwrap.collectives import gather_objects
 from support.attached_runs import new_accelerator
@@ -78,12 +78,17 @@ def train_alone(rank: int, name: str) -> str:
 
     Args:
         rank: Rank of this process.
-        name: ``cell``, or ``attach`` for a loop that does not prepare its network.
+        name: ``cell``, ``loss scale cell``, or ``attach`` for a loop that does not prepare its
+            network.
     """
     network = nn.Linear(2, 1 + rank)
     optimizer = SGD(network.parameters(), lr=0.1)
+    with_loss = WithLossCell(network, nn.MSELoss())
+    cell: Callable[..., Any] | None = None
     if name == "cell":
-        cell = MFTrainOneStepCell(WithLossCell(network, nn.MSELoss()), optimizer)
+        cell = MFTrainOneStepCell(with_loss, optimizer)
+    elif name == "loss scale cell":
+        cell = TrainOneStepWithLossScaleCell(with_loss, optimizer, torch.tensor(8.0))
     else:
         accelerator = new_accelerator()
         attach(accelerator)
@@ -92,7 +97,7 @@ def train_alone(rank: int, name: str) -> str:
     for _ in range(2):
         inputs, targets = torch.ones(1, 2), torch.ones(1, 1 + rank)
         try:
-            if name == "cell":
+            if cell is not None:
                 cell(inputs, targets)
             else:
                 accelerator.backward(nn.functional.mse_loss(network(inputs), targets))

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -60,7 +61,7 @@ def test_ranks_that_differ(two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cell", "attach"])
+@pytest.mark.parametrize("name", ["cell", "loss scale cell", "attach"])
 def test_networks_that_nothing_joins(tmp_path, name):
     """Ranks with different plain networks are refused at the latest in the second update."""
     with RankPool(2, tmp_path) as ranks:
@@ -85,6 +86,21 @@ def test_shards_over_some_of_the_ranks(tmp_path):
         first = rank // 2 * 2
         assert f"lr of group 0 is 0.1 on rank {first} but 0.2 on rank {first + 1}" in error
         assert f"rank {rank} trains `backbone.weight` float32[{1 + rank // 2}, 2]" in warning
+
+
+def test_a_group_of_one_rank():
+    """DistributedDataParallel over one rank needs no warning that a wrapper is missing."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
+    try:
+        group = distributed.new_group([0])
+        network = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+        named = dict(network.named_parameters())
+        guard = rank_guard(named, [network], ShardedParts(network), dict)
+        # A warning would be an error here.
+        with guard.updating(ends=True):
+            assert not guard.is_checked
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.slow
