@@ -42,8 +42,8 @@ from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.placements import place_gradients
-from mfwrap.tensors.sharded_norms import square_of_all
-from mfwrap.tensors.shards import is_distributed, local_tensors, on_device
+from mfwrap.tensors.sharded_norms import norm_of_all, square_of_all
+from mfwrap.tensors.shards import local_tensors, on_device
 
 # For each gradient: a weak reference, and torch's count of the writes to the gradient. An id could
 # not replace the reference: a new gradient often gets the address of a released gradient, and so
@@ -402,8 +402,7 @@ def _clip_in_place(
     if norm_type == 2:
         norm = square_of_all(gradients, loss_scale.device).sqrt()
     else:
-        norm = torch.nn.utils.get_total_norm(list(gradients), norm_type)
-        norm = norm.full_tensor() if is_distributed(norm) else norm
+        norm = norm_of_all(gradients, norm_type, loss_scale.device)
     if not are_unscaled:
         norm = norm / loss_scale
     multiply_in_place(gradients, clip_coefficient(norm, max_norm))

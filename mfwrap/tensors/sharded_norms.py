@@ -1,7 +1,7 @@
 """Norms of whole tensors, computed from the shards that each rank holds."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, distributed
@@ -123,6 +123,38 @@ def square_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if reduction is not None:
         squares, _ = reduction(squares)
     return squares.sum()
+
+
+@torch.no_grad()
+def norm_of_all(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm of all elements, as ``torch.nn.utils.get_total_norm`` does.
+
+    Unlike that function, it takes tensors of several meshes, and plain tensors among them. If any
+    tensor is distributed, all ranks of its mesh must call this function.
+
+    Args:
+        tensors: Tensors of any shape. The norm of none is 0.
+        norm_type: Type of the norm, for example 1 or inf.
+        device: Device of the result.
+
+    Returns:
+        Shape ``()``, the same on all ranks.
+    """
+    if not tensors:
+        return torch.zeros((), device=device)
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for tensor in without_partial_sums(tensors):
+        by_mesh.setdefault(tensor.device_mesh if is_distributed(tensor) else None, []).append(
+            tensor
+        )
+    norms: list[Tensor] = []
+    for each in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(each, norm_type)
+        norms.append(on_device(norm.full_tensor() if is_distributed(norm) else norm, device))
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 @torch.no_grad()

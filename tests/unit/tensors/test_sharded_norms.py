@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mfwrap.tensors.sharded_norms import (
     SquareReduction,
     has_non_finite,
+    norm_of_all,
     square_of_all,
     tensor_norms,
 )
@@ -144,3 +145,19 @@ def test_equal_values_are_divided_by_the_number_of_their_ranks(dims, placements,
     squares, partial_sum = reduction(torch.ones(3), torch.ones(()))
     assert squares.tolist() == [1 / 4, 1, expected]
     assert partial_sum == 1
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
+def test_norms_of_distributed_and_plain_tensors(norm_type):
+    """The norm of tensors on a mesh and plain tensors is that of all their elements."""
+    plain = [torch.randn(3), torch.randn(2, 4), torch.randn(5)]
+    mesh = init_device_mesh("cpu", (1,))
+    mixed = [plain[0], distribute_tensor(plain[1], mesh, [Shard(0)]), plain[2]]
+
+    assert norm_of_all([], norm_type, CPU) == 0
+    for tensors in (mixed, mixed[1:2], plain):
+        norm = norm_of_all(tensors, norm_type, CPU)
+        whole = plain if len(tensors) > 1 else plain[1:2]
+        expected = torch.nn.utils.get_total_norm(whole, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
