@@ -1,8 +1,10 @@
 """Prepare ranks to join, check that they train together, and explain why a rank could not join."""
 
+import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from types import TracebackType
@@ -87,13 +89,29 @@ def store_of_start(shared: Any, address: str, *, is_host: bool) -> Any:
     deadline = time.monotonic() + shared.timeout.total_seconds()
     while time.monotonic() < deadline:
         port, _, mark = shared.get(_STORE_OF_START).decode().partition(" ")
-        if _listens(address, int(port)):
-            own = _tcp_store(address, int(port), is_master=False)
-            if own.check([mark]):
-                return own
+        if _listens(address, int(port)) and (own := _marked_store(address, int(port), mark)):
+            return own
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     msg = f"rank 0 has not started within {shared.timeout}"
     raise distributed.DistStoreError(msg)
+
+
+def _marked_store(address: str, port: int, mark: str) -> Any | None:
+    """Connect to the store at a port; ``None`` if it lacks a key, or the port is not a store's."""
+    found: list[Any] = []
+
+    def connect() -> None:
+        with contextlib.suppress(distributed.DistError):
+            own = _tcp_store(address, port, is_master=False)
+            if own.check([mark]):
+                found.append(own)
+
+    # If a program that is not a store has got the port of an earlier start, torch waits for its
+    # answer without a timeout. Python does not wait for a daemon thread at its end.
+    thread = threading.Thread(target=connect, name="mfwrap-store-of-start", daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_CONNECT)
+    return found[0] if found else None
 
 
 def _tcp_store(address: str, port: int, **settings: bool) -> Any:

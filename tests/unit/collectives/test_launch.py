@@ -13,7 +13,7 @@ from torch import distributed, nn
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepCell
 from mfwrap.accelerate import attach
-from mfwrap.collectives import leave_shared_store, refuse_lone_process, start_failure
+from mfwrap.collectives import launch, leave_shared_store, refuse_lone_process, start_failure
 from mfwrap.collectives.launch import store_of_start, warn_of_shared_store
 
 
@@ -113,20 +113,22 @@ def stores_of_starts(shared, *, early):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_store_for_each_start(early):
+def test_a_store_for_each_start(early, monkeypatch):
     """Ranks that are started again do not meet in a store of an earlier start."""
+    monkeypatch.setattr(launch, "_SECONDS_TO_CONNECT", 0.3)
     shared = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("", 0)) as closed:
         gone = closed.getsockname()[1]
     # Another program may listen where the store of an earlier start was.
     other = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for port in (gone, other.port):
-        shared.set("mfwrap/launch/store", f"{port} mark")
-        hosted, joined = stores_of_starts(shared, early=early)
-        hosted.set("key", "value")
+    with socket.create_server(("", 0)) as silent:
+        for port in (gone, other.port, silent.getsockname()[1]):
+            shared.set("mfwrap/launch/store", f"{port} mark")
+            hosted, joined = stores_of_starts(shared, early=early)
+            hosted.set("key", "value")
 
-        assert joined.get("key") == b"value"
-        assert joined.port not in {gone, other.port}
+            assert joined.get("key") == b"value"
+            assert joined.port != port
 
 
 def test_without_torchrun(monkeypatch):
