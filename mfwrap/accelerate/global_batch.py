@@ -4,17 +4,22 @@ import functools
 import json
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap.accelerate.schedules import AttachedScheduler
+from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
+
+if TYPE_CHECKING:
+    from mfwrap.accelerate.attached_step import AttachedStep
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,6 +27,37 @@ _RECORD = "mfwrap_loop.json"
 _FORMAT_VERSION = 1
 _AHEAD = (0, *sorted({math.floor(1.1**power) for power in range(150)}))
 """Numbers of updates, from 0 to about a million, after which two schedules are compared."""
+
+
+_Factors = list[list[float | None]]
+
+
+class _Saved(NamedTuple):
+    """A schedule in the record of a checkpoint."""
+
+    steps_per_update: int
+
+    positions: list[int]
+    """Position of each of the schedule's functions, such as those of a LambdaLR."""
+
+    factors: _Factors
+    """For each function, its values after the numbers of updates in `_AHEAD`."""
+
+    keywords: list[dict[str, Any]] | None
+    """Keywords of the functions; ``None`` unless all of them are partial."""
+
+
+class _Record(NamedTuple):
+    """Record of a checkpoint."""
+
+    num_processes: int
+    is_sharded: bool
+
+    accumulates: bool
+    """Whether the loop used ``accelerator.accumulate``."""
+
+    global_batch: GlobalBatch
+    schedules: list[_Saved]
 
 
 class _Continued(NamedTuple):
@@ -39,9 +75,16 @@ class _Continued(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What a resume on another number of ranks changes in the loop."""
+    """What a resume changes in the loop."""
 
     accumulation_steps: int
+
+    begins_update: bool
+    """Whether the next micro-batch is the first one of an update."""
+
+    accumulates: bool
+    """As in the record."""
+
     schedules: list[_Continued]
 
 
@@ -59,18 +102,29 @@ class LoopBatch:
     the new number of processes, their positions are converted instead. If only a part of their
     lengths depends on it, the schedules of transformers continue with the saved lengths.
 
+    Without ``accelerator.accumulate``, only the loop knows which micro-batches an update has. The
+    accumulation steps of such a loop stay as they are.
+
     Args:
+        attached: Step of the loop.
         accelerator: Accelerator of the loop.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, attached: "AttachedStep", accelerator: Accelerator) -> None:
+        self._attached = attached
         self._accelerator = accelerator
+        self._accumulated = True  # in the checkpoint that was loaded last
         self._configured_steps = self._own_steps = accelerator.gradient_accumulation_steps
         self._change: _Change | None = None
 
     @property
     def _is_sharded(self) -> bool:
         return bool(self._accelerator.distributed_type == DistributedType.FSDP)
+
+    @property
+    def _accumulates(self) -> bool:
+        has_trained = self._attached.last_report is not None
+        return self._attached.numbers_micro_batches or (self._accumulated and not has_trained)
 
     def _now(self) -> GlobalBatch:
         accelerator = self._accelerator
@@ -91,8 +145,9 @@ class LoopBatch:
             "format_version": _FORMAT_VERSION,
             "num_processes": self._accelerator.num_processes,
             "is_sharded": self._is_sharded,
+            "accumulates": self._accumulates,
             "global_batch": self._now().state_dict(),
-            "schedules": [self._state_of(each) for each in self._schedules()],
+            "schedules": [self._state_of(each)._asdict() for each in self._schedules()],
         }
         with whole_file(folder / _RECORD) as partial:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -100,45 +155,55 @@ class LoopBatch:
     def check(self, folder: Path) -> None:
         """Determine what `apply` has to change after a checkpoint is loaded.
 
-        A checkpoint without a record, of a loop without mfwrap for example, changes nothing.
+        A checkpoint without a record, of a loop without mfwrap for example, changes nothing. If the
+        loop that wrote the checkpoint did not use ``accelerator.accumulate``, another number of
+        ranks gives a warning: its global batch changes.
 
         Raises:
             ValueError: If the record is damaged, only one of both runs uses the FSDP plugin, the
-                number of ranks does not divide the global batch, or a schedule or a data loader
-                cannot continue on another number of ranks.
+                number of ranks does not divide the global batch, the local norms do not allow the
+                accumulation steps that keep it, or a schedule or a data loader cannot continue on
+                another number of ranks.
         """
         self._change = None
         path = folder / _RECORD
         if not path.exists():
             return
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["format_version"]
-            saved = GlobalBatch(**content["global_batch"])
-            former, schedules = int(content["num_processes"]), list(content["schedules"])
-        except (ValueError, KeyError, TypeError) as error:
-            msg = f"{path} is damaged: {error}"
-            raise ValueError(msg) from error
-        if version != _FORMAT_VERSION:
-            msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
-            raise ValueError(msg)
-        if content["is_sharded"] != self._is_sharded:
+        saved = _read(path)
+        if saved.is_sharded != self._is_sharded:
             with_or_without = ("without", "with")
             msg = (
                 f"cannot resume from {folder}, which was written "
-                f"{with_or_without[content['is_sharded']]} accelerate's FSDP plugin, "
+                f"{with_or_without[saved.is_sharded]} accelerate's FSDP plugin, "
                 f"{with_or_without[self._is_sharded]} it: their files differ; use the same "
                 "`fsdp_plugin` as before, which also works with one process"
             )
             raise ValueError(msg)
-        steps = resumed_accumulation(saved, self._now(), folder, "micro-batches")
-        if former != self._accelerator.num_processes:
+        steps = self._resumed_steps(saved, folder)
+        self._attached.config.check_micro_batches(steps)
+        if saved.num_processes != self._accelerator.num_processes:
             self._refuse_stateful_loaders(folder)
         continued = [
             self._continued(own, state, folder)
-            for own, state in zip(self._schedules(), schedules, strict=False)
+            for own, state in zip(self._schedules(), saved.schedules, strict=False)
         ]
-        self._change = _Change(steps, continued)
+        begins_update = steps != saved.global_batch.accumulation_steps
+        self._change = _Change(steps, begins_update, saved.accumulates, continued)
+
+    def _resumed_steps(self, saved: _Record, folder: Path) -> int:
+        """Return the accumulation steps after a resume; raise or warn as `check` says."""
+        former, now = saved.global_batch, self._now()
+        if saved.accumulates:
+            return resumed_accumulation(former, now, folder, "micro-batches")
+        if former.num_ranks != now.num_ranks:
+            warnings.warn(
+                f"the global batch changes, because {folder} was written with {former.num_ranks} "
+                f"rank(s), this run has {now.num_ranks}, and without `accelerator.accumulate` only "
+                "the loop knows the micro-batches of an update; to keep the global batch, start as "
+                "many ranks as before",
+                stacklevel=callers_stacklevel(),
+            )
+        return now.accumulation_steps
 
     def apply(self) -> None:
         """Change the accelerator and its schedules after a checkpoint is loaded."""
@@ -149,9 +214,11 @@ class LoopBatch:
         if accelerator.gradient_accumulation_steps != change.accumulation_steps:
             self._own_steps = change.accumulation_steps
             accelerator.gradient_accumulation_steps = change.accumulation_steps
+        if change.begins_update:
             # accelerate numbers the micro-batches of an epoch, and updates at each multiple of the
-            # accumulation steps. Begin a new update.
+            # accumulation steps. The saved number is a multiple of the former steps.
             accelerator.step = 0
+        self._accumulated = change.accumulates
         for schedule, continued in zip(self._schedules(), change.schedules, strict=False):
             schedule.steps_per_update = continued.steps_per_update
             if continued.position is not None:
@@ -168,23 +235,21 @@ class LoopBatch:
             if isinstance(each, AttachedScheduler) and each.step_with_optimizer
         ]
 
-    def _state_of(self, schedule: AttachedScheduler) -> dict[str, Any]:
+    def _state_of(self, schedule: AttachedScheduler) -> _Saved:
         each_update = self._steps_per_update(schedule)
-        position = schedule.scheduler.last_epoch
-        return {
-            "steps_per_update": each_update,
-            "position": position,
-            "factors": _factors(schedule.scheduler, position, each_update),
-            "keywords": _keywords(schedule.scheduler),
-        }
+        positions = [position for _, position in _functions(schedule.scheduler)]
+        return _Saved(
+            each_update,
+            positions,
+            _factors(schedule.scheduler, positions, each_update),
+            _keywords(schedule.scheduler),
+        )
 
     def _steps_per_update(self, schedule: AttachedScheduler) -> int:
         own = 1 if schedule.split_batches else self._accelerator.num_processes
         return schedule.steps_per_update or own
 
-    def _continued(
-        self, schedule: AttachedScheduler, saved: dict[str, Any], folder: Path
-    ) -> _Continued:
+    def _continued(self, schedule: AttachedScheduler, saved: _Saved, folder: Path) -> _Continued:
         """Return how a schedule continues.
 
         Args:
@@ -196,17 +261,25 @@ class LoopBatch:
             ValueError: If its learning rates would differ from those of the saved schedule.
         """
         own = 1 if schedule.split_batches else self._accelerator.num_processes
-        former, position = saved["steps_per_update"], saved["position"]
+        former, positions, factors, keywords = saved
         if former == own:
             return _Continued()
-        factors, keywords = saved["factors"], saved["keywords"]
-        # Schedules other than a LambdaLR save their length, and continue with the saved length.
-        if factors is None:
+        # A schedule loads all its numbers, such as its length, from the checkpoint. Only a function
+        # may be another one than in the checkpoint.
+        if _agree(factors, _factors(schedule.scheduler, positions, former)):
             return _Continued(former)
-        if _agree(factors, _factors(schedule.scheduler, position, former)):
-            return _Continued(former)
+        has_position = isinstance(schedule.scheduler, LambdaLR)  # that determines its rates
+        if not has_position:
+            msg = (
+                f"cannot resume from {folder} on {self._accelerator.num_processes} process(es): "
+                f"functions of the loop's {type(schedule.scheduler).__name__} have other values "
+                "than in the checkpoint; use the same functions as before, whatever the number of "
+                "processes"
+            )
+            raise ValueError(msg)
+        position = positions[0] if positions else 0
         converted = position * own // former
-        if _agree(factors, _factors(schedule.scheduler, converted, own)):
+        if _agree(factors, _factors(schedule.scheduler, [converted] * len(positions), own)):
             return _Continued(None, converted)
         present = _keywords(schedule.scheduler)
         if (
@@ -238,6 +311,51 @@ class LoopBatch:
             raise ValueError(msg)
 
 
+def _read(path: Path) -> _Record:
+    """Return the record in a file.
+
+    Raises:
+        ValueError: If the file is damaged or has another format version.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format_version"]
+        if version == _FORMAT_VERSION:
+            return _parsed(content)
+    except (ValueError, KeyError, TypeError) as error:
+        msg = f"{path} is damaged: {error}"
+        raise ValueError(msg) from error
+    msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
+    raise ValueError(msg)
+
+
+def _parsed(content: dict[str, Any]) -> _Record:
+    batch = {name: _positive(number) for name, number in dict(content["global_batch"]).items()}
+    schedules = [
+        _Saved(
+            _positive(each["steps_per_update"]),
+            [int(position) for position in each["positions"]],
+            [[None if x is None else float(x) for x in factors] for factors in each["factors"]],
+            None if each["keywords"] is None else [dict(names) for names in each["keywords"]],
+        )
+        for each in content["schedules"]
+    ]
+    return _Record(
+        _positive(content["num_processes"]),
+        bool(content["is_sharded"]),
+        bool(content["accumulates"]),
+        GlobalBatch(**batch),
+        schedules,
+    )
+
+
+def _positive(number: Any) -> int:
+    if type(number) is not int or number < 1:
+        msg = f"expected an int > 0, got {number!r}"
+        raise ValueError(msg)
+    return number
+
+
 def _keywords(schedule: Any) -> list[dict[str, Any]] | None:
     """Return the keywords of a LambdaLR's functions; ``None`` unless all of them are partial.
 
@@ -252,26 +370,36 @@ def _keywords(schedule: Any) -> list[dict[str, Any]] | None:
     return keywords if is_plain else None
 
 
-_Factors = list[list[float | None]]
+def _functions(schedule: Any) -> list[tuple[Callable[[int], Any], int]]:
+    """Return the functions of a schedule, and of the schedules it consists of, with positions.
+
+    torch does not save functions: neither those of a LambdaLR or MultiplicativeLR, nor those of
+    such a schedule within a SequentialLR or ChainedScheduler.
+    """
+    own = [
+        # A schedule within a SequentialLR that has not begun has position -1, and begins at 0.
+        (function, max(schedule.last_epoch, 0))
+        for function in getattr(schedule, "lr_lambdas", ())
+    ]
+    parts = getattr(schedule, "_schedulers", ())
+    return own + [pair for part in parts for pair in _functions(part)]
 
 
-def _factors(schedule: Any, position: int, each_update: int) -> _Factors | None:
-    """Return the factors of a LambdaLR now and after later updates; ``None`` for other schedules.
+def _factors(schedule: Any, positions: Sequence[int], each_update: int) -> _Factors:
+    """Return the values of a schedule's functions now and after later updates.
 
     Args:
         schedule: The schedule.
-        position: Number of its steps so far.
-        each_update: Number of its steps per update.
+        positions: Position of each function.
+        each_update: Number of the schedule's steps per update.
 
     Returns:
-        For each parameter group, the factors after the numbers of updates in `_AHEAD`. A factor is
-        ``None`` where the schedule's function fails.
+        For each function, its values after the numbers of updates in `_AHEAD`. A value is ``None``
+        where the function fails.
     """
-    if not isinstance(schedule, LambdaLR):
-        return None
     return [
         [_factor(function, position + ahead * each_update) for ahead in _AHEAD]
-        for function in schedule.lr_lambdas
+        for (function, _), position in zip(_functions(schedule), positions, strict=False)
     ]
 
 
@@ -282,8 +410,8 @@ def _factor(function: Callable[[int], Any], position: int) -> float | None:
         return None
 
 
-def _agree(saved: _Factors, own: _Factors | None) -> bool:
-    return own is not None and all(
+def _agree(saved: _Factors, own: _Factors) -> bool:
+    return len(saved) == len(own) and all(
         a is b or (a is not None and b is not None and math.isclose(a, b, abs_tol=1e-9))
         for saved_group, own_group in zip(saved, own, strict=False)
         for a, b in zip(saved_group, own_group, strict=False)

@@ -50,7 +50,7 @@ class AttachedCheckpoints:
         self._accelerator = accelerator
         self._grad_scaler = accelerator.scaler
         self._saves_in: Path | None = None
-        self._batch = LoopBatch(accelerator)
+        self._batch = LoopBatch(attached, accelerator)
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._on_save),
             accelerator.register_load_state_pre_hook(self._on_load),

@@ -5,7 +5,6 @@ asking would synchronize, so `AttachedScheduler` records a request instead; see
 `mfwrap.schedules.deferred`.
 """
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,8 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         try:
             for _ in range(self.steps_per_update):
                 # Like accelerate, do not step a OneCycleLR beyond its end, which would raise.
-                if schedule._step_count <= getattr(schedule, "total_steps", math.inf):  # noqa: SLF001  (accelerate's own condition)
+                total_steps = getattr(schedule, "total_steps", None)
+                if total_steps is None or schedule._step_count <= total_steps:  # noqa: SLF001  (accelerate's own condition)
                     super().step(*args, **keywords)
         finally:
             self.split_batches = split_batches

@@ -1,14 +1,24 @@
 """An attached loop that resumes on another number of ranks trains on the same rows and rates."""
 
+import json
+
 import pytest
 import torch
-from accelerate.utils import DataLoaderConfiguration
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    SequentialLR,
+)
 from torch.utils.data import DataLoader
 
 from mfwrap import StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.accelerate.global_batch import LoopBatch
+from mfwrap.checkpoints.manifest import write_manifest
 from support.attached_runs import new_accelerator
 from support.fsdp.accelerated import Loop, load_attached, save_attached
 from support.ranks.chains import assert_a_chain_is_exact
@@ -105,16 +115,22 @@ def test_stateful_loaders_are_refused(two_ranks, tmp_path):
         gradient_accumulation_steps=6,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     )
+    attached = attach(accelerator)
     accelerator.prepare(DataLoader([0, 1]))
 
     with pytest.raises(ValueError, match="use_stateful_dataloader`: a stateful data loader saves"):
-        LoopBatch(accelerator).check(tmp_path / "step-3")
+        LoopBatch(attached, accelerator).check(tmp_path / "step-3")
 
 
-def loop(schedule):
+def constant(optimizer):
+    """Return a schedule that keeps the rate."""
+    return LambdaLR(optimizer, lambda _: 1.0)
+
+
+def loop(schedule=constant, config=None, **settings):
     """Return an attached accelerator with one weight and a schedule, and both prepared objects."""
-    accelerator = new_accelerator()
-    attach(accelerator, StepConfig())
+    accelerator = new_accelerator(**settings)
+    attach(accelerator, config)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return accelerator, *accelerator.prepare(model, optimizer, schedule(optimizer))
@@ -159,11 +175,134 @@ def test_a_schedule_steps_as_often_as_before(tmp_path, schedule):
     assert found == rates[3::3][:6]
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        MultiplicativeLR,
+        lambda optimizer, rate: SequentialLR(
+            optimizer, [constant(optimizer), LambdaLR(optimizer, rate)], [4]
+        ),
+        lambda optimizer, rate: ChainedScheduler([constant(optimizer), LambdaLR(optimizer, rate)]),
+    ],
+    ids=["multiplicative", "sequential", "chained"],
+)
+def test_functions_of_other_schedules_are_compared(tmp_path, schedule):
+    """Torch does not save functions, so on other ranks the loop's must be those of before."""
+    saved = loop(lambda optimizer: schedule(optimizer, lambda step: 1 / (1 + step)))
+    saved[-1].steps_per_update = 3
+    update(*saved)
+    saved[0].save_state(str(tmp_path))
+    same = loop(lambda optimizer: schedule(optimizer, lambda step: 1 / (1 + step)))
+    same[0].load_state(str(tmp_path))
+    other = loop(lambda optimizer: schedule(optimizer, lambda step: 1 / (1 + 3 * step)))
+
+    assert update(*same) == update(*saved)
+    with pytest.raises(ValueError, match="have other values than in the checkpoint"):
+        other[0].load_state(str(tmp_path))
+
+
+def saved_on_two_ranks(folder, parts):
+    """Save a checkpoint as if one of two ranks had written it."""
+    parts[0].save_state(str(folder))
+    record = folder / "mfwrap_loop.json"
+    content = json.loads(record.read_text(encoding="utf-8"))
+    content["num_processes"] = content["global_batch"]["num_ranks"] = 2
+    record.write_text(json.dumps(content), encoding="utf-8")
+    write_manifest(folder)
+
+
+def test_a_loop_without_accumulate_keeps_its_steps(tmp_path):
+    """Each micro-batch is an update, so that other accumulation steps would scale the gradients."""
+    parts = loop()
+    update(*parts)
+    saved_on_two_ranks(tmp_path, parts)
+    accelerator, model, *others = loop()
+    with pytest.warns(
+        UserWarning, match=r"written with 2 rank\(s\), this run has 1, and without `a"
+    ):
+        accelerator.load_state(str(tmp_path))
+    before = model.weight.detach().clone()
+    update(accelerator, model, *others)
+
+    assert accelerator.gradient_accumulation_steps == 1
+    assert torch.equal(before - model.weight, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_other_steps_begin_a_new_update(tmp_path, by_hand):
+    """The first update after a resume has all its micro-batches, also with steps set by hand."""
+    accelerator, model, *_ = parts = loop(gradient_accumulation_steps=2)
+    for _ in range(2 * 3):
+        with accelerator.accumulate(model):
+            update(*parts)
+    saved_on_two_ranks(tmp_path, parts)
+    accelerator, model, *_ = parts = loop(gradient_accumulation_steps=4 if by_hand else 2)
+    accelerator.load_state(str(tmp_path))
+    ends = []
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            update(*parts)
+            ends.append(accelerator.sync_gradients)
+
+    assert ends == [False, False, False, True] * 2
+
+
+def test_local_norms_of_reduced_micro_batches(tmp_path):
+    """More micro-batches per update than `attach` allows are not allowed on fewer ranks either."""
+    plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=True)
+    config = StepConfig(local_norm=True)
+    accelerator, model, *_ = parts = loop(config=config, gradient_accumulation_plugin=plugin)
+    with accelerator.accumulate(model):
+        update(*parts)
+    saved_on_two_ranks(tmp_path, parts)
+
+    with pytest.raises(ValueError, match="`local_norm` must be False if `sync_each_batch`"):
+        loop(config=config, gradient_accumulation_plugin=plugin)[0].load_state(str(tmp_path))
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"format_version": 1}'])
 def test_a_damaged_record(tmp_path, content):
     """A record that cannot be read raises an error that names the file."""
-    record = tmp_path / "mfwrap_loop.json"
-    record.write_text(content, encoding="utf-8")
+    accelerator = new_accelerator()
+    batch = LoopBatch(attach(accelerator), accelerator)
+    (tmp_path / "mfwrap_loop.json").write_text(content, encoding="utf-8")
 
     with pytest.raises(ValueError, match=r"mfwrap_loop\.json is damaged"):
-        LoopBatch(new_accelerator()).check(tmp_path)
+        batch.check(tmp_path)
+
+
+def without(key):
+    """Return a function that removes a key from a record."""
+
+    def change(content):
+        holder = content["schedules"][0] if key in content["schedules"][0] else content
+        del holder[key]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("is_sharded"), "is damaged"),
+        (without("factors"), "is damaged"),
+        (lambda content: content["schedules"][0].update(steps_per_update=0), "an int > 0, got 0"),
+        (lambda content: content.update(global_batch=3), "is damaged"),
+        (
+            lambda content: (content.clear(), content.update(format_version=9)),
+            "expected format_version 1, got 9",
+        ),
+    ],
+)
+def test_a_record_with_other_fields(tmp_path, change, message):
+    """Every field of a record is checked; a later version need not have the same ones."""
+    accelerator, *_ = loop()
+    batch = LoopBatch(accelerator.attachment, accelerator)
+    batch.save(tmp_path)
+    record = tmp_path / "mfwrap_loop.json"
+    content = json.loads(record.read_text(encoding="utf-8"))
+    change(content)
+    record.write_text(json.dumps(content), encoding="utf-8")
+
+    with pytest.raises(ValueError, match=rf"mfwrap_loop\.json.*{message}"):
+        batch.check(tmp_path)
