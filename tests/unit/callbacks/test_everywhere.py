@@ -285,8 +285,10 @@ def test_other_monitors(run):
     if loop == "Trainer":
         assert not times.exists()
     else:
+        # A save sends all times; without one, those of the last message's own step are not sent.
+        last = 4 if loop in SAVES else 3
         recorded = [(one["step"], one["update"][0] > 0) for one in read_json_lines(times)]
-        assert recorded == [(1, True), (2, True), (3, True)]
+        assert recorded == [(step, True) for step in range(1, last + 1)]
 
 
 def test_the_page_reads_what_was_written(run):
