@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap.callbacks.eval_callback import EvalCallback
+from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.json_lines import JsonLines, last_value
@@ -182,8 +183,7 @@ class ThroughputRecorder(TrainerCallback):
         self._start = state.global_step, self._clock()
         if args is None or self._lines is None or state.global_step == start:
             return
-        size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        samples = (state.global_step - start) * size
+        samples = (state.global_step - start) * global_batch_size(RunSettings(), state, args)
         record = {"throughput": samples / (self._start[1] - seconds)}
         self._lines.append({"step": state.global_step, **record})
 

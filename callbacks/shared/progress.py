@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from accelerate.state import AcceleratorState, is_initialized
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
@@ -34,7 +35,9 @@ class RunSettings:
 
     global_batch_size: int = 0
     """Samples of one update on all processes. 0 takes ``state.train_batch_size`` times
-    ``args.gradient_accumulation_steps`` (1 without ``args``) times the number of processes."""
+    ``args.gradient_accumulation_steps`` (1 without ``args``) times the number of processes with
+    samples of their own: 1 with ``split_batches``, and 1 for each group of processes that share
+    their samples (tensor, context or sequence parallelism)."""
 
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False, compare=False)
     """Returns seconds since an arbitrary start."""
@@ -222,7 +225,18 @@ def global_batch_size(
     if settings.global_batch_size:
         return settings.global_batch_size
     batches_per_update = 1 if args is None else args.gradient_accumulation_steps
-    return (state.train_batch_size or 0) * batches_per_update * num_ranks()
+    return (state.train_batch_size or 0) * batches_per_update * _num_data_ranks(args)
+
+
+def _num_data_ranks(args: TrainingArguments | None) -> int:
+    """Return the number of ranks with samples of their own."""
+    if getattr(getattr(args, "accelerator_config", None), "split_batches", False):
+        return 1
+    # `Accelerator` keeps the layout here. The training arguments do not have the one that a network
+    # brings with it, such as transformers' tensor parallelism.
+    layout = AcceleratorState().parallelism_config if is_initialized() else None
+    ranks_per_sample: int = 1 if layout is None else layout.non_data_parallel_size
+    return num_ranks() // ranks_per_sample
 
 
 def _max_steps(state: TrainerState, args: TrainingArguments | None) -> int:

@@ -18,7 +18,7 @@ def arguments_of(folder, **settings):
 def test_throughput_is_that_of_training(tmp_path):
     """Throughput counts from the last log, evaluation or checkpoint, whichever came last."""
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    arguments, state = arguments_of(tmp_path, **settings), TrainerState()
+    arguments, state = arguments_of(tmp_path, **settings), TrainerState(train_batch_size=4)
     seconds = itertools.count(0, 2)
     recorder = ThroughputRecorder(tmp_path, clock=lambda: float(next(seconds)))
     recorder.on_train_begin(arguments, state, None)

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ParallelismConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,6 +18,7 @@ from mfwrap.callbacks.shared.progress import (
     global_batch_size,
     run_length,
 )
+from support.attached_runs import new_accelerator
 
 
 def state(max_steps=0, epochs=0, **settings) -> TrainerState:
@@ -142,13 +145,18 @@ def test_global_batch_size():
     assert global_batch_size(RunSettings(), state(), args) == 0
 
 
-def test_several_processes():
-    """The batch size counts the samples of all processes."""
+def test_several_processes(monkeypatch):
+    """The batch size counts the samples of all processes, those that several share only once."""
+    new_accelerator()
     # torch's fake process group: four ranks, of which only this one exists.
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
     try:
         assert global_batch_size(RunSettings(), state(train_batch_size=8), None) == 32
+        args = arguments(accelerator_config={"split_batches": True})
+        assert global_batch_size(RunSettings(), state(train_batch_size=8), args) == 8
+        monkeypatch.setattr(Accelerator().state, "parallelism_config", ParallelismConfig(tp_size=2))
+        assert global_batch_size(RunSettings(), state(train_batch_size=8), None) == 16
     finally:
         torch.distributed.destroy_process_group()
 
