@@ -1,6 +1,7 @@
 """Keep the global batch and the order of the data of a Trainer that resumes on other ranks."""
 
 import contextlib
+import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
 from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.config import StepConfig
 from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.data_position import read_rank_file
 
@@ -30,12 +33,15 @@ class TrainerBatch:
 
     Args:
         trainer: The trainer.
+        config: Settings of its step.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin") -> None:
+    def __init__(self, trainer: "MFTrainerMixin", config: StepConfig) -> None:
         self._trainer = trainer
+        self._config = config
         self._configured_steps = 0
         self._updates_per_epoch = 0
+        self._has_length = True
         self._saved: dict[str, Any] | None = None
         self._checkpoint = Path()
         self._group_size: int | None = None
@@ -50,21 +56,25 @@ class TrainerBatch:
             checkpoint: Checkpoint to resume from; ``None`` for a training from the start.
 
         Raises:
-            ValueError: On all ranks, if the number of ranks does not divide the global batch.
+            ValueError: On all ranks, if the number of ranks does not divide the global batch, or if
+                the resumed number of micro-batches has no local norms, which were asked for.
         """
         args = self._trainer.args
         self._configured_steps = steps = args.gradient_accumulation_steps
         self._saved = self._group_size = None
         if checkpoint is not None:
             self._checkpoint = checkpoint
-            found = read_rank_file(checkpoint, args.process_index, args.world_size)
+            with raising_together():
+                found = read_rank_file(checkpoint, args.process_index, args.world_size)
             # A node with a disk of its own may not have a file with the global batch.
             records = gather_objects(None if found is None else found.get("global_batch"))
             self._saved = next((each for each in records if each is not None), None)
         if self._saved is not None:
-            saved = GlobalBatch(**self._saved["sizes"])
             with raising_together():
+                saved = GlobalBatch(**self._saved["sizes"])
                 steps = resumed_accumulation(saved, self._now(saved), self._checkpoint)
+                # The number is another one than at the construction of the trainer.
+                check_micro_batches(self._config, args, steps)
             self._group_size = self._saved["group_size"]
         elif checkpoint is not None:
             self._warn_of_unknown_batch(checkpoint)
@@ -103,25 +113,34 @@ class TrainerBatch:
         saved = self._saved
         return saved is not None and saved["num_ranks"] != self._trainer.args.world_size
 
-    def check_epoch(self, updates_per_epoch: int) -> None:
+    def check_epoch(self, updates_per_epoch: int, *, has_length: bool) -> None:
         """Check that an epoch has as many updates as before the checkpoint.
 
         Args:
             updates_per_epoch: Number of updates of an epoch.
+            has_length: Whether the data loader has a length. Without one, `updates_per_epoch` is
+                ``max_steps`` and is not checked.
 
         Raises:
-            ValueError: If the number differs, and the training was resumed on another number of
-                ranks: its position in the data would then be another one.
+            ValueError: If the number differs although the global batch is the same, and its
+                division into ranks and micro-batches is another one: the position in the data would
+                then be another one, too.
         """
-        self._updates_per_epoch = updates_per_epoch
-        if not self._is_on_other_ranks or self._trainer.args.ignore_data_skip:
+        self._updates_per_epoch, self._has_length = updates_per_epoch, has_length
+        saved = self._saved
+        if saved is None or not has_length or self._trainer.args.ignore_data_skip:
             return
-        saved: dict[str, Any] = self._saved or {}
-        if saved["updates_per_epoch"] != updates_per_epoch:
+        was, now = GlobalBatch(**saved["sizes"]), self._now()
+        is_divided_alike = was[:3] == now[:3] and not self._is_on_other_ranks
+        if is_divided_alike or now.size != was.size:
+            return  # `resumed_accumulation` has warned of another size
+        if saved["updates_per_epoch"] not in {None, updates_per_epoch}:
             msg = (
-                f"cannot resume from {self._checkpoint}, which was written by {saved['num_ranks']} "
-                f"rank(s), on {self._trainer.args.world_size}: an epoch has {updates_per_epoch} "
-                f"updates and had {saved['updates_per_epoch']}, because the data have changed or "
+                f"cannot resume from {self._checkpoint}, which was written with "
+                f"{was.num_ranks} x {was.batch_size} x {was.accumulation_steps} (ranks x batch size"
+                f" x accumulation), with {now.num_ranks} x {now.batch_size} x "
+                f"{now.accumulation_steps}: an epoch has {updates_per_epoch} updates and had "
+                f"{saved['updates_per_epoch']}, because the data have changed or "
                 "`dataloader_drop_last` leaves out other rows; set `ignore_data_skip` to begin a "
                 "new epoch instead"
             )
@@ -168,7 +187,7 @@ class TrainerBatch:
         return {
             "sizes": self._now().state_dict(),
             "num_ranks": self._trainer.args.world_size,
-            "updates_per_epoch": self._updates_per_epoch,
+            "updates_per_epoch": self._updates_per_epoch if self._has_length else None,
             "group_size": self._group_size,
         }
 
@@ -209,6 +228,31 @@ def _dependence_on_ranks(loader: Any, samplers: Sequence[Any]) -> str | None:
         and not isinstance(loader, DataLoaderDispatcher)
     ):
         return "each rank reads other shards of the iterable data set"
+    if (
+        isinstance(getattr(loader, "dataset", None), IterableDataset)
+        and not isinstance(loader, DataLoaderDispatcher)
+        and getattr(loader, "num_workers", 0) > 1
+    ):
+        return "each of several data loader workers reads an iterable data set by itself"
     if samplers and type(samplers[-1]) is RandomSampler:
         return "`accelerator_config.use_seedable_sampler` is false"
     return None
+
+
+def check_micro_batches(config: StepConfig, args: TrainingArguments, number: int) -> None:
+    """Check that an update of `number` micro-batches has the local norms that are asked for.
+
+    Args:
+        config: Settings of the step.
+        args: Training arguments; accelerate's ``sync_each_batch`` is one of them.
+        number: Number of micro-batches of an update on one rank.
+
+    Raises:
+        ValueError: If local norms are asked for, and gradients of each of several micro-batches are
+            reduced.
+    """
+    accelerator_config: Any = args.accelerator_config
+    of_accelerate = accelerator_config.gradient_accumulation_kwargs or {}
+    reduces_each = config.sync_each_batch or bool(of_accelerate.get("sync_each_batch"))
+    checked = dataclasses.replace(config, sync_each_batch=reduces_each)
+    checked.check_micro_batches(max(number, of_accelerate.get("num_steps", 1)))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from mfwrap.trainer.events import (
     flushed_at_end,
     monitors,
 )
-from mfwrap.trainer.global_batch import TrainerBatch
+from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 
@@ -117,7 +118,7 @@ class MFTrainerMixin(_Base):
         self._step_arguments = (ema, scale_sense, communication_hook)
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
-        self._batch = TrainerBatch(self)
+        self._batch = TrainerBatch(self, self._step_config)
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
@@ -247,7 +248,10 @@ class MFTrainerMixin(_Base):
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)
-        self._batch.check_epoch(num_update_steps_per_epoch)
+        # The Trainer takes `sys.maxsize` epochs of data without a length.
+        self._batch.check_epoch(
+            num_update_steps_per_epoch, has_length=num_train_epochs != sys.maxsize
+        )
         # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
         # whose last step was in the middle of an epoch, the Trainer would make one more update.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else (epochs, batches)
@@ -386,11 +390,6 @@ def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
                 f"the training arguments, got {value}"
             )
             raise ValueError(msg)
-    accelerator_config: Any = args.accelerator_config
-    of_accelerate = accelerator_config.gradient_accumulation_kwargs or {}
-    reduces_each = config.sync_each_batch or bool(of_accelerate.get("sync_each_batch"))
-    num_micro_batches = max(args.gradient_accumulation_steps, of_accelerate.get("num_steps", 1))
-    checked = dataclasses.replace(config, sync_each_batch=reduces_each)
-    checked.check_micro_batches(num_micro_batches)
+    check_micro_batches(config, args, args.gradient_accumulation_steps)
     # The Trainer itself counts micro-batches; the accelerator must not count them again.
     return dataclasses.replace(config, gradient_accumulation_steps=1)

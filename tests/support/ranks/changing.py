@@ -28,11 +28,12 @@ from mfwrap.accelerate import attach
 from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.recipe import run_recipe
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from mfwrap.trainer.global_batch import TrainerBatch
 from support.attached_runs import new_accelerator
 from support.recipe_texts import parsed
 from support.resumed_training import StopAfter
 
-__all__ = ["NUM_ROWS", "NUM_STEPS", "loop_until", "recipe_until", "train_until"]
+__all__ = ["NUM_ROWS", "NUM_STEPS", "loop_until", "recipe_until", "resume_only", "train_until"]
 
 NUM_ROWS, NUM_STEPS = 60, 20
 
@@ -156,6 +157,16 @@ def train_until(
         "losses": _logged(trainer.state),
         "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
     }
+
+
+def resume_only(rank: int, folder: str) -> None:
+    """Read the global batch of a checkpoint, and train on nothing."""
+    del rank
+    new_accelerator()
+    arguments = TrainingArguments(folder, report_to="none", use_cpu=True)
+    trainer = MFTrainer(Regression(), arguments, train_dataset=Numbered())
+    with TrainerBatch(trainer, StepConfig()).resuming(Path(folder)):
+        pass
 
 
 def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from mfwrap.records import read_json_lines
 from support.fsdp.accelerated import train_with_trainer
 from support.ranks.chains import CHAIN, assert_a_chain_is_exact
-from support.ranks.changing import recipe_until, train_until
+from support.ranks.changing import recipe_until, resume_only, train_until
 from support.ranks.pool import RankPool
 
 SETTINGS = {
@@ -53,8 +53,7 @@ def test_each_row_is_trained_on_once_per_epoch(pools, tmp_path, name):
 
     results = assert_a_chain_is_exact(pools, tmp_path, train_until, SETTINGS[name], chain=chain)
 
-    if name != "split batches":
-        assert all(each["global_batches"] == [12] for each in results)
+    assert all(each["global_batches"] == [12] for each in results)
 
 
 @pytest.mark.slow
@@ -112,10 +111,19 @@ def test_mfwrap_train(pools, tmp_path):
         (
             {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
             {},
-            r"written by 2 rank\(s\), on 1: an epoch has 8 updates and had 7, because",
+            r"with 2 x 4 x 1 \(ranks .*, with 1 x 4 x 2: an epoch has 8 updates and had 7, because",
+        ),
+        (
+            {
+                "per_device_train_batch_size": 6,
+                "gradient_accumulation_steps": 1,
+                "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+            },
+            {},
+            r"`local_norm` must be False if `sync_each_batch` .* with 2 micro-batches per update",
         ),
     ],
-    ids=["global batch", "length of an epoch"],
+    ids=["global batch", "length of an epoch", "local norms"],
 )
 def test_a_resume_that_cannot_be_exact_is_refused(two_ranks, tmp_path, written, resumed, message):
     """A number of ranks with which the rows of an update would differ raises an error."""
@@ -124,6 +132,56 @@ def test_a_resume_that_cannot_be_exact_is_refused(two_ranks, tmp_path, written, 
 
     with pytest.raises(ValueError, match=message):
         train_until(0, str(tmp_path), 2, written | resumed)
+
+
+def test_another_length_of_an_epoch_on_the_same_ranks(tmp_path):
+    """Another batch size on the same ranks is refused, too, if it moves the position."""
+    settings = {"dataloader_drop_last": True}
+    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    train_until(0, str(tmp_path), 1, settings | whole)
+
+    with pytest.raises(ValueError, match=r"1 x 8 x 1 .*, with 1 x 4 x 2: an epoch has 8 updates"):
+        train_until(0, str(tmp_path), 2, settings | halves)
+
+
+@pytest.mark.parametrize(
+    ("written", "resumed", "num_warnings"),
+    [
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+            {"gradient_accumulation_steps": 3},
+            1,
+        ),
+        ({"data": "stream", "max_steps": 20}, {"max_steps": 24}, 0),
+    ],
+    ids=["another global batch on purpose", "longer training on a stream"],
+)
+def test_another_number_of_updates_that_is_wanted(
+    two_ranks, tmp_path, written, resumed, num_warnings
+):
+    """A resume on other ranks takes another global batch, and more steps of a stream."""
+    written = {"dataloader_drop_last": True, **written}
+    two_ranks.run(train_until, str(tmp_path), 1, written)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train_until(0, str(tmp_path), 2, written | resumed)["global_batches"] == [12]
+
+    told = [str(each.message) for each in caught if "may be repeated" in str(each.message)]
+    assert len(told) == num_warnings
+
+
+def test_a_rank_that_cannot_read_its_position(two_ranks, tmp_path):
+    """If one rank cannot read the file with the global batch, all ranks raise its error."""
+    for number, content in enumerate(["{}", "{damaged"]):
+        (tmp_path / f"mfwrap_position_{number}.json").write_text(content)
+
+    with pytest.raises(RuntimeError, match="Expecting property name") as caught:
+        two_ranks.run(resume_only, str(tmp_path))
+
+    assert "rank 0: " in str(caught.value)
+    assert "rank 1: " in str(caught.value)
 
 
 def test_a_checkpoint_of_a_stock_trainer(two_ranks, tmp_path):
@@ -141,12 +199,30 @@ def test_a_checkpoint_of_a_stock_trainer(two_ranks, tmp_path):
     assert "was written by 2 rank(s), is resumed by 1 and does not record" in told[0]
 
 
-def test_an_order_that_depends_on_the_ranks_is_said(two_ranks, tmp_path):
-    """Without accelerate's seedable sampler, one warning says that rows may be repeated."""
-    settings = {"accelerator_config": {"use_seedable_sampler": False}}
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"accelerator_config": {"use_seedable_sampler": False}},
+            "use_seedable_sampler` is false, so the rows",
+        ),
+        (
+            {
+                "data": "stream",
+                "max_steps": 20,
+                "dataloader_num_workers": 2,
+                "accelerator_config": {"dispatch_batches": False},
+            },
+            "each of several data loader workers reads an iterable data set by itself, so the rows",
+        ),
+    ],
+    ids=["random", "workers of a stream"],
+)
+def test_an_order_that_depends_on_the_ranks_is_said(two_ranks, tmp_path, settings, message):
+    """If the order of rows depends on the number of ranks, one warning says what may happen."""
     two_ranks.run(train_until, str(tmp_path), 1, settings)
 
-    with pytest.warns(UserWarning, match="use_seedable_sampler` is false, so the rows") as caught:
+    with pytest.warns(UserWarning, match=message) as caught:
         [*losses] = train_until(0, str(tmp_path), 2, settings)["losses"]
 
     assert len(caught) == 1
