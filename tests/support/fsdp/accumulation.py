@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -57,8 +58,9 @@ class _CopiedMessages(TorchDispatchMode):
     """Give copies to all collectives, wait for them, and copy their results back.
 
     A thread of gloo may hold the tensors of a message for a moment after the message has ended. So
-    the bytes that are alive would depend on when that thread runs. With this mode it holds only the
-    copies, which `is_copy` tells apart.
+    the bytes that are alive would depend on when that thread runs. With this mode it holds only
+    copies, which `is_copy` tells apart, and gloo's own buffers. The latter get Python objects only
+    if somebody waits for gloo's work, so the caller gets other work, which has already ended.
     """
 
     def __init__(self) -> None:
@@ -82,15 +84,27 @@ class _CopiedMessages(TorchDispatchMode):
             return copies[-1][1]
 
         result = func(*tree_map_only(Tensor, copied, args), **(kwargs or {}))
-        works = [each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject)]
-        for work in works:
+        for work in filter(_is_work, tree_leaves(result)):
             distributed.Work.unbox(work).wait()
         with torch.no_grad():
             for tensor, copy in copies:
                 tensor.copy_(copy)
         self._copies += [copy for _, copy in copies]
         originals = {id(copy): tensor for tensor, copy in copies}
-        return tree_map_only(Tensor, lambda each: originals.get(id(each), each), result)
+        result = tree_map_only(Tensor, lambda each: originals.get(id(each), each), result)
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        return tree_map_only(torch.ScriptObject, lambda _: _ended_work(tensors), result)
+
+
+def _is_work(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject)
+
+
+def _ended_work(tensors: list[Tensor]) -> Any:
+    """Return work of a collective that has ended with some tensors as its result."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future).boxed()
 
 
 class _Loss(nn.Module):
