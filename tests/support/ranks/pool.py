@@ -1,8 +1,11 @@
 """A pool of processes that are the ranks of one process group."""
 
+import faulthandler
 import importlib
 import io
+import itertools
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,37 +24,50 @@ _PATIENCE = timedelta(seconds=120)
 class RankPool:
     """Run functions on several ranks at once.
 
-    The processes are started once and used by many tests, because starting one takes seconds.
+    The processes are started once and used by many tests, because starting one takes seconds. If
+    one of them dies, the test that runs then fails, and the next test gets new processes.
 
     Args:
         num_ranks: Number of ranks.
-        folder: Empty folder for the file through which the ranks find each other.
+        folder: Empty folder for the files through which the ranks find each other.
     """
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
-        # Both ranks are forked from a process that has imported these modules, which takes seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mfwrap.trainer", "mfwrap.callbacks"])
+        # All ranks are forked from a process that has imported these modules, which takes seconds.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["mfwrap.trainer", "mfwrap.callbacks"])
+        self._num_ranks = num_ranks
+        self._stores = (folder / f"rendezvous_{start}" for start in itertools.count())
         self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, num_ranks, str(folder)), daemon=True
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        store = str(next(self._stores))
+        for rank in range(self._num_ranks):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(theirs, rank, self._num_ranks, store), daemon=True
             )
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> list[int | None]:
+        """End all processes, and return their exit codes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
             process.join(_PATIENCE.total_seconds())
+        codes = [process.exitcode for process in self._processes]
+        self._connections, self._processes = [], []
+        return codes
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``program(rank, *arguments)`` on every rank, and return the result of each rank.
@@ -62,25 +78,41 @@ class RankPool:
             arguments: Further arguments, the same for every rank.
 
         Raises:
-            RuntimeError: If any rank raises; the message holds the tracebacks of all ranks.
+            RuntimeError: If any rank raises or dies; the message holds the tracebacks of all ranks
+                that raised, or how each rank has ended.
         """
-        for connection in self._connections:
-            connection.send((program.__module__, program.__qualname__, arguments))
-        answers = [torch.load(io.BytesIO(each.recv_bytes())) for each in self._connections]
+        if not self._processes:
+            self._start()
+        try:
+            for connection in self._connections:
+                connection.send((program.__module__, program.__qualname__, arguments))
+            answers = [torch.load(io.BytesIO(each.recv_bytes())) for each in self._connections]
+        except (EOFError, OSError):
+            ends = [f"rank {rank} {_end_of(code)}" for rank, code in enumerate(self._end())]
+            msg = f"a rank died in {program.__name__}: {', '.join(ends)}"
+            raise RuntimeError(msg) from None
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise RuntimeError("\n".join(errors))
         return [answer["result"] for answer in answers]
 
 
-def _serve(connection: Connection, rank: int, num_ranks: int, folder: str) -> None:
+def _end_of(code: int | None) -> str:
+    if code is None:
+        return "has not ended"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def _serve(connection: Connection, rank: int, num_ranks: int, store: str) -> None:
+    # If torch crashes, the places of all threads are in the output of the test.
+    faulthandler.enable()
     # accelerate reads the rank and the number of ranks from the environment.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,
         timeout=_PATIENCE,
