@@ -113,6 +113,13 @@ class TrainerBatch:
         saved = self._saved
         return saved is not None and saved["num_ranks"] != self._trainer.args.world_size
 
+    @property
+    def _has_other_batch_size(self) -> bool:
+        if self._saved is None:
+            return False
+        saved = GlobalBatch(**self._saved["sizes"])
+        return saved.batch_size != self._now(saved).batch_size
+
     def check_epoch(self, updates_per_epoch: int, *, has_length: bool) -> None:
         """Check that an epoch has as many updates as before the checkpoint.
 
@@ -149,7 +156,7 @@ class TrainerBatch:
     def begin_epoch(self, loader: Any, *, is_resumed: bool) -> None:
         """Keep the order of the data that the first ranks had.
 
-        Warns if the order depends on the number of ranks, and the number has changed.
+        Warns if the order depends on the number of ranks or the batch size, which has changed.
 
         Args:
             loader: Data loader of the epoch.
@@ -174,11 +181,18 @@ class TrainerBatch:
         if isinstance(loader, DataLoaderDispatcher) and samplers and not args.ignore_data_skip:
             updates = state.global_step % self._updates_per_epoch
             _skip_dispatched(loader, updates * args.gradient_accumulation_steps)
-        reason = _dependence_on_ranks(loader, samplers) if self._is_on_other_ranks else None
+        has_other = {"ranks": self._is_on_other_ranks, "batch size": self._has_other_batch_size}
+        reason = _dependence(
+            loader,
+            samplers,
+            has_other_ranks=has_other["ranks"],
+            has_other_batch_size=has_other["batch size"],
+        )
         if reason is not None and args.should_save:
+            others = " and ".join(name for name, is_other in has_other.items() if is_other)
             warnings.warn(
                 f"{reason}, so the rows of updates after {self._checkpoint} differ from those of a "
-                "run on the former number of ranks: rows may be repeated or left out",
+                f"run with the former {others}: rows may be repeated or left out",
                 stacklevel=callers_stacklevel(),
             )
 
@@ -219,22 +233,28 @@ def _skip_dispatched(loader: DataLoaderDispatcher, num_batches: int) -> None:
         loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, num_batches * others)
 
 
-def _dependence_on_ranks(loader: Any, samplers: Sequence[Any]) -> str | None:
-    """Return why the order of a loader's rows depends on the number of ranks; ``None`` if not."""
+def _dependence(
+    loader: Any,
+    samplers: Sequence[Any],
+    *,
+    has_other_ranks: bool,
+    has_other_batch_size: bool,
+) -> str | None:
+    """Return why another number of ranks or batch size changes the order of a loader's rows.
+
+    ``None`` if it does not change.
+    """
+    data = getattr(loader, "dataset", None)
+    # A dispatcher reads the batches of all ranks on rank 0.
+    is_read_by_each = has_other_ranks and not isinstance(loader, DataLoaderDispatcher)
     datasets: Any = sys.modules.get("datasets")  # not imported: then no data come from it
-    if (
-        datasets is not None
-        and isinstance(getattr(loader, "dataset", None), datasets.IterableDataset)
-        and not isinstance(loader, DataLoaderDispatcher)
-    ):
+    if is_read_by_each and datasets is not None and isinstance(data, datasets.IterableDataset):
         return "each rank reads other shards of the iterable data set"
-    if (
-        isinstance(getattr(loader, "dataset", None), IterableDataset)
-        and not isinstance(loader, DataLoaderDispatcher)
-        and getattr(loader, "num_workers", 0) > 1
-    ):
+    # The workers yield whole batches in turn.
+    has_workers = isinstance(data, IterableDataset) and getattr(loader, "num_workers", 0) > 1
+    if has_workers and (is_read_by_each or has_other_batch_size):
         return "each of several data loader workers reads an iterable data set by itself"
-    if samplers and type(samplers[-1]) is RandomSampler:
+    if has_other_ranks and samplers and type(samplers[-1]) is RandomSampler:
         return "`accelerator_config.use_seedable_sampler` is false"
     return None
 

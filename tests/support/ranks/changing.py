@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -121,6 +122,27 @@ def train_until(
     del rank
     # The processes of a pool are daemons, which may not start worker processes.
     multiprocessing.current_process()._config["daemon"] = False
+    trainer = trainer_of(folder, settings)
+    model: Any = trainer.model
+    rows = _RowsOfUpdates(model)
+    for callback in (rows, StopAfter(stop)):
+        trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=_newest(folder) is not None)
+    return {
+        "rows": rows.of_update,
+        "global_batches": sorted(rows.global_batches),
+        "losses": _logged(trainer.state),
+        "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
+    }
+
+
+def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrainer:
+    """Return a trainer of a `Regression`.
+
+    Args:
+        folder: Run folder.
+        settings: As in `train_until`.
+    """
     new_accelerator()
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 1,
@@ -138,35 +160,32 @@ def train_until(
         "dataloader_pin_memory": False,
     } | dict(settings or {})
     data = {"rows": Numbered, "stream": NumberedStream}[arguments.pop("data", "rows")]()
-    model = Regression()
-    rows = _RowsOfUpdates(model)
     trainer = MFTrainer(
-        model,
+        Regression(),
         TrainingArguments(folder, **arguments),
         train_dataset=data,
         data_collator=collated,
-        callbacks=[rows, StopAfter(stop)],
         step=StepConfig(local_norm=True),
         ema=lambda model: ExponentialMovingAverage(model, 0.9),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=_newest(folder) is not None)
-    return {
-        "rows": rows.of_update,
-        "global_batches": sorted(rows.global_batches),
-        "losses": _logged(trainer.state),
-        "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
-    }
+    return trainer
 
 
-def resume_only(rank: int, folder: str) -> None:
-    """Read the global batch of a checkpoint, and train on nothing."""
+def resume_only(rank: int, folder: str, settings: Mapping[str, Any] | None = None) -> None:
+    """Read the global batch of a checkpoint, begin an epoch, and train on nothing.
+
+    Args:
+        rank: This rank.
+        folder: Folder of the checkpoint.
+        settings: As in `train_until`.
+    """
     del rank
-    new_accelerator()
-    arguments = TrainingArguments(folder, report_to="none", use_cpu=True)
-    trainer = MFTrainer(Regression(), arguments, train_dataset=Numbered())
-    with TrainerBatch(trainer, StepConfig()).resuming(Path(folder)):
-        pass
+    trainer = trainer_of(folder, settings)
+    batch = TrainerBatch(trainer, StepConfig())
+    with batch.resuming(Path(folder)):
+        batch.check_epoch(NUM_STEPS, has_length=False)
+        batch.begin_epoch(trainer.get_train_dataloader(), is_resumed=True)
 
 
 def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -> dict[str, Any]:
@@ -192,17 +211,7 @@ def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -
     model = inner = Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     loader = DataLoader(Numbered(), batch_size=1, shuffle=True, collate_fn=collated)
-    total = {
-        "batches": len(loader) * 4 // steps,
-        "processes": NUM_STEPS * accelerator.num_processes,
-    }.get(length, 7)
-    schedule: Any = get_linear_schedule_with_warmup(optimizer, total // 5, total)
-    if length == "mixed":
-        # Examples of transformers that train for epochs multiply only the warm-up.
-        warm_up = 3 * accelerator.num_processes
-        schedule = get_linear_schedule_with_warmup(optimizer, warm_up, len(loader) * 4 // steps)
-    elif length == "other":
-        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step * accelerator.num_processes**2))
+    schedule = _loop_schedule(optimizer, len(loader), accelerator, length)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     done = 0
     checkpoint = _newest(folder)
@@ -242,6 +251,21 @@ def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -
         "rates": rates,
         "weights": {name: each.detach().clone() for name, each in inner.state_dict().items()},
     }
+
+
+def _loop_schedule(
+    optimizer: torch.optim.Optimizer, num_batches: int, accelerator: Accelerator, length: str
+) -> Any:
+    """Return the schedule of a loop before it is prepared; see `loop_until`."""
+    of_data = num_batches * 4 // accelerator.gradient_accumulation_steps
+    if length == "other":
+        return LambdaLR(optimizer, lambda step: 1 / (1 + step * accelerator.num_processes**2))
+    if length == "mixed":
+        # Examples of transformers that train for epochs multiply only the warm-up.
+        warm_up = 3 * accelerator.num_processes
+        return get_linear_schedule_with_warmup(optimizer, warm_up, of_data)
+    total = of_data if length == "batches" else NUM_STEPS * accelerator.num_processes
+    return get_linear_schedule_with_warmup(optimizer, total // 5, total)
 
 
 def recipe_until(rank: int, folder: str, stop: int) -> dict[str, Any]:

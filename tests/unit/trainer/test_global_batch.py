@@ -1,5 +1,6 @@
 """A training that resumes on another number of ranks trains on the same rows in each update."""
 
+import json
 import warnings
 
 import pytest
@@ -199,22 +200,23 @@ def test_a_checkpoint_of_a_stock_trainer(two_ranks, tmp_path):
     assert "was written by 2 rank(s), is resumed by 1 and does not record" in told[0]
 
 
+WORKERS = {
+    "data": "stream",
+    "max_steps": 20,
+    "dataloader_num_workers": 2,
+    "accelerator_config": {"dispatch_batches": False},
+}
+READ_BY_WORKERS = "each of several data loader workers reads an iterable data set by itself, so the"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
             {"accelerator_config": {"use_seedable_sampler": False}},
-            "use_seedable_sampler` is false, so the rows",
+            "use_seedable_sampler` is false, so the rows .* with the former ranks: rows may be",
         ),
-        (
-            {
-                "data": "stream",
-                "max_steps": 20,
-                "dataloader_num_workers": 2,
-                "accelerator_config": {"dispatch_batches": False},
-            },
-            "each of several data loader workers reads an iterable data set by itself, so the rows",
-        ),
+        pytest.param(WORKERS, READ_BY_WORKERS, marks=pytest.mark.slow),
     ],
     ids=["random", "workers of a stream"],
 )
@@ -227,3 +229,45 @@ def test_an_order_that_depends_on_the_ranks_is_said(two_ranks, tmp_path, setting
 
     assert len(caught) == 1
     assert losses == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def one_row_each(tmp_path_factory):
+    """Return a checkpoint of one process with six micro-batches of one row in each update."""
+    folder = tmp_path_factory.mktemp("one_row_each")
+    train_until(0, str(folder), 1)
+    return folder / "checkpoint-1"
+
+
+DISPATCHED = WORKERS | {"accelerator_config": {"dispatch_batches": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks", "batch_size", "former"),
+    [
+        (WORKERS, 2, 1, "ranks"),
+        (WORKERS, 1, 3, "batch size"),
+        (WORKERS, 2, 3, "ranks and batch size"),
+        (DISPATCHED, 1, 3, "batch size"),
+        (WORKERS, 1, 1, None),
+        (DISPATCHED, 2, 1, None),
+        (WORKERS | {"dataloader_num_workers": 1}, 2, 3, None),
+        ({"dataloader_num_workers": 2}, 2, 3, None),
+    ],
+)
+def test_workers_that_take_turns(one_row_each, tmp_path, settings, num_ranks, batch_size, former):
+    """Another batch size or number of ranks changes the turns of a stream's workers."""
+    content = json.loads((one_row_each / "mfwrap_position.json").read_text(encoding="utf-8"))
+    batch = content["global_batch"]
+    content["num_ranks"] = batch["num_ranks"] = batch["sizes"]["num_ranks"] = num_ranks
+    (tmp_path / "mfwrap_position.json").write_text(json.dumps(content), encoding="utf-8")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resume_only(0, str(tmp_path), settings | {"per_device_train_batch_size": batch_size})
+
+    told = [str(each.message) for each in caught if "may be repeated" in str(each.message)]
+    assert len(told) == (former is not None)
+    for message in told:
+        assert message.startswith(f"{READ_BY_WORKERS} rows of updates after {tmp_path} differ")
+        assert f" with the former {former}: " in message
