@@ -80,20 +80,21 @@ def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
     path = folder / _STATE
     if not path.exists():
         return False
-    try:
-        flat = load_file(path)
-    except SafetensorError as error:
-        msg = (
-            f"cannot load the average: {path} is damaged ({error}); delete this file to resume "
-            "without the average"
-        )
-        raise ValueError(msg) from error
+    flat = _tensors_of(path, "delete this file to resume without the average")
     state: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _PARTS}
     for full_name, tensor in flat.items():
         part, _, name = full_name.partition("/")
         state.setdefault(part, {})[name] = tensor
     ema.load_state_dict(state)
     return True
+
+
+def _tensors_of(path: Path, advice: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        msg = f"cannot load the average: {path} is damaged ({error}); {advice}"
+        raise ValueError(msg) from error
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -146,7 +147,7 @@ def load_exported(model: nn.Module, checkpoint: Path) -> None:
         adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
     elif files:
         for file in files:
-            weights: dict[str, Any] = load_file(file)
+            weights: dict[str, Any] = _tensors_of(file, "load the average of another checkpoint")
             if is_sharded(model):
                 set_model_state_dict(model, weights, options=_PART_OF_WHOLE)
             else:

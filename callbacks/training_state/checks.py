@@ -8,6 +8,7 @@ from typing import Any, final
 
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 
 
@@ -44,6 +45,9 @@ class SpikeGuard:
         threshold: Smallest norm that is a spike.
         folder: Folder of the file; ``None`` writes none.
         writes: Whether this process writes the file. All processes read it.
+
+    Raises:
+        ValueError: If the file is damaged.
     """
 
     def __init__(self, threshold: float, folder: Path | None, *, writes: bool) -> None:
@@ -52,7 +56,7 @@ class SpikeGuard:
         self._writes = writes
         self._norms: dict[str, list[float]] = {}
         if self._path is not None and self._path.exists():
-            self._norms = json.loads(self._path.read_text(encoding="utf-8"))
+            self._norms = _read(self._path)
 
     def check(self, step: int, norm: float) -> None:
         """Write a spike of the global norm to the file; raise if it is the first at this step.
@@ -83,6 +87,16 @@ class SpikeGuard:
             return
         with whole_file(self._path) as partial:
             partial.write_text(json.dumps(self._norms) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, list[float]]:
+    """Return the norms in a file by step."""
+    try:
+        content = json_content(path)
+        return {str(int(step)): [float(norm) for norm in norms] for step, norms in content.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        msg = f"cannot read the spikes of earlier runs: {path} is damaged; delete this file"
+        raise ValueError(msg) from error
 
 
 @final

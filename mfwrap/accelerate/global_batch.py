@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mfwrap.accelerate.schedules import AttachedScheduler
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
+from mfwrap.checkpoints.global_batch import GlobalBatch, positive, resumed_accumulation
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
@@ -330,10 +330,9 @@ def _read(path: Path) -> _Record:
 
 
 def _parsed(content: dict[str, Any]) -> _Record:
-    batch = {name: _positive(number) for name, number in dict(content["global_batch"]).items()}
     schedules = [
         _Saved(
-            _positive(each["steps_per_update"]),
+            positive(each["steps_per_update"]),
             [int(position) for position in each["positions"]],
             [[None if x is None else float(x) for x in factors] for factors in each["factors"]],
             None if each["keywords"] is None else [dict(names) for names in each["keywords"]],
@@ -341,19 +340,12 @@ def _parsed(content: dict[str, Any]) -> _Record:
         for each in content["schedules"]
     ]
     return _Record(
-        _positive(content["num_processes"]),
+        positive(content["num_processes"]),
         bool(content["is_sharded"]),
         bool(content["accumulates"]),
-        GlobalBatch(**batch),
+        GlobalBatch.restored(content["global_batch"]),
         schedules,
     )
-
-
-def _positive(number: Any) -> int:
-    if type(number) is not int or number < 1:
-        msg = f"expected an int > 0, got {number!r}"
-        raise ValueError(msg)
-    return number
 
 
 def _keywords(schedule: Any) -> list[dict[str, Any]] | None:

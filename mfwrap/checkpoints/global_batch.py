@@ -2,8 +2,9 @@
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.collectives import this_rank
@@ -33,8 +34,30 @@ class GlobalBatch(NamedTuple):
         return self.num_ranks * self.batch_size * self.accumulation_steps
 
     def state_dict(self) -> dict[str, int]:
-        """Return all numbers by name, the keywords of the class."""
+        """Return all numbers by name."""
         return self._asdict()
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "GlobalBatch":
+        """Return the global batch of a state that `state_dict` returned.
+
+        Raises:
+            TypeError: If `state` is not a mapping of these names.
+            ValueError: If a number is not an int > 0.
+        """
+        return cls(**{name: positive(number) for name, number in dict(state).items()})
+
+
+def positive(number: Any) -> int:
+    """Return a number from a file.
+
+    Raises:
+        ValueError: If it is not an int > 0.
+    """
+    if type(number) is not int or number < 1:
+        msg = f"expected an int > 0, got {number!r:.80}"
+        raise ValueError(msg)
+    return number
 
 
 def resumed_accumulation(

@@ -40,15 +40,32 @@ class HostStates(NamedTuple):
 
     @classmethod
     def decoded(cls, states: dict[str, Any]) -> "HostStates":
-        """Build the states from the plain values that `encoded` returned."""
+        """Build the states from the plain values that `encoded` returned.
+
+        Raises:
+            KeyError: If a state is missing.
+            TypeError: If a state has another type.
+            ValueError: If a state does not fit its generator.
+        """
         version, words, gauss = states["python"]
         kind, keys, position, has_gauss, cached = states["numpy"]
         words_of_numpy = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
-        return cls(
+        found = cls(
             (version, tuple(words), gauss),
             (kind, words_of_numpy, position, has_gauss, cached),
             _state(states["cpu"]),
         )
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raise an error if a generator does not take its state."""
+        try:
+            random.Random().setstate(self.python)  # noqa: S311  (not for cryptography)
+            np.random.RandomState().set_state(self.numpy)
+            torch.Generator().set_state(self.cpu)
+        except (OverflowError, RuntimeError) as error:
+            raise ValueError(str(error)) from error
 
 
 def random_states() -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.manifest import HAS_MANIFEST
 from mfwrap.tensors.shards import is_distributed
@@ -78,7 +79,7 @@ def read_step_parts(folder: Path) -> list[str]:
         FileNotFoundError: If the record is missing.
         ValueError: If the record is damaged or has an unknown format version.
     """
-    record = _read(folder / _RECORD, lambda path: json.loads(path.read_text(encoding="utf-8")))
+    record = json_content(folder / _RECORD)
     version = record.get("format_version") if isinstance(record, dict) else None
     if version != _FORMAT_VERSION:
         msg = f"{folder / _RECORD}: expected format_version {_FORMAT_VERSION}, got {version!r}"
@@ -109,7 +110,10 @@ def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict
     state: dict[str, Any] = {"loss_scale": {"update_cell": {}}, "updates": {}}
     if "ema" in parts:
         state["ema"] = {"averages": {}, "buffers": {}, "counters": {}}
-    tensors = _read(folder / _TENSORS, load_file)
+    try:
+        tensors = load_file(folder / _TENSORS)
+    except SafetensorError as error:
+        raise DamagedFileError(folder / _TENSORS, f"is damaged ({error})") from error
     if (folder / _SHARDS).is_dir():
         tensors |= _read_shards(folder / _SHARDS, flat_tensors(like or {}))
     for path, tensor in tensors.items():
@@ -119,14 +123,6 @@ def read_step_files(folder: Path, like: Mapping[str, Any] | None = None) -> dict
             part = part.setdefault(key, {})
         part[name] = tensor
     return state
-
-
-def _read(path: Path, read: Callable[[Path], Any]) -> Any:
-    try:
-        return read(path)
-    except (SafetensorError, ValueError) as error:
-        msg = f"{path} is damaged: {error}"
-        raise ValueError(msg) from error
 
 
 def flat_tensors(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
@@ -11,7 +12,10 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
+from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
+from mfwrap.checkpoints.global_batch import GlobalBatch, positive
 from mfwrap.checkpoints.random_states import HostStates, random_states, restore_random_states
+from mfwrap.trainer.log import check_log
 
 
 @final
@@ -159,17 +163,48 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | 
     """Return the content of a rank's position file; ``None`` if this disk has no position file.
 
     If another number of ranks wrote the checkpoint, the file of its rank 0 is read.
+
+    Raises:
+        DamagedFileError: If the file is damaged. The message names it.
     """
     names = [_file_name(rank, num_ranks), _file_name(0, 1), _file_name(0, 2)]
     path = next((folder / name for name in names if (folder / name).exists()), None)
     if path is None:
         return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content = _read(path)
     written_by = content.get("num_ranks", 1)
     rank_0 = folder / _file_name(0, written_by)
     if written_by != num_ranks and path != rank_0 and rank_0.exists():
-        content = json.loads(rank_0.read_text(encoding="utf-8"))
+        content = _read(rank_0)
     return content
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a position file, after a check of all that a resume needs."""
+    content: dict[str, Any] = json_content(path)
+    try:
+        positive(content.get("num_ranks", 1))
+        HostStates.decoded(content["epoch_random_states"])
+        HostStates.decoded(content.get("random_states", content["epoch_random_states"]))
+        check_log(content)
+        if content.get("data") is not None:
+            operator.index(content["data"]["batch"])
+            HostStates.decoded(content["data"]["random_states"])
+        if content.get("global_batch") is not None:
+            _check_batch(content["global_batch"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
+        raise DamagedFileError(path, reason) from error
+    return content
+
+
+def _check_batch(state: Mapping[str, Any]) -> None:
+    """Check the state of a `mfwrap.trainer.global_batch.TrainerBatch`."""
+    GlobalBatch.restored(state["sizes"])
+    positive(state["num_ranks"])
+    for name in ("updates_per_epoch", "group_size"):
+        if state[name] is not None:
+            positive(state[name])
 
 
 def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
@@ -195,7 +230,7 @@ def _position_on_other_ranks(folder: Path, saved: dict[str, Any], rank: int) -> 
     """
     written_by = saved.get("num_ranks", 1)
     of_ranks = [
-        json.loads(path.read_text(encoding="utf-8"))
+        _read(path)
         for number in range(written_by)
         if (path := folder / _file_name(number, written_by)).exists()
     ]

@@ -71,7 +71,7 @@ class TrainerBatch:
             self._saved = next((each for each in records if each is not None), None)
         if self._saved is not None:
             with raising_together():
-                saved = GlobalBatch(**self._saved["sizes"])
+                saved = GlobalBatch.restored(self._saved["sizes"])
                 steps = resumed_accumulation(saved, self._now(saved), self._checkpoint)
                 # The number is another one than at the construction of the trainer.
                 check_micro_batches(self._config, args, steps)
@@ -117,7 +117,7 @@ class TrainerBatch:
     def _has_other_batch_size(self) -> bool:
         if self._saved is None:
             return False
-        saved = GlobalBatch(**self._saved["sizes"])
+        saved = GlobalBatch.restored(self._saved["sizes"])
         return saved.batch_size != self._now(saved).batch_size
 
     def check_epoch(self, updates_per_epoch: int, *, has_length: bool) -> None:
@@ -137,7 +137,7 @@ class TrainerBatch:
         saved = self._saved
         if saved is None or not has_length or self._trainer.args.ignore_data_skip:
             return
-        was, now = GlobalBatch(**saved["sizes"]), self._now()
+        was, now = GlobalBatch.restored(saved["sizes"]), self._now()
         is_divided_alike = was[:3] == now[:3] and not self._is_on_other_ranks
         if is_divided_alike or now.size != was.size:
             return  # `resumed_accumulation` has warned of another size

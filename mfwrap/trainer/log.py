@@ -1,7 +1,7 @@
 """Add the step's counts to a Trainer's log, and leave non-finite losses out of logged means."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -138,6 +138,24 @@ class Losses:
             trainer._total_loss_scalar = state["loss_until_last_log"]
             trainer._globalstep_last_logged = state["last_logged"]
             self.step_log.load_state_dict(state["step_log"])
+
+
+def check_log(state: Mapping[str, Any]) -> None:
+    """Check the state of a log that was read from a file.
+
+    Raises:
+        KeyError: If a number is missing.
+        TypeError: If a value is not a number.
+    """
+    of_steps = state["step_log"]
+    numbers = [
+        state[name] for name in ("loss_since_last_log", "loss_until_last_log", "last_logged")
+    ]
+    numbers += [of_steps[name] for name in StepLog(torch.device("cpu")).state_dict()]
+    for number in numbers:
+        if type(number) not in {int, float}:
+            msg = f"expected a number, got {number!r:.80}"
+            raise TypeError(msg)
 
 
 # Number of losses that are kept until they are counted together: a few kilobytes.

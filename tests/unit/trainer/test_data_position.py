@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
+from mfwrap.checkpoints.global_batch import GlobalBatch
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
-from mfwrap.trainer.data_position import DataPosition, _read_position
+from mfwrap.trainer.data_position import DataPosition, _read_position, read_rank_file
+from mfwrap.trainer.log import StepLog
 
 
 class Numbers(Dataset):
@@ -146,29 +148,43 @@ def test_without_a_saved_batch_nothing_is_restored():
     assert not position.is_resumed
 
 
+def position_file(rank):
+    """Return the content of the file of one of two ranks."""
+    torch.manual_seed(rank)
+    states = random_states()
+    log = StepLog(torch.device("cpu")).state_dict()
+    return {
+        "num_ranks": 2,
+        "global_batch": {
+            "sizes": dict.fromkeys(GlobalBatch._fields, 1),
+            "num_ranks": 2,
+            "updates_per_epoch": 5,
+            "group_size": None,
+        },
+        "epoch_random_states": states,
+        "random_states": states,
+        "loss_since_last_log": 1.0 + 2 * rank,
+        "loss_until_last_log": 0.5,
+        "last_logged": 0,
+        "step_log": log | {"left_share": 0.5 * rank, "overflows": 3},
+        "data": {"batch": 1, "random_states": states},
+    }
+
+
 def test_the_position_on_another_number_of_ranks(tmp_path):
     """Sums are means over the ranks; random states are those of rank 0 and of the nearest rank."""
     assert _read_position(tmp_path, 0, 1) is None
-    for rank in range(2):
-        content = {
-            "num_ranks": 2,
-            "data": {},
-            "epoch_random_states": f"epoch {rank}",
-            "random_states": f"present {rank}",
-            "loss_since_last_log": 1.0 + 2 * rank,
-            "step_log": {"left_share": 0.5 * rank, "overflows": 3},
-        }
+    contents = [position_file(rank) for rank in range(2)]
+    for rank, content in enumerate(contents):
         path = tmp_path / f"mfwrap_position_{rank}.json"
         path.write_text(json.dumps(content), encoding="utf-8")
 
     def expected(rank):
-        return {
-            "num_ranks": 2,
+        return contents[0] | {
             "data": None,
-            "epoch_random_states": "epoch 0",
-            "random_states": f"present {rank}",
+            "random_states": contents[rank]["random_states"],
             "loss_since_last_log": 2.0,
-            "step_log": {"left_share": 0.25, "overflows": 3},
+            "step_log": contents[0]["step_log"] | {"left_share": 0.25},
         }
 
     assert _read_position(tmp_path, 0, 1) == expected(0)
@@ -177,4 +193,57 @@ def test_the_position_on_another_number_of_ranks(tmp_path):
         expected(0),
         expected(1),
     ]
-    assert _read_position(tmp_path, 1, 2)["epoch_random_states"] == "epoch 1"
+    assert _read_position(tmp_path, 1, 2) == contents[1]
+
+
+def changed(key, value):
+    """Return a function that sets a value in a position file, at a path such as ``data/batch``."""
+
+    def change(content):
+        *outer, last = key.split("/")
+        for each in outer:
+            content = content[each]
+        content[last] = value
+
+    return change
+
+
+DAMAGE = {
+    "no object": lambda content: [content],
+    "ranks": changed("num_ranks", "2"),
+    "no states": lambda content: content.pop("epoch_random_states"),
+    "states": changed("random_states", 3),
+    "state of Python": changed("random_states/python", [3, [1, 2], None]),
+    "state of NumPy": changed("epoch_random_states/numpy", ["MT19937", "AAAA", 1, 0, 0.0]),
+    "state of torch": changed("random_states/cpu", "AAAA"),
+    "sum": changed("loss_since_last_log", "1.0"),
+    "counts": changed("step_log", []),
+    "count": lambda content: content["step_log"].pop("begin"),
+    "batch": changed("data/batch", None),
+    "state of the batch": changed("data/random_states", {}),
+    "global batch": changed("global_batch/sizes/batch_size", 0),
+    "updates": changed("global_batch/updates_per_epoch", 1.5),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file(tmp_path, damage):
+    """A position of which any part is damaged is refused by the name of its file."""
+    content = position_file(0)
+    found = damage(content)
+    path = tmp_path / "mfwrap_position_0.json"
+    path.write_text(json.dumps(found if isinstance(found, list) else content), encoding="utf-8")
+
+    with pytest.raises(ValueError, match=f"^{path} is damaged .*; resume from another checkpoint"):
+        read_rank_file(tmp_path, 0, 2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_truncated_file(tmp_path, share):
+    """A position that is cut off is refused by the name of its file."""
+    content = json.dumps(position_file(0))
+    path = tmp_path / "mfwrap_position_0.json"
+    path.write_text(content[: int(share * len(content))], encoding="utf-8")
+
+    with pytest.raises(ValueError, match=f"^{path} is not valid JSON$"):
+        read_rank_file(tmp_path, 0, 2)

@@ -336,6 +336,16 @@ def test_weights_in_several_files(tmp_path):
     assert_same_state(weights_of(model), weights_of(other))
 
 
+def test_a_damaged_export(tmp_path):
+    """A damaged export raises an error that names the file."""
+    tiny_gpt2().save_pretrained(tmp_path / "ema")
+    path = tmp_path / "ema" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+    with pytest.raises(ValueError, match=f"cannot load the average: {path} is damaged"):
+        load_exported(tiny_gpt2(), tmp_path)
+
+
 def test_nothing_to_load(tmp_path):
     """Without an export, loading warns and leaves the model unchanged."""
     model = tiny_gpt2()

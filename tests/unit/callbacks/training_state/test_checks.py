@@ -93,6 +93,16 @@ def test_a_norm_at_the_threshold_is_a_spike(tmp_path, caplog):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"4": 1.0}', '{"4": ["x"]}', '{"a": []}'])
+def test_a_damaged_file_of_spikes(tmp_path, content):
+    """A file that cannot be read is refused by name."""
+    path = tmp_path / "abnormal_global_norm.json"
+    path.write_text(content, encoding="utf-8")
+
+    with pytest.raises(ValueError, match=f"earlier runs: {path} is damaged; delete this file$"):
+        SpikeGuard(3.0, tmp_path, writes=False)
+
+
 def test_spikes_in_a_row(caplog):
     """A norm below the threshold resets the count; nan counts as a spike; the count is saved."""
     count = SpikeCount(2.5, 3)
