@@ -279,7 +279,7 @@ class StopFlag:
             )
             self._thread.start()
             for number in _SIGNALS:
-                if number == signal.SIGTERM or _is_free(number):
+                if number == signal.SIGTERM or is_free(number):
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -324,7 +324,7 @@ class StopFlag:
         return type(self), ()
 
 
-def _is_free(number: int) -> bool:
+def is_free(number: int) -> bool:
     """Return whether no other code handles a signal.
 
     A handler in C, such as that of ``faulthandler.register``, is found on Linux only.
@@ -354,7 +354,7 @@ def exiting_when_stopped() -> Iterator[None]:
     before = {
         number: signal.getsignal(number)
         for number in _SIGNALS
-        if number == signal.SIGTERM or _is_free(number)
+        if number == signal.SIGTERM or is_free(number)
     }
     for number in before:
         signal.signal(number, _exit)

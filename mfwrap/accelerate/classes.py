@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.accelerate.data_workers import leave_sigterm_to_parent
+from mfwrap.accelerate.data_workers import leave_signals_to_parent
 from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.schedules import attach_scheduler
 from mfwrap.accelerate.setup import named_parameters_of
@@ -70,7 +70,7 @@ class AttachedAccelerator:
     def prepare_data_loader(self, *args: Any, **keywords: Any) -> Any:
         """Prepare a data loader as accelerate does; its workers leave SIGTERM to this process."""
         prepared = super().prepare_data_loader(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
-        leave_sigterm_to_parent(prepared)
+        leave_signals_to_parent(prepared)
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:

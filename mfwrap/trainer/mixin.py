@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
-from mfwrap.accelerate.data_workers import leave_sigterm_to_parent
+from mfwrap.accelerate.data_workers import leave_signals_to_parent
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
@@ -266,7 +266,7 @@ class MFTrainerMixin(_Base):
             self._losses.begin(self._position.saved_log)
         elif event == "on_epoch_begin":
             # A subclass may give a loader that the accelerator has not prepared.
-            leave_sigterm_to_parent(self.callback_handler.train_dataloader)
+            leave_signals_to_parent(self.callback_handler.train_dataloader)
             self._batch.begin_epoch(
                 self.callback_handler.train_dataloader,
                 is_resumed=self._position.resumed_from is not None,

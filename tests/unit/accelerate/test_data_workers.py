@@ -1,16 +1,18 @@
 """Workers of a prepared data loader end with their training, and at no signal of a launcher."""
 
+import faulthandler
 import os
 import pickle
 import signal
 import subprocess
 
+import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset
 
 from mfwrap.accelerate import attach
-from mfwrap.accelerate.data_workers import WorkerStart, leave_sigterm_to_parent
+from mfwrap.accelerate.data_workers import WorkerStart, leave_signals_to_parent
 
 STARTED = []
 """Numbers of the workers that the user's function was called with, in this process."""
@@ -34,16 +36,31 @@ def prepared():
     return accelerator.prepare(loader)
 
 
-def test_a_signal_of_a_launcher():
-    """A worker survives a SIGTERM of another process, and the user's function was called."""
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_of_a_launcher(name):
+    """A worker survives a signal of another process, and the user's function was called."""
     rows = []
     for row in prepared():
         if not rows:
-            subprocess.run(["kill", "-TERM", str(int(row[0, 0]))], check=True)
+            subprocess.run(["kill", f"-{name}", str(int(row[0, 0]))], check=True)
         rows.append(row)
 
     assert len(rows) == len(WorkerIds())
     assert {int(row[0, 1]) for row in rows} == {1}
+
+
+def test_a_handler_of_other_code(tmp_path):
+    """A handler that the training process has for SIGUSR1 still works in a worker."""
+    with (tmp_path / "stacks.txt").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            for number, row in enumerate(prepared()):
+                if number == 0:
+                    os.kill(int(row[0, 0]), signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+    assert "_worker_loop" in (tmp_path / "stacks.txt").read_text()
 
 
 def test_a_signal_of_the_training():
@@ -60,7 +77,7 @@ def test_a_loader_that_is_prepared_again():
     """The function of the workers is wrapped once, and reaches workers that are spawned."""
     loader = DataLoader(WorkerIds(), num_workers=1, worker_init_fn=print)
     for _ in range(2):
-        leave_sigterm_to_parent(loader)
+        leave_signals_to_parent(loader)
 
     assert loader.worker_init_fn == WorkerStart(print)
     assert pickle.dumps(loader.worker_init_fn)
@@ -68,6 +85,6 @@ def test_a_loader_that_is_prepared_again():
 
 def test_other_loaders():
     """Data that is not a data loader of torch is left as it is."""
-    leave_sigterm_to_parent(rows := [1, 2])
+    leave_signals_to_parent(rows := [1, 2])
 
     assert rows == [1, 2]
