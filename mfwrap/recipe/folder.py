@@ -19,12 +19,15 @@ from mfwrap.recipe.document import RecipeDocument
 RESULT = "result.json"
 """File with the metrics of a run, written when the run has finished."""
 
+EARLIER = "earlier_"
+"""Prefix of the tracebacks of attempts before the one that has finished the run."""
+
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _RECORD = re.compile(
     r"(anomalies|checkpoint_health|local_norms|metrics|rank_clock|throughput|training_state)"
     r"(_rank\d+)?\.jsonl"
-    rf"|({re.escape(RESULT)}|abnormal_global_norm\.json|error_rank_\d+\.txt|run\.(html|png))"
-    rf"({re.escape(PARTIAL)})?"
+    rf"|({re.escape(RESULT)}|abnormal_global_norm\.json|run\.(html|png)"
+    rf"|({EARLIER})?error_rank_\d+\.txt)({re.escape(PARTIAL)})?"
 )
 _EVENTS = "tensorboard/events.out.tfevents.*"
 _MODELS = ("model", "model_ema")
@@ -104,6 +107,19 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         path.unlink(missing_ok=True)
     removed += [path.relative_to(folder).as_posix() for path in files]
     return sorted(removed)
+
+
+def set_aside_tracebacks(folder: Path) -> None:
+    """Rename the tracebacks of earlier attempts, so that a finished run does not look failed.
+
+    Args:
+        folder: Folder of a run that has finished. ``error_rank_0.txt`` becomes
+            ``earlier_error_rank_0.txt``, which is replaced if it exists.
+    """
+    for path in folder.glob("error_rank_*.txt"):
+        # If nodes share the disk, another node may have renamed the file just now.
+        with contextlib.suppress(FileNotFoundError):
+            path.replace(path.with_name(EARLIER + path.name))
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorde
 from mfwrap.checkpoints.folders import whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.recipe.document import RecipeError, yaml_text
-from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run
+from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run, set_aside_tracebacks
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.resumption import RECIPE_FILE, former_run, write_result
@@ -81,6 +81,8 @@ def run_recipe(
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
     metrics = finish(trainer, recorder, folder)
+    if trainer.is_local_process_zero():
+        set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
         write_result(folder, metrics)
     return RunResult(folder, metrics)

@@ -15,7 +15,7 @@ __all__ = ["contents", "differences"]
 _TIMES = re.compile(r"runtime|per_second|throughput|_time$")
 """Names of numbers that depend on the clock."""
 
-_IGNORED = re.compile(r"error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl\.\d+")
+_IGNORED = re.compile(r"(earlier_)?error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl\.\d+")
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
 run is resumed, and checkpoints and records that a run has set aside."""
 

@@ -70,9 +70,15 @@ def test_killed_before_the_first_checkpoint(tmp_path):
 
 
 def test_killed_after_a_checkpoint(tmp_path):
-    """The run is resumed; with a damaged checkpoint, from the one before it."""
+    """The run is resumed; with a damaged checkpoint, from the one before it.
+
+    Tracebacks of the killed attempt get another name when the run has finished.
+    """
     first, _ = run(tmp_path)
     unfinish(tmp_path)
+    tracebacks = [f"error_rank_{rank}.txt" for rank in range(2)]
+    for name in tracebacks:
+        (tmp_path / name).write_text(f"Traceback in {name}")
     weights = tmp_path / "checkpoint-6" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
 
@@ -82,6 +88,8 @@ def test_killed_after_a_checkpoint(tmp_path):
     assert result.metrics == first.metrics
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "abandoned-checkpoint-6").is_dir()
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*error_rank_*")}
+    assert kept == {f"earlier_{name}": f"Traceback in {name}" for name in tracebacks}
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
