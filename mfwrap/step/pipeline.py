@@ -65,6 +65,7 @@ def pipeline_stages(schedule: "PipelineSchedule") -> PipelineStages:
 
     Raises:
         TypeError: If `schedule` is not such a schedule.
+        ValueError: If no stage of this rank has a parameter. torch builds no optimizer without any.
     """
     if not _is_schedule(schedule):
         msg = (
@@ -72,9 +73,17 @@ def pipeline_stages(schedule: "PipelineSchedule") -> PipelineStages:
             f"{type(schedule).__name__}"
         )
         raise TypeError(msg)
-    return PipelineStages(
+    stages = PipelineStages(
         {f"stage_{stage.stage_index}": stage.submod for stage in _stages_of(schedule)}
     )
+    if next(stages.parameters(), None) is None:
+        names = " and ".join(name for name, _ in stages.named_children())
+        msg = (
+            f"{names} of this rank must have a parameter for the optimizer, got none; move a layer "
+            "with parameters, frozen or not, into a stage of each rank"
+        )
+        raise ValueError(msg)
+    return stages
 
 
 def _is_schedule(value: object) -> bool:

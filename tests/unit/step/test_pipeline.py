@@ -240,6 +240,14 @@ class TestOneRank:
         with pytest.raises(TypeError, match="must be a schedule of torch"):
             pipeline_stages(nn.Linear(2, 1))
 
+    def test_a_rank_without_parameters(self):
+        """A rank needs a parameter in one of its stages; a stage needs none."""
+        stages = pipeline_stages(two_stages(nn.ReLU(), ScheduleInterleaved1F1B))
+        assert len(list(stages.parameters())) == 2
+
+        with pytest.raises(ValueError, match=r"^stage_0 of this rank must have a parameter for"):
+            pipeline_stages(one_stage(nn.ReLU()))
+
     @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
     def test_an_error_of_the_loss_does_not_reach_the_next_step(self, kind):
         """After an error in the second micro-batch, a step is that of a schedule without it."""
