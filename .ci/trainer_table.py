@@ -53,7 +53,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no row is named {', '.join(sorted(unknown))}")
     text = page.PAGE.read_text(encoding="utf-8") if page.PAGE.exists() else ""
-    versions = page.versions_line(text) if names and text else page.present_versions()
+    versions = page.versions_of(text) if names and text else page.present_versions()
     cells = {(row.section, row.name): "not compared yet" for row in ROWS} | page.read_cells(text)
     for row in chosen:
         with tempfile.TemporaryDirectory() as folder:

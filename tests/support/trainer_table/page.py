@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from support.paths import ROOT
 from support.trainer_table.rows import NOT_COMPARED, ROWS, Row
 from support.trainer_table.trainings import Outcome, differences
 
-__all__ = ["PAGE", "cell", "page", "present_versions", "read_cells", "versions_line"]
+__all__ = ["PAGE", "cell", "page", "present_versions", "read_cells", "versions_of"]
 
 PAGE = ROOT / "docs" / "trainer_table.md"
 
@@ -119,13 +120,13 @@ def read_cells(text: str) -> dict[tuple[str, str], str]:
     return cells
 
 
-def versions_line(text: str) -> str:
-    """Return the line of a page that names versions."""
-    return next((line for line in text.splitlines() if line.startswith("Compared with ")), "")
+def versions_of(text: str) -> str:
+    """Return the paragraph of a page that names versions."""
+    return next((part for part in text.split("\n\n") if part.startswith("Compared with ")), "")
 
 
 def present_versions() -> str:
-    """Return the line that names the versions of the installed libraries."""
+    """Return the paragraph that names the versions of the installed libraries."""
     libraries = [
         "torch",
         "transformers",
@@ -133,4 +134,5 @@ def present_versions() -> str:
         *sorted({row.package for row in ROWS} - {""}),
     ]
     named = [f"{each} {importlib.metadata.version(each)}" for each in libraries]
-    return f"Compared with {', '.join(named)}."
+    text = f"Compared with {', '.join(named)}."
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)

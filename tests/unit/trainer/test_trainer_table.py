@@ -17,7 +17,7 @@ from mfwrap.trainer import MFTrainer
 from support.paths import ROOT
 from support.trainer_runs import new_trainer
 from support.trainer_table.packages import is_installed
-from support.trainer_table.page import PAGE, cell, page, read_cells, versions_line
+from support.trainer_table.page import PAGE, cell, page, read_cells, versions_of
 from support.trainer_table.rows import NOT_COMPARED, ROWS
 from support.trainer_table.trainings import Outcome, differences
 
@@ -46,7 +46,7 @@ def test_a_row(row, tmp_path):
 
 def test_every_row_of_the_page_is_written_from_its_training():
     """The page has the rows, notes and reasons that `make table` would write now."""
-    assert page(CELLS, versions_line(TEXT)) == TEXT, "run `make table`"
+    assert page(CELLS, versions_of(TEXT)) == TEXT, "run `make table`"
 
 
 @pytest.mark.slow
