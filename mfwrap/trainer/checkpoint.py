@@ -41,7 +41,6 @@ from mfwrap.trainer.events import monitors, restore_in_place
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
-
 _LOG = logging.getLogger(__name__)
 _TRAINERS_LOG = logging.getLogger("transformers.trainer")
 """Logger of the Trainer, for warnings that a stock Trainer gives, too."""

@@ -132,7 +132,7 @@ ACCELERATORS = {
 }
 
 
-def refused_attach(accelerator, error, message, **settings):
+def assert_refused(accelerator, error, message, **settings):
     """Check that `attach` raises and leaves the accelerator unchanged."""
     before = dict(vars(accelerator))
     hooks = len(accelerator._save_model_state_pre_hook), len(accelerator._load_model_state_pre_hook)
@@ -152,13 +152,13 @@ def refused_attach(accelerator, error, message, **settings):
 @pytest.mark.parametrize(("error", "message", "settings"), SETTINGS.values(), ids=SETTINGS)
 def test_a_setting_that_does_not_fit_is_refused(error, message, settings):
     """`attach` raises an error that names the invalid setting, and changes nothing."""
-    refused_attach(new_accelerator(), error, message, **settings)
+    assert_refused(new_accelerator(), error, message, **settings)
 
 
 @pytest.mark.parametrize(("error", "message", "make"), ACCELERATORS.values(), ids=ACCELERATORS)
 def test_an_accelerator_that_does_not_fit_is_refused(error, message, make):
     """`attach` rejects an unsupported accelerator and leaves it unchanged."""
-    refused_attach(make(), error, message)
+    assert_refused(make(), error, message)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_accelerates_reduction_of_each_micro_batch_is_taken_over():
     for config in (StepConfig(), StepConfig(sync_each_batch=True)):
         assert attach(accelerator(4), config).config.sync_each_batch
     assert attach(accelerator(1), StepConfig(local_norm=True)).config.sync_each_batch
-    refused_attach(
+    assert_refused(
         accelerator(4),
         ValueError,
         "`local_norm` must be False if `sync_each_batch` reduces .* with 4 micro-batches",
@@ -191,7 +191,7 @@ def test_accelerates_reduction_of_each_micro_batch_is_taken_over():
 def test_a_communication_hook_is_given_once():
     """`attach` raises if a handler and `communication_hook` both set a hook."""
     handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
-    refused_attach(
+    assert_refused(
         new_accelerator(kwargs_handlers=[handler]),
         ValueError,
         r"`communication_hook` must be None .* got both \(`comm_hook` is fp16\)",
@@ -202,7 +202,7 @@ def test_a_communication_hook_is_given_once():
 
 def test_a_communication_hook_is_a_state_and_a_callable():
     """`attach` raises a TypeError if `communication_hook` is not a pair of state and hook."""
-    refused_attach(
+    assert_refused(
         new_accelerator(),
         TypeError,
         r"`communication_hook` must be \(state, hook\)",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepCell
 from mfwrap.accelerate import attach
@@ -46,6 +47,9 @@ def test_an_accelerator_that_would_train_alone():
 @pytest.mark.parametrize("number", ["1", "", "many"])
 def test_one_process(monkeypatch, number):
     """A launcher that started one process, or does not tell the number, is accepted."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=ALONE):
+        refuse_lone_process(1, "")
     monkeypatch.setenv("WORLD_SIZE", number)
 
     refuse_lone_process(1, "")
@@ -55,6 +59,14 @@ def test_one_process(monkeypatch, number):
 def test_processes_that_are_connected():
     """Several processes are accepted if the training counts them, or if a group joins them."""
     refuse_lone_process(2, "")
+
+    with pytest.raises(ValueError, match=f"^{ALONE}do this, or unset WORLD_SIZE"):
+        refuse_lone_process(1, "do this")
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        refuse_lone_process(1, "do this")
+    finally:
+        distributed.destroy_process_group()
 
 
 def failure_to_join(**settings):

@@ -18,14 +18,22 @@ def after_one_step(*, has_buffers):
 
 
 def test_one_rank_takes_batches_of_any_shape():
-    """Without other ranks there are no buffers."""
-    after_one_step(has_buffers=False).check([torch.ones(6, 5)], {}, torch.ones(6))
+    """Without other ranks there are no buffers; the rows must still split evenly."""
+    batches = after_one_step(has_buffers=False)
+    batches.check([torch.ones(6, 5)], {}, torch.ones(6))
+
+    with pytest.raises(ValueError, match="first dimension of `inputs` must be a multiple"):
+        batches.check([torch.ones(5, 5)], {}, torch.ones(6))
 
 
 def test_targets_and_keywords_may_change_their_length():
     """Ranks receive only what is computed from the inputs, which a rank may leave out."""
-    keywords = {"mask": torch.ones(4, 5)}
-    after_one_step(has_buffers=True).check([], keywords, torch.ones(4, 5))
+    longer = torch.ones(4, 5)
+    batches = after_one_step(has_buffers=True)
+    batches.check([], {"mask": longer}, longer)
+
+    with pytest.raises(ValueError, match="`inputs` of shape"):
+        batches.check([longer], {"mask": longer}, longer)
 
 
 @pytest.mark.parametrize(
