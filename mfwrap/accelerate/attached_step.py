@@ -96,7 +96,7 @@ class AttachedStep:
         with the device. The Trainer reads it after every step."""
         self.ranks = LoopRanks(accelerator, self._distributed_parts, config)
         """Check of the ranks that update the models together."""
-        self.sections = LoopSections(accelerator, self._distributed_parts)
+        self.sections = LoopSections()
         """Times of the sections of the loop's steps."""
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
@@ -195,10 +195,11 @@ class AttachedStep:
         return attached_again, arguments
 
     def see_model(self, prepared: nn.Module) -> None:
-        """Record the DistributedDataParallel modules of a prepared model."""
+        """Record a prepared model, and its DistributedDataParallel modules."""
         reduce_before_accumulation(prepared)
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
+        self.sections.see_model(prepared)
         # Start the watch of the ranks, so that it answers even if this rank never gets a batch.
         rank_watch()
 

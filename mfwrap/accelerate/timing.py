@@ -2,56 +2,53 @@
 
 A loop calls its models itself, so a hook on each prepared model tells the clock when a forward
 begins. The hooks are registered when somebody reads the times for the first time.
+
+The hook is on the module that ``prepare`` returned, not on the one inside: ``torch.compile`` must
+not compile the hook, because reading a clock is a graph break, and an error with ``fullgraph``. If
+the loop compiles the prepared module itself, the forward counts as `Section.DATA`.
 """
 
-from collections.abc import Sequence
 from typing import Any, final
 from weakref import WeakSet
 
-from accelerate import Accelerator
+import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from mfwrap.collectives import Section, section_clock
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.waiting import time_replicas
+from mfwrap.tensors.wrappers import distributed_parts
 
 
 @final
 class LoopSections:
-    """Tell the clock when forward and backward of an attached loop begin and end.
+    """Tell the clock when forward and backward of an attached loop begin and end."""
 
-    Args:
-        accelerator: Accelerator of the loop, with the models that it has prepared.
-        parts: List of the prepared models' DistributedDataParallel modules, which the caller
-            extends when it prepares another model. accelerate keeps the models without them.
-    """
-
-    def __init__(self, accelerator: Accelerator, parts: Sequence[DistributedDataParallel]) -> None:
-        self._accelerator = accelerator
-        self._parts = parts
-        self._timed: WeakSet[nn.Module] = WeakSet()
+    def __init__(self) -> None:
+        self._untimed: WeakSet[nn.Module] = WeakSet()
         self._hooks: list[RemovableHandle] = []
+
+    def see_model(self, prepared: nn.Module) -> None:
+        """Record a model that ``prepare`` has returned."""
+        self._untimed.add(prepared)
 
     def follow(self, loss: Tensor) -> None:
         """Follow the backward of a scaled loss, which is about to begin.
 
         Call it only if somebody reads the times.
         """
-        self._time_models()
+        if self._untimed:
+            self._time_models()
         section_clock.switch(Section.FORWARD_BACKWARD)
         section_clock.follow_backward(loss)
 
     def _time_models(self) -> None:
-        models = [*self._parts, *self._accelerator._models]
-        models = [each for each in models if each not in self._timed]
-        if not models:
-            return
-        time_replicas(self._parts)
+        models = list(self._untimed)
+        self._untimed.clear()
         ShardedParts(*models).time_collectives()
         for model in models:
-            self._timed.add(model)
+            time_replicas(distributed_parts(model))
             self._hooks.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
 
     def detach(self) -> None:
@@ -59,10 +56,11 @@ class LoopSections:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._timed.clear()
+        self._untimed.clear()
 
 
 def _begin_forward(model: nn.Module, _: Any) -> None:
+    # If the loop has compiled the prepared model, this hook is compiled, too, and must do nothing.
     # An evaluation does not belong to a step.
-    if model.training:
+    if not torch.compiler.is_compiling() and model.training:
         section_clock.switch(Section.FORWARD_BACKWARD)

@@ -3,11 +3,16 @@
 See `mfwrap.collectives.clock`. torch has no public hook before or after these collectives, so
 `TimedCollective` takes the place of the methods that wait. It stays in place when nobody reads the
 times any more, and then only calls the method.
+
+``torch.compile`` must not compile `TimedCollective`, because reading a clock is a graph break, and
+an error with ``fullgraph``. torch does not compile the methods that wait either, so the number of
+graphs stays the same.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import Section, section_clock
@@ -24,6 +29,8 @@ class TimedCollective:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
+    # `torch.compiler.disable` is the same, but imports the compiler here, which takes seconds.
+    @_disable_dynamo
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the method, and return its result."""
         with section_clock.within(Section.WAITING):
@@ -44,4 +51,6 @@ def time_replicas(parts: Iterable[DistributedDataParallel]) -> None:
     step. Its wait for gradients is measured by `SectionClock.follow_backward`.
     """
     for part in parts:
-        time_method(part, "_pre_forward")
+        # A replica with a reducer in Python is compiled whole. Its method does not wait.
+        if not part._use_python_reducer:  # noqa: SLF001  (torch has no public name for it)
+            time_method(part, "_pre_forward")

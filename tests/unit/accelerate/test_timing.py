@@ -4,7 +4,9 @@ import time
 
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.optim import SGD
 
 from mfwrap.accelerate import attach
@@ -90,3 +92,49 @@ def test_a_loop_without_a_reader_has_no_sections():
     assert not network._forward_pre_hooks
     assert section_clock.switch(Section.UPDATE) is Section.DATA
     assert section_clock._now is time.perf_counter_ns
+
+
+class Mean(nn.Module):
+    """A network of one layer that returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, inputs):
+        """Return the loss."""
+        return self.layer(inputs).square().mean()
+
+
+def trained_compiled(clock, place):
+    """Train a compiled model; return the sections of its last step.
+
+    On the clock, data takes 8 seconds, and the forward 1.
+    """
+    torch.compiler.reset()
+    counters.clear()
+    plugin = TorchDynamoPlugin(backend="eager", fullgraph=True) if place == "plugin" else None
+    accelerator = new_accelerator(dynamo_plugin=plugin)
+    attached = attach(accelerator)
+    network = Mean()
+    model, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=0.1))
+    called = torch.compile(model, backend="eager", fullgraph=True) if place == "loop" else model
+    for _ in range(3):
+        clock.seconds += 8
+        loss = called(torch.ones(3, 2))
+        clock.seconds += 1
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return attached.last_report.sections.seconds()
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [("plugin", [8, 1, 0, 0, 0]), ("loop", [9, 0, 0, 0, 0])],
+)
+def test_a_compiled_model_stays_one_graph(clock, place, expected):
+    """A model that accelerate compiles is timed outside of the graph; the loop's own is not."""
+    assert trained_compiled(clock, place) == expected
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import Section, section_clock
 from mfwrap.step.waiting import TimedCollective, time_method
+from support.ranks.graphs import count_graphs
 
 
 class Owner:
@@ -45,3 +46,12 @@ def test_a_timed_method_waits():
 def test_the_private_names_of_torch_are_there(kind, name):
     """This torch version has the methods whose time counts as waiting."""
     assert callable(getattr(kind, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["inside", "outside", "reducer", "attached"])
+def test_graphs_stay_the_same(two_ranks, place):
+    """A reader of the times adds neither a graph nor a graph break to a compiled replica."""
+    for unread, read in two_ranks.run(count_graphs, place):
+        assert unread[0] == 1
+        assert read == unread
