@@ -8,6 +8,7 @@ from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, LocalNormStepOutput, StepReport
 from mfwrap.arguments import check_int, directory_name
+from mfwrap.callbacks.shared.run_folder import required_run_folder
 from mfwrap.callbacks.shared.run_log import WarnOnce
 from mfwrap.callbacks.shared.tensorboard import EventsFile, summary_writer_class
 from mfwrap.collectives import gather_on_main, num_ranks, this_rank
@@ -137,16 +138,11 @@ class LocalNormMonitor(MonitorCallback):
         self._close()
 
     def _open(self, args: TrainingArguments | None, global_step: int) -> None:
-        folder = self._folder
-        if folder is None and args is not None:
-            folder = args.output_dir
-        if folder is None:
-            msg = "LocalNormMonitor needs `folder` in a loop without `args.output_dir`"
-            raise ValueError(msg)
+        folder = required_run_folder(self._folder, args, type(self).__name__)
         self._is_open = True
         if this_rank():
             return
-        files = [rank_file(Path(folder), "local_norms", rank) for rank in range(num_ranks())]
+        files = [rank_file(folder, "local_norms", rank) for rank in range(num_ranks())]
         self._lines = [open_records(file, global_step) for file in files]
         if self._events_folder is not None:
             paths = [Path(self._events_folder, f"rank_{rank}") for rank in range(num_ranks())]

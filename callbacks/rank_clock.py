@@ -12,6 +12,7 @@ from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
 from mfwrap.arguments import check_int, check_positive_number, directory_name
+from mfwrap.callbacks.shared.run_folder import required_run_folder
 from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.collectives import Section, gather_on_main, section_clock, this_rank
 from mfwrap.collectives.clock import StepSections
@@ -201,16 +202,11 @@ class RankClock(MonitorCallback):
         section_clock.leave_out()
 
     def _open(self, args: TrainingArguments | None, global_step: int) -> None:
-        folder = self._folder
-        if folder is None and args is not None:
-            folder = args.output_dir
-        if folder is None:
-            msg = "RankClock needs `folder` in a loop without `args.output_dir`"
-            raise ValueError(msg)
+        folder = required_run_folder(self._folder, args, type(self).__name__)
         self._is_open = True
         self._steps, self._first_step, self._slow = [], None, set()
         if this_rank() == 0:
-            self._lines = open_records(Path(folder) / "rank_clock.jsonl", global_step)
+            self._lines = open_records(folder / "rank_clock.jsonl", global_step)
         section_clock.start_for(self)
 
     def _send(self) -> None:

@@ -12,6 +12,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from mfwrap import DeferredReads
 from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
+from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.collectives import gather_on_all, num_ranks, this_rank
 from mfwrap.tensors.norm_groups import layer_of
 from mfwrap.tensors.shards import is_distributed
@@ -96,12 +97,10 @@ class ReplicaCheck(MonitorCallback):
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Find the run folder; drop pending values of an earlier run."""
-        output_dir = None if args is None else args.output_dir
-        folder = self._folder or output_dir
         self._log = None
         if this_rank() == 0:
-            path = None if folder is None else Path(folder)
-            self._log = AnomalyLog(path, first_step=state.global_step)
+            folder = run_folder(self._folder, args)
+            self._log = AnomalyLog(folder, first_step=state.global_step)
         self._forget()
 
     def on_pre_optimizer_step(

@@ -16,6 +16,7 @@ from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.culprit.replay import StepRecorder, inner_network
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
+from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
@@ -340,14 +341,11 @@ class TrainingStateRun:
 
 def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> Path | None:
     """Return the run folder; ``None`` if it is unknown and nothing needs it."""
-    if settings.folder is not None:
-        return Path(settings.folder)
-    if args is not None and args.output_dir is not None:
-        return Path(args.output_dir)
-    if "jsonl" in settings.formats:
+    folder = run_folder(settings.folder, args)
+    if folder is None and "jsonl" in settings.formats:
         msg = "`folder` must be given for the format 'jsonl' in a loop of your own, got None"
         raise ValueError(msg)
-    return None
+    return folder
 
 
 def _finder(
