@@ -8,6 +8,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap.arguments import check_callable, described
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.collectives import section_clock
 
 
 @final
@@ -81,5 +82,6 @@ class EvalCallback(TrainerCallback):
         start = self._clock()
         result = self._eval_func()
         seconds = self._clock() - start
+        section_clock.leave_out()
         if state.is_world_process_zero:
             run_logger(__name__).info("Eval result: %s, eval time is %f s.", result, seconds)

@@ -64,7 +64,8 @@ class RankClock(MonitorCallback):
     a rank from its waiting for other ranks. A step has five sections:
 
     - ``data``: between two steps. Time from the end of an evaluation, a log or a save backwards to
-      the step before is left out.
+      the step before is left out. `MFTrainer` leaves out all callbacks of these events; in another
+      loop, callbacks that are called after this one count as data.
     - ``forward_backward``: forward and backward of all micro-batches.
     - ``reduction``: the communication hook that was passed to the step.
     - ``update``: norms, optimizer, average, loss scale.
@@ -72,8 +73,10 @@ class RankClock(MonitorCallback):
 
     Every `step_interval` steps each rank sends its times since the last message, except those of
     the present step, to the main process: ``20 n`` bytes for ``n`` steps. Before a checkpoint, each
-    rank sends all times that it has not sent yet. There is no other message. The main process
-    writes
+    rank sends all times that it has not sent yet. There is no other message, so the times of the
+    steps after the last message are not written. The end of a training sends nothing, because a
+    rank may end alone, and would wait for the others. In a loop of your own, call `on_pre_save` on
+    every rank after the last step to write all times. The main process writes
 
     - ``rank_clock.jsonl`` in the run folder: for each step a record with the milliseconds of all
       ranks, ``{"step": 7, "data": [0.2, 0.1], "forward_backward": [...], ...}``, and for each

@@ -12,6 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from mfwrap.accelerate.attached_step import AttachedStep
 from mfwrap.arguments import described
+from mfwrap.collectives import section_clock
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
 
@@ -131,6 +132,9 @@ class StepCallbackHandler(CallbackHandler):
             changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
                 event, args, state, control, **keywords
             )
+        if event in {"on_evaluate", "on_log", "on_save"}:
+            # What the callbacks did for the event does not belong to the next step.
+            section_clock.leave_out()
         attached.answers_late = event == "on_optimizer_step"
         if event == "on_step_end":
             self.postpones_save = changed.should_save and _ends_epoch(state)

@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from mfwrap.callbacks import EvalCallback
+from mfwrap.collectives import section_clock
 from support.monitored_loop import Clock
 
 
@@ -69,6 +71,25 @@ def test_the_line(caplog):
     assert [r.getMessage() for r in caplog.records if r.name.endswith("eval_callback")] == [
         "Eval result: {'accuracy': 0.5}, eval time is 1.250000 s."
     ]
+
+
+def test_an_evaluation_is_not_loading_of_data(monkeypatch):
+    """The time of an evaluation is left out of the sections of the next step."""
+    clock, calls = Clock(), []
+    monkeypatch.setattr(section_clock, "_now", lambda: int(1e9 * clock.now))
+    section_clock.start_for(clock)
+
+    def evaluate():
+        clock.now += 5
+        calls.append(1)
+
+    evaluated(EvalCallback(evaluate, 4), calls, num_epochs=1)
+    clock.now += 1
+    sections = section_clock.end_step(torch.device("cpu"))
+    section_clock.stop_for(clock)
+
+    assert calls == [1]
+    assert sections.seconds() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_unknown_times_name_nobody():
     assert slow_ranks([], tolerance=0.2) == []
 
 
-def train(callback, num_steps, *, report=True):
-    """Train alone, with callbacks called by hand."""
+def train(callback, num_steps, *, report=True, last=None):
+    """Train alone, with callbacks called by hand; call `last` before the end of the training."""
     network = Classifier()
     cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1, fused=True))
     state, control = TrainerState(), TrainerControl()
@@ -137,6 +137,8 @@ def train(callback, num_steps, *, report=True):
         state.global_step += 1
         step_report = cell.last_report if report else None
         callback.on_step_end(None, state, control, step_report=step_report)
+    if last is not None:
+        last(None, state, control)
     callback.on_train_end(None, state, control)
 
 
@@ -149,6 +151,14 @@ def test_one_process(tmp_path):
     assert all(list(one) == ["step", *NAMED] for one in records)
     assert all(one["forward_backward"][0] > 0 < one["update"][0] for one in records)
     assert not section_clock.is_on
+
+
+def test_all_times_before_a_save(tmp_path):
+    """`on_pre_save` writes the times of all steps, the last one included."""
+    callback = RankClock(10, folder=tmp_path)
+    train(callback, 3, last=callback.on_pre_save)
+
+    assert [one["step"] for one in read_json_lines(tmp_path / "rank_clock.jsonl")] == [1, 2, 3]
 
 
 def test_a_loop_without_reports(tmp_path, caplog):

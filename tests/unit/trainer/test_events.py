@@ -22,8 +22,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from mfwrap import StepOutput, StepReport
 from mfwrap.callbacks import EMACallback, TrainingStateMonitor
+from mfwrap.collectives import section_clock
 from mfwrap.termination import RankTermination
-from mfwrap.trainer import MonitorCallback
+from mfwrap.trainer import MFTrainer, MonitorCallback
 from mfwrap.trainer.events import (
     StepCallbackHandler,
     TerminationCallback,
@@ -32,6 +33,7 @@ from mfwrap.trainer.events import (
     monitors,
     restore_in_place,
 )
+from support.trainer_runs import new_trainer
 
 
 def report() -> StepReport:
@@ -511,3 +513,33 @@ def test_a_constructor_that_does_not_take_the_saved_arguments():
         r"return all arguments",
     ):
         restore_in_place([Named()], saved, includes_others=True, is_appended=False)
+
+
+class SlowEvents(TrainerCallback):
+    """Let evaluations, logs and saves take 100 seconds of a clock; keep the sections of steps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0
+        self.sections: list[Any] = []
+
+    def on_step_end(self, *_: Any, step_report: StepReport, **__: Any) -> None:
+        self.sections.append(step_report.sections.seconds())
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self.seconds += 100
+
+    on_evaluate = on_save = on_log
+
+
+def test_slow_callbacks_are_not_loading_of_data(tmp_path, monkeypatch):
+    """The time of callbacks of an evaluation, a log or a save belongs to no section of a step."""
+    slow = SlowEvents()
+    monkeypatch.setattr(section_clock, "_now", lambda: slow.seconds * 10**9)
+    section_clock.start_for(slow)
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[slow], **every_step, eval_steps=1)
+    trainer.train()
+    section_clock.stop_for(slow)
+
+    assert slow.seconds >= 4 * 300
+    assert slow.sections == [[0] * 5] * 4
