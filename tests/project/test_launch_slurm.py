@@ -9,7 +9,7 @@ import pytest
 from mfwrap.records.json_lines import read_json_lines
 from support.launches import FILES, PAGE, wait_until, write_recipe
 from support.pages import commands
-from support.slurm import one_node_slurm, why_not
+from support.slurm import NO_PREEMPTION, PREEMPTION, one_node_slurm, why_not
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,10 +19,13 @@ pytestmark = [
 NUM_STEPS = 1000
 
 
-@pytest.fixture
-def slurm():
-    """Yield a running cluster."""
-    with tempfile.TemporaryDirectory() as folder, one_node_slurm(Path(folder)) as cluster:
+@pytest.fixture(params=[PREEMPTION, NO_PREEMPTION], ids=["preemption", "no-preemption"])
+def slurm(request):
+    """Yield a running cluster, with preemption and without it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        one_node_slurm(Path(folder), request.param) as cluster,
+    ):
         yield cluster
 
 
@@ -45,6 +48,7 @@ def signal_script(slurm, job):
     slurm.call("scancel", "--batch", "--signal=USR1", job)
 
 
+@pytest.mark.parametrize("slurm", [PREEMPTION], indirect=True, ids=["preemption"])
 @pytest.mark.parametrize("stop", [signal_script, preempt])
 def test_a_stopped_job_is_requeued_and_resumes(slurm, tmp_path, stop):
     """A job that Slurm stops saves and is requeued; the second start resumes and finishes."""
@@ -69,9 +73,10 @@ def test_a_stopped_job_is_requeued_and_resumes(slurm, tmp_path, stop):
     (checkpoint,) = run.glob("checkpoint-*")
     assert 0 < int(checkpoint.name.removeprefix("checkpoint-")) < NUM_STEPS
 
-    # Slurm waits for two minutes before it starts a requeued job. Start it when the node is free.
+    # Slurm waits for two minutes before it starts a requeued job. Start it soon after the node is
+    # free: slurmd refuses to start a job in the same second in which it has killed it.
     wait_until(lambda: slurm.is_idle() and slurm.job(job)["JobState"] == "PENDING", 120, printed)
-    slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     wait_until(lambda: slurm.job(job)["JobState"] not in {"PENDING", "RUNNING"}, 480, printed)
 
     assert slurm.job(job)["JobState"] == "COMPLETED", printed()
@@ -85,7 +90,31 @@ def test_a_failed_job_is_not_requeued(slurm, tmp_path):
     (tmp_path / "causal_lm.yaml").write_text("task: none\n", encoding="utf-8")
     script = str(FILES / "train.slurm")
     job = slurm.call("sbatch", "--parsable", script, "causal_lm.yaml", folder=tmp_path)
-    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 240, lambda: str(slurm.job(job)))
 
+    def has_ended() -> bool:
+        return slurm.job(job)["JobState"] == "FAILED" or slurm.job(job)["Restarts"] != "0"
+
+    wait_until(has_ended, 600, lambda: str(slurm.job(job)))
     assert slurm.job(job)["Restarts"] == "0"
     assert slurm.job(job)["ExitCode"] == "1:0"
+
+
+@pytest.mark.parametrize("slurm", [NO_PREEMPTION], indirect=True, ids=["no-preemption"])
+def test_two_jobs_share_a_node(slurm, tmp_path):
+    """The end of a job does not disturb a job that has started later on the same node."""
+    jobs, runs = [], []
+    for name, num_steps in (("first", 100_000), ("second", NUM_STEPS)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_recipe(folder, max_steps=num_steps, save_strategy="no")
+        options = ("--parsable", "--cpus-per-task", "1", "--output=log.txt")
+        script = str(FILES / "train.slurm")
+        jobs.append(slurm.call("sbatch", *options, script, "causal_lm.yaml", folder=folder))
+        runs.append(folder / "runs" / "causal_lm")
+        wait_until(lambda: bool(steps_of(runs[-1])), 300, (folder / "log.txt").read_text)
+    slurm.call("scancel", jobs[0])
+
+    wait_until(lambda: slurm.job(jobs[1])["JobState"] != "RUNNING", 480, lambda: str(jobs))
+    log = (tmp_path / "second" / "log.txt").read_text(encoding="utf-8")
+    assert slurm.job(jobs[1])["JobState"] == "COMPLETED", log[-6000:]
+    assert steps_of(runs[1]) == list(range(1, NUM_STEPS + 1))

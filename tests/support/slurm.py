@@ -1,7 +1,4 @@
-"""A Slurm cluster of one node, this machine, from Debian's packages ``slurm-wlm`` and ``munge``.
-
-Jobs of the partition ``high`` preempt those of the partition ``low``.
-"""
+"""A Slurm cluster of one node, this machine, from Debian's packages ``slurm-wlm`` and ``munge``."""
 
 import os
 import shutil
@@ -16,10 +13,11 @@ from typing import final
 from support.launches import environment, wait_until
 from support.trainer_ranks import free_port
 
-__all__ = ["Slurm", "one_node_slurm", "why_not"]
+__all__ = ["NO_PREEMPTION", "PREEMPTION", "Slurm", "one_node_slurm", "why_not"]
 
 CONFIGURATION = """\
 ClusterName=one
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
@@ -45,11 +43,18 @@ MpiDefault=none
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
 NodeName={host} NodeAddr=127.0.0.1 CPUs={num_cpus} State=UNKNOWN
+"""
+NO_PREEMPTION = """\
+PreemptType=preempt/none
+PartitionName=all Nodes=ALL Default=YES
+"""
+PREEMPTION = """\
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
+"""Jobs of the partition ``low`` are requeued as soon as one of ``high`` needs the node."""
 
 
 def why_not() -> str:
@@ -84,6 +89,11 @@ class Slurm:
         """Return whether the node is up and no job runs on it."""
         return self.call("sinfo", "--noheader", "--states=idle", "--format=%N") != ""
 
+    def cancel_all(self) -> None:
+        """Cancel all jobs, and wait until their processes have ended."""
+        self.call("scancel", "--user=root")
+        wait_until(self.is_idle, 120, lambda: self.call("squeue"))
+
     def job(self, number: str) -> dict[str, str]:
         """Return Slurm's record of a job."""
         words = self.call("scontrol", "show", "job", number, "--oneliner").split()
@@ -91,11 +101,12 @@ class Slurm:
 
 
 @contextmanager
-def one_node_slurm(folder: Path) -> Iterator[Slurm]:
+def one_node_slurm(folder: Path, partitions: str) -> Iterator[Slurm]:
     """Run a cluster within the block.
 
     Args:
         folder: Folder for its files, with a short path: munge's socket is in it.
+        partitions: Lines of slurm.conf for partitions and preemption.
     """
     folder.chmod(0o755)  # munged refuses a socket that other users cannot reach
     for name in ("munge", "state", "spool"):
@@ -106,9 +117,11 @@ def one_node_slurm(folder: Path) -> Iterator[Slurm]:
         folder=folder,
         controller_port=free_port(),
         node_port=free_port(),
+        # train.slurm takes its port from the job's id, which another cluster must not have, too.
+        first_job=free_port(),
         num_cpus=os.cpu_count(),
     )
-    configuration.write_text(text, encoding="utf-8")
+    configuration.write_text(text + partitions, encoding="utf-8")
     munge = folder / "munge"
     subprocess.run(["mungekey", "--create", f"--keyfile={munge}/key"], check=True)
     daemons = [
@@ -127,7 +140,10 @@ def one_node_slurm(folder: Path) -> Iterator[Slurm]:
             if len(started) == 1:
                 wait_until((munge / "socket").exists, 30, lambda: "munged does not start")
         wait_until(slurm.is_idle, 60, lambda: slurm.call("sinfo", "--long"))
-        yield slurm
+        try:
+            yield slurm
+        finally:
+            slurm.cancel_all()
     finally:
         for daemon in reversed(started):
             daemon.send_signal(signal.SIGTERM)
