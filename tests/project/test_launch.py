@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
-from support.launches import FILES, PAGE, end_of, start, write_recipe
+from support.crash.contents import contents, differences
+from support.launches import FILES, PAGE, end_of, start, wait_until, write_recipe
 from support.pages import commands
 from support.paths import ROOT
 from support.trainer_ranks import free_port
@@ -90,6 +92,12 @@ TWO_MACHINES = {
 """What a command for several machines gets instead, to run as two machines on this one."""
 
 
+def listens(port):
+    """Return whether a process of this machine listens at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def on_two_machines(words, machine, port):
     """Return a command with host, port and counts put in; any other command stays as it is."""
     if "first-machine" not in " ".join(words):
@@ -98,6 +106,11 @@ def on_two_machines(words, machine, port):
         TWO_MACHINES[before].format(port=port, machine=machine) if before in TWO_MACHINES else word
         for before, word in pairwise(["", *words])
     ]
+
+
+def exports():
+    """Return the variables that the page exports before the commands for several machines."""
+    return dict(word.split("=") for words in commands(PAGE, "export") for word in words)
 
 
 def launches():
@@ -116,8 +129,9 @@ def test_commands_of_the_page(words, tmp_path):
     shutil.copy(FILES / "accelerate.yaml", tmp_path)
     port = free_port()
     num_machines = 2 if "first-machine" in " ".join(words) else 1
+    variables = exports() if num_machines > 1 else {}
     machines = [on_two_machines(words, machine, port) for machine in range(num_machines)]
-    printed = end_of([start(command, tmp_path) for command in machines])
+    printed = end_of([start(command, tmp_path, **variables) for command in machines])
 
     run = tmp_path / "runs" / "causal_lm"
     records = read_json_lines(run / "metrics.jsonl")
@@ -126,11 +140,43 @@ def test_commands_of_the_page(words, tmp_path):
     assert printed.count("run folder: runs/causal_lm") == 1
 
 
+@pytest.mark.timeout(900)
+def test_a_machine_that_dies_comes_back(tmp_path):
+    """A machine that has died and starts the command again ends the training with its bits."""
+    one_machine, two_machines = commands(PAGE, "torchrun")
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for folder in (alone, killed):
+        folder.mkdir()
+        write_recipe(folder, max_steps=1000, save_steps=100)
+    end_of([start(["torchrun", *one_machine], alone)])
+
+    port = free_port()
+    command = ["torchrun", *on_two_machines(two_machines, 1, port)]
+    # With the comparison of collectives, ranks notice late that another rank has died.
+    variables = {**exports(), "MFWRAP_DEBUG_COLLECTIVES": "0"}
+    run = killed / "runs" / "causal_lm"
+    with start(command, killed, **variables) as first:
+        # The first machine, which stays, is the one that listens at the port.
+        wait_until(lambda: listens(port), 120, first.output.read_text)
+        with start(command, killed, **variables):
+            wait_until((run / "checkpoint-100").exists, 300, first.output.read_text)
+        end_of([first, start(command, killed, **variables)])
+
+    assert differences(contents(alone / "runs" / "causal_lm"), contents(run)) == []
+
+
 def test_the_page_has_a_command_of_each_kind():
-    """The page starts one and several machines; README.md starts torchrun in the same way."""
+    """The page starts one and several machines; README.md starts torchrun in the same way.
+
+    Where a machine that has died may come back, each start needs an address of its own.
+    """
     several = ["first-machine" in " ".join(each.values[0]) for each in launches()]
 
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert several == [False, True, False, True]
+    assert commands(PAGE, "export") == [[f"{variable}=1"]] * 2
+    assert f"export {variable}=1\n" in (FILES / "train.slurm").read_text(encoding="utf-8")
+    assert skypilot()["envs"][variable] == "1"
     assert commands(ROOT / "README.md", "torchrun") == commands(PAGE, "torchrun")[:1]
 
 

@@ -1,13 +1,15 @@
 """Start the commands of docs/how-to/launch.md, in a folder with a small recipe."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import psutil
 import yaml
 
 from support.paths import ROOT
@@ -45,11 +47,28 @@ def environment() -> dict[str, str]:
 
 
 class Launched(NamedTuple):
-    """A command that was started."""
+    """A command that was started; the end of a ``with`` block kills it."""
 
     process: subprocess.Popen[bytes]
     output: Path
     """File that gets what the command prints."""
+
+    def kill(self) -> None:
+        """Kill the command and all processes that it has started, unless the command has ended."""
+        if self.process.poll() is None:
+            command = psutil.Process(self.process.pid)
+            for each in (command, *command.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        """Return the command."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the command."""
+        self.kill()
 
 
 def start(command: Sequence[str], folder: Path, **variables: str) -> Launched:
@@ -68,7 +87,7 @@ def end_of(started: Sequence[Launched]) -> str:
         codes = [each.process.wait(TIMEOUT_SECONDS) for each in started]
     finally:
         for each in started:
-            each.process.kill()
+            each.kill()
     printed = "\n".join(each.output.read_text(encoding="utf-8") for each in started)
     assert codes == [0] * len(started), printed[-6000:]
     return printed
