@@ -213,5 +213,5 @@ def test_skypilot_accepts_the_job(tmp_path):
     # SkyPilot writes to the home folder.
     printed = end_of([start([sys.executable, "-c", program], tmp_path, HOME=str(tmp_path))])
 
-    assert "[Spot]" in printed
+    assert "Kubernetes" in printed
     assert "H100" in printed
