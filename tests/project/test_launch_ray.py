@@ -30,18 +30,18 @@ def workers(driver: int) -> list[psutil.Process]:
 
 def test_a_killed_worker_comes_back(tmp_path):
     """The command of the page trains in two workers; after a SIGKILL of one it resumes and ends."""
-    write_recipe(tmp_path, max_steps=NUM_STEPS, save_steps=100)
+    write_recipe(tmp_path, max_steps=NUM_STEPS, save_steps=100, output_dir="mine")
     shutil.copy(FILES / "ray_train.py", tmp_path)
     (words,) = commands(PAGE, "python")
     assert words == ["ray_train.py", "causal_lm.yaml", "--workers", "2"]
-    run = tmp_path / "runs" / "causal_lm"
+    run = tmp_path / "mine"
     # Ray starts the process group before mfwrap is imported, so the comparison of collectives might
     # take a slow start of a rank for its death.
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "MFWRAP_DEBUG_COLLECTIVES": "0"}
-    driver = start([sys.executable, *words], tmp_path, **variables)
-    wait_until((run / "checkpoint-100").exists, 600, driver.output.read_text)
-    workers(driver.process.pid)[-1].send_signal(signal.SIGKILL)
-    printed = end_of([driver])
+    with start([sys.executable, *words], tmp_path, **variables) as driver:
+        wait_until((run / "checkpoint-100").exists, 600, driver.output.read_text)
+        workers(driver.process.pid)[-1].send_signal(signal.SIGKILL)
+        printed = end_of([driver])
 
     records = read_json_lines(run / "metrics.jsonl")
     assert [one["step"] for one in records if "loss" in one] == list(range(1, NUM_STEPS + 1))

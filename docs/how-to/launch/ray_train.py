@@ -1,11 +1,11 @@
 """Run a recipe with Ray Train: ``python ray_train.py causal_lm.yaml --workers 8 --gpu``.
 
 If a worker or its machine fails, Ray starts all workers again, and the training resumes from its
-newest checkpoint. With several machines, the recipe and the run folder must be on a disk that all
-of them share.
+newest checkpoint. With several machines, start it in a folder on a disk that all of them share.
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from ray.train.torch import TorchTrainer
 
 def train(settings: dict[str, Any]) -> None:
     """Train in one worker. Ray has started the process group of all workers."""
+    # Ray starts each worker in a folder of its own. Relative paths are those of the driver.
+    os.chdir(settings["folder"])
     from mfwrap.recipe import load_recipe, run_recipe  # noqa: PLC0415  (only workers need torch)
 
     recipe = load_recipe(settings["recipe"], settings["overrides"])
@@ -30,19 +32,17 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=3, help="restarts; -1: no limit")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     chosen = parser.parse_args()
-    # Ray starts each worker in a folder of its own, so paths must be absolute.
-    runs = Path("runs").absolute()
-    folder = f"training.output_dir={runs / chosen.recipe.stem}"
     TorchTrainer(
         train,
         train_loop_config={
-            "recipe": str(chosen.recipe.absolute()),
-            "overrides": [folder, *chosen.overrides],
+            "folder": str(Path.cwd()),
+            "recipe": str(chosen.recipe),
+            "overrides": chosen.overrides,
         },
         scaling_config=ScalingConfig(num_workers=chosen.workers, use_gpu=chosen.gpu),
         run_config=RunConfig(
             name=chosen.recipe.stem,
-            storage_path=str(runs / "ray"),
+            storage_path=str(Path("runs/ray").absolute()),
             failure_config=FailureConfig(max_failures=chosen.max_failures),
         ),
     ).fit()
