@@ -180,6 +180,22 @@ def test_the_page_has_a_command_of_each_kind():
     assert commands(ROOT / "README.md", "torchrun") == commands(PAGE, "torchrun")[:1]
 
 
+def test_the_lines_of_the_readme(tmp_path):
+    """README.md's lines for a recipe run in order; the second training has finished before.
+
+    A small recipe takes the place of the one that ``mfwrap init`` writes.
+    """
+    page = ROOT / "README.md"
+    write_recipe(tmp_path)
+    init, *others = commands(page, "mfwrap")
+    (launched,) = commands(page, "torchrun")
+    lines = [*(["mfwrap", *words] for words in others), ["torchrun", *launched]]
+    printed = [end_of([start(line, tmp_path)]) for line in lines]
+
+    assert [words[0] for words in (init, *others)] == ["init", "train", "report"]
+    assert printed[-1].count("runs/causal_lm: this run has finished before") == 1
+
+
 def skypilot():
     """Return the job for SkyPilot."""
     return yaml.safe_load((FILES / "skypilot.yaml").read_text(encoding="utf-8"))
