@@ -43,37 +43,44 @@ class Announcements:
         """Tell the other ranks what this rank is about to do.
 
         Args:
-            digest: Short string that is equal on ranks that do the same.
+            digest: Short string without spaces that is equal on ranks that do the same.
             text: Description for messages.
         """
         if digest not in self._own:
             self._own.append(digest)
             self._store.set(f"{self.rank}/{digest}", "")
         # Set the text last: a rank that has a text has its digest, too.
-        self._store.set(str(self.rank), text)
+        self._store.set(str(self.rank), f"{digest} {text}")
 
     def all_agree(self, digest: str) -> bool:
         """Return whether all other ranks have announced `digest`."""
         return bool(self._store.check([f"{rank}/{digest}" for rank in self._others]))
 
     def who_differs(self, digest: str) -> tuple[int, str] | None:
-        """Return a rank that has announced only what this rank has not, and its description.
+        """Return a rank that does something else, and its description; ``None`` if there is none.
 
-        Such a rank has `seconds_to_follow` to announce the same. Two ranks that announce different
-        things cannot both miss this: the later one finds the announcement of the earlier one.
+        Such a rank has not announced `digest`, and has announced last what this rank never has. It
+        has `seconds_to_follow` to announce `digest`. Two ranks that announce different things
+        cannot both miss this: the later one finds the announcement of the earlier one.
 
         Args:
             digest: Digest that this rank has announced last.
         """
         deadline = time.monotonic() + self._seconds_to_follow
         for rank in self._others:
-            if not self._store.check([str(rank)]):
+            if not self._store.check([str(rank)]) or self._store.check([f"{rank}/{digest}"]):
                 continue
-            if any(self._store.check([f"{rank}/{own}"]) for own in self._own):
+            # A rank whose last announcement is one of this rank's is behind, and may follow.
+            if self._last_of(rank)[0] in self._own:
                 continue
             if not has_keys(self._store, [f"{rank}/{digest}"], deadline - time.monotonic()):
-                return rank, self._store.get(str(rank)).decode()
+                return rank, self._last_of(rank)[1]
         return None
+
+    def _last_of(self, rank: int) -> tuple[str, str]:
+        """Return digest and text of the last announcement of a rank."""
+        digest, _, text = self._store.get(str(rank)).decode().partition(" ")
+        return digest, text
 
 
 _current: Announcements | None = None

@@ -47,6 +47,18 @@ def test_ranks_that_did_the_same_before(ranks):
     assert second.who_differs("a") is None
 
 
+def test_ranks_that_differ_later(ranks):
+    """Ranks that have done the same before are compared again when they do something else."""
+    first, second = ranks
+    for rank in ranks:
+        rank.announce("a", "training a")
+    first.announce("b", "training b")
+    second.announce("c", "training c")
+
+    assert second.who_differs("c") == (0, "training b")
+    assert first.who_differs("b") == (1, "training c")
+
+
 def test_one_object_for_each_process_group():
     """A new process group starts without announcements."""
     found = []

@@ -47,6 +47,20 @@ def test_stages_are_refused(announced):
 
 
 @pytest.mark.filterwarnings("ignore:no wrapper reduces")
+def test_second_networks_that_differ(announced):
+    """Ranks that have trained the same network are told of a later one that differs."""
+    for rank in announced:
+        others(rank, nn.Linear(2, 1)).compare(ends=True)
+    first = others(announced[0], nn.Linear(2, 3))
+    assert not first.compare(ends=True)
+
+    with pytest.raises(RuntimeError, match=r"rank 1 trains `weight` float32\[4, 2\] and"):
+        others(announced[1], nn.Linear(2, 4)).compare(ends=True)
+    with pytest.raises(RuntimeError, match=r"but rank 1 trains `weight` float32\[4, 2\] and"):
+        first.compare(ends=True)
+
+
+@pytest.mark.filterwarnings("ignore:no wrapper reduces")
 def test_a_rank_that_trains_alone_looks_seldom(announced):
     """Until the other rank trains, the ranks are compared in updates 1, 2, 4, 8, ..."""
     first = others(announced[0], nn.Linear(2, 3))
