@@ -407,10 +407,10 @@ class _Reader:
         says = f"expected a value of type {kind}"
         try:
             if kind == "int":
+                says = "expected an integer of at most 64 bits"
                 number = int(text, 0 if text[:2] in {"0o", "0x"} else 10)
                 if abs(number) < 2**63:
                     return number
-                says = "expected an integer of at most 64 bits"
             elif kind == "float":
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
             elif kind == "bool" and text.lower() in _BOOLS:
@@ -418,7 +418,7 @@ class _Reader:
             elif kind == "null" and text.lower() in {"", "~", "null"}:
                 return None
         except ValueError:
-            pass  # The error below is also that of other texts that do not fit their tag.
+            pass  # Not a number, or thousands of digits: the error below says what is expected.
         raise self._error(node, path, f"{says}, got {shown('***' if is_secret(path) else text)}")
 
     def _text(self, node: yaml.ScalarNode, path: Path) -> str:
