@@ -13,6 +13,7 @@ from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
 from mfwrap.checkpoints.folders import whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
+from mfwrap.collectives import this_rank
 from mfwrap.recipe.document import RecipeError, yaml_text
 from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run, set_aside_tracebacks
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
@@ -63,7 +64,8 @@ def run_recipe(
     if resume == AUTO:
         former = former_run(recipe.document, folder)
         if former.metrics is not None:
-            say(f"{folder}: this run has finished before; --overwrite runs it again")
+            if this_rank() == 0:
+                say(f"{folder}: this run has finished before; --overwrite runs it again")
             return RunResult(folder, former.metrics)
         resume = AUTO if former.has_checkpoints else False
     elif not (resume or overwrite):

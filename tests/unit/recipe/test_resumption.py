@@ -8,16 +8,21 @@ from mfwrap.recipe import RecipeError, parse_recipe, run_recipe
 from mfwrap.recipe.document import RecipeDocument, yaml_text
 from mfwrap.recipe.folder import RESULT
 from mfwrap.recipe.resumption import former_run, write_result
+from support.ranks.recipes import run_again
 from support.recipe_texts import recipe_text
 
 
 def run(folder, overrides=(), **training):
     """Run a small recipe that saves every two steps; return its result and what it said."""
     said = []
-    settings = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(folder)}
-    text = recipe_text(training=settings | {"logging_steps": 1} | training)
-    recipe = parse_recipe(text, "r.yaml", overrides)
+    recipe = parse_recipe(small_recipe(folder, **training), "r.yaml", overrides)
     return run_recipe(recipe, resume="auto", say=said.append), said
+
+
+def small_recipe(folder, **training):
+    """Return the text of a recipe that saves every two steps."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(folder)}
+    return recipe_text(training=settings | {"logging_steps": 1} | training)
 
 
 def steps(folder):
@@ -49,6 +54,15 @@ def test_start_and_finish(tmp_path):
     assert again == first
     assert said == [f"{tmp_path}: this run has finished before; --overwrite runs it again"]
     assert times(tmp_path) == before
+
+
+def test_one_rank_says_that_a_run_has_finished(tmp_path, two_ranks):
+    """Only rank 0 says so."""
+    run(tmp_path)
+
+    said, nothing = two_ranks.run(run_again, small_recipe(tmp_path))
+
+    assert (len(said), nothing) == (1, [])
 
 
 def test_killed_before_the_first_checkpoint(tmp_path):
