@@ -325,14 +325,14 @@ class StopFlag:
 
 
 def is_free(number: int) -> bool:
-    """Return whether no other code handles a signal.
+    """Return whether no code but this module handles a signal.
 
     A handler in C, such as that of ``faulthandler.register``, is found on Linux only.
     """
     handler = signal.getsignal(number)
     if handler == signal.SIG_DFL:
         return not _is_caught(number)
-    return handler == _exit
+    return handler == _exit or isinstance(getattr(handler, "__self__", None), StopFlag)
 
 
 def _is_caught(number: int) -> bool:

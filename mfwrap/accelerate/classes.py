@@ -68,7 +68,7 @@ class AttachedAccelerator:
         return prepared
 
     def prepare_data_loader(self, *args: Any, **keywords: Any) -> Any:
-        """Prepare a data loader as accelerate does; its workers leave SIGTERM to this process."""
+        """Prepare a data loader as accelerate does; its workers leave signals to this process."""
         prepared = super().prepare_data_loader(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         leave_signals_to_parent(prepared)
         return prepared

@@ -21,8 +21,8 @@ def leave_signals_to_parent(loader: Any) -> None:
     torchrun and Slurm send these signals to the workers, too. If a worker ended, the data loader
     would raise an error in the training process before its step and its checkpoint are done. The
     workers still end if the training process sends them SIGTERM, and within a second after the
-    training process has ended. Where other code handles SIGUSR1, such as ``faulthandler``, its
-    handler stays.
+    training process has ended. Where other code in the worker handles SIGUSR1, such as
+    ``faulthandler``, its handler stays.
 
     Does nothing on a platform without ``sigtimedwait``, such as macOS.
 
@@ -52,7 +52,8 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         """Ignore SIGUSR1, watch for SIGTERM in a thread, and call the user's function."""
         # A worker that is forked has the handler of its training process, which does nothing in the
-        # worker. A worker that is spawned has the default action, which ends it.
+        # worker, but gives programs that the worker starts the default action. A worker that is
+        # spawned has the default action, which ends it.
         if is_free(signal.SIGUSR1):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         # torch's own handler for SIGTERM, set before this call, ends the worker whoever has sent

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mfwrap.accelerate import attach
 from mfwrap.accelerate.data_workers import WorkerStart, leave_signals_to_parent
+from mfwrap.termination import StopFlag
 
 STARTED = []
 """Numbers of the workers that the user's function was called with, in this process."""
@@ -28,11 +29,18 @@ class WorkerIds(Dataset):
         return torch.tensor([os.getpid(), len(STARTED)])
 
 
-def prepared():
+class IgnoredSignals(WorkerIds):
+    """Rows that say whether the worker that reads them ignores SIGUSR1."""
+
+    def __getitem__(self, index):
+        return torch.tensor(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
+
+
+def prepared(rows=None):
     """Return a data loader with one worker, prepared by an attached accelerator."""
     accelerator = Accelerator(cpu=True)
     attach(accelerator)
-    loader = DataLoader(WorkerIds(), num_workers=1, worker_init_fn=STARTED.append)
+    loader = DataLoader(rows or WorkerIds(), num_workers=1, worker_init_fn=STARTED.append)
     return accelerator.prepare(loader)
 
 
@@ -61,6 +69,14 @@ def test_a_handler_of_other_code(tmp_path):
             faulthandler.unregister(signal.SIGUSR1)
 
     assert "_worker_loop" in (tmp_path / "stacks.txt").read_text()
+
+
+def test_a_signal_that_the_training_records():
+    """A forked worker ignores SIGUSR1, so that programs which it starts do so, too."""
+    with StopFlag():
+        rows = list(prepared(IgnoredSignals()))
+
+    assert all(row.item() for row in rows)
 
 
 def test_a_signal_of_the_training():
