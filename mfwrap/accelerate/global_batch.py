@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap.accelerate.schedules import AttachedScheduler
 from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive, resumed_accumulation
 
@@ -318,11 +319,13 @@ def _read(path: Path) -> _Record:
         ValueError: If the file is damaged or has another format version.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_content(path)
         version = content["format_version"]
         if version == _FORMAT_VERSION:
             return _parsed(content)
-    except (ValueError, KeyError, TypeError) as error:
+    except DamagedFileError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = f"{path} is damaged: {error}"
         raise ValueError(msg) from error
     msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"

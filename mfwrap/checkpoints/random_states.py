@@ -66,6 +66,11 @@ class HostStates(NamedTuple):
             torch.Generator().set_state(self.cpu)
         except (OverflowError, RuntimeError) as error:
             raise ValueError(str(error)) from error
+        # NumPy does not check its position.
+        position, num_words = self.numpy[2], len(self.numpy[1])
+        if type(position) is not int or not 0 <= position <= num_words:
+            msg = f"expected a position from 0 to {num_words}, got {position!r:.80}"
+            raise ValueError(msg)
 
 
 def random_states() -> dict[str, Any]:
@@ -79,6 +84,19 @@ def random_states() -> dict[str, Any]:
         cuda = torch.cuda.random.get_rng_state_all()
         states["cuda"] = [_encoded(state.numpy().tobytes()) for state in cuda]
     return states
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Check states that `random_states` returned, without restoring them.
+
+    Raises:
+        KeyError: If a state is missing.
+        TypeError: If a state has another type.
+        ValueError: If a state does not fit its generator.
+    """
+    HostStates.decoded(states)
+    for state in states.get("cuda", []):
+        _state(state)
 
 
 def restore_random_states(states: dict[str, Any]) -> None:

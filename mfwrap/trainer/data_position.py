@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
@@ -14,7 +13,12 @@ from transformers import TrainingArguments
 
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive
-from mfwrap.checkpoints.random_states import HostStates, random_states, restore_random_states
+from mfwrap.checkpoints.random_states import (
+    HostStates,
+    check_random_states,
+    random_states,
+    restore_random_states,
+)
 from mfwrap.trainer.log import check_log
 
 
@@ -185,10 +189,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         positive(content.get("num_ranks", 1))
         HostStates.decoded(content["epoch_random_states"])
-        HostStates.decoded(content.get("random_states", content["epoch_random_states"]))
+        check_random_states(content.get("random_states", content["epoch_random_states"]))
         check_log(content)
         if content.get("data") is not None:
-            operator.index(content["data"]["batch"])
+            _check_count(content["data"]["batch"])
             HostStates.decoded(content["data"]["random_states"])
         if content.get("global_batch") is not None:
             _check_batch(content["global_batch"])
@@ -196,6 +200,12 @@ def _read(path: Path) -> dict[str, Any]:
         reason = f"is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
         raise DamagedFileError(path, reason) from error
     return content
+
+
+def _check_count(number: Any) -> None:
+    if type(number) is not int or number < 0:
+        msg = f"expected an int >= 0, got {number!r:.80}"
+        raise ValueError(msg)
 
 
 def _check_batch(state: Mapping[str, Any]) -> None:

@@ -260,14 +260,14 @@ def test_local_norms_of_reduced_micro_batches(tmp_path):
         loop(config=config, gradient_accumulation_plugin=plugin)[0].load_state(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format_version": 1}'])
+@pytest.mark.parametrize("content", ["{", "[" * 10**5, "[]", '{"format_version": 1}'])
 def test_a_damaged_record(tmp_path, content):
     """A record that cannot be read raises an error that names the file."""
     accelerator = new_accelerator()
     batch = LoopBatch(attach(accelerator), accelerator)
     (tmp_path / "mfwrap_loop.json").write_text(content, encoding="utf-8")
 
-    with pytest.raises(ValueError, match=r"mfwrap_loop\.json is damaged"):
+    with pytest.raises(ValueError, match=r"mfwrap_loop\.json is (damaged|not valid JSON)"):
         batch.check(tmp_path)
 
 
