@@ -60,8 +60,9 @@ class Announcements:
         """Return a rank that does something else, and its description; ``None`` if there is none.
 
         Such a rank has not announced `digest`, and has announced last what this rank never has. It
-        has `seconds_to_follow` to announce `digest`. Two ranks that announce different things
-        cannot both miss this: the later one finds the announcement of the earlier one.
+        has `seconds_to_follow` to announce `digest`. Of two ranks that announce different
+        things, the later one finds the announcement of the earlier one, unless the earlier one has
+        announced something common again; then it finds it when it looks again.
 
         Args:
             digest: Digest that this rank has announced last.
@@ -71,10 +72,11 @@ class Announcements:
             if not self._store.check([str(rank)]) or self._store.check([f"{rank}/{digest}"]):
                 continue
             # A rank whose last announcement is one of this rank's is behind, and may follow.
-            if self._last_of(rank)[0] in self._own:
+            last, text = self._last_of(rank)
+            if last in self._own:
                 continue
             if not has_keys(self._store, [f"{rank}/{digest}"], deadline - time.monotonic()):
-                return rank, self._last_of(rank)[1]
+                return rank, text
         return None
 
     def _last_of(self, rank: int) -> tuple[str, str]:

@@ -30,8 +30,8 @@ class OtherRanks:
     first rank does its first update before the others have announced theirs. It looks again in its
     second, fourth, eighth, ... update. The later rank finds the difference in its first update.
 
-    A difference is told once for each network: that ranks clip and skip without each other is true
-    of all later updates. A second network, or a network with a new cell, is compared again.
+    A difference is reported once for each network: that ranks clip and skip without each other is
+    true of all later updates. A second network, or a network with a new cell, is compared again.
 
     Args:
         trained: Parameters that this rank trains, by name.

@@ -192,7 +192,7 @@ class TrainerBatch:
             others = " and ".join(name for name, is_other in has_other.items() if is_other)
             warnings.warn(
                 f"{reason}, so the rows of updates after {self._checkpoint} differ from those of a "
-                f"run with the former {others}: rows may be repeated or left out",
+                f"run with the same {others} as before: rows may be repeated or left out",
                 stacklevel=callers_stacklevel(),
             )
 

@@ -48,7 +48,7 @@ def test_stages_are_refused(announced):
 
 @pytest.mark.filterwarnings("ignore:no wrapper reduces")
 def test_second_networks_that_differ(announced):
-    """Ranks that have trained the same network are told of a later one that differs."""
+    """A later network that differs is reported, though the ranks have trained a common one."""
     for rank in announced:
         others(rank, nn.Linear(2, 1)).compare(ends=True)
     first = others(announced[0], nn.Linear(2, 3))

@@ -216,7 +216,7 @@ READ_BY_WORKERS = "each of several data loader workers reads an iterable data se
     [
         (
             {"accelerator_config": {"use_seedable_sampler": False}},
-            "use_seedable_sampler` is false, so the rows .* with the former ranks: rows may be",
+            "use_seedable_sampler` is false, so the rows .* with the same ranks as before: rows",
         ),
         pytest.param(WORKERS, READ_BY_WORKERS, marks=pytest.mark.slow),
     ],
@@ -272,4 +272,4 @@ def test_workers_that_take_turns(one_row_each, tmp_path, settings, num_ranks, ba
     assert len(told) == (former is not None)
     for message in told:
         assert message.startswith(f"{READ_BY_WORKERS} rows of updates after {tmp_path} differ")
-        assert f" with the former {former}: " in message
+        assert f" with the same {former} as before: " in message
