@@ -79,9 +79,9 @@ class EvalCallback(TrainerCallback):
 
     def _evaluate(self, state: TrainerState) -> None:
         self._last_step = state.global_step
-        start = self._clock()
-        result = self._eval_func()
-        seconds = self._clock() - start
-        section_clock.leave_out()
+        with section_clock.left_out():
+            start = self._clock()
+            result = self._eval_func()
+            seconds = self._clock() - start
         if state.is_world_process_zero:
             run_logger(__name__).info("Eval result: %s, eval time is %f s.", result, seconds)

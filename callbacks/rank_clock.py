@@ -65,7 +65,8 @@ class RankClock(MonitorCallback):
 
     - ``data``: between two steps. Time from the end of an evaluation, a log or a save backwards to
       the step before is left out. `MFTrainer` leaves out all callbacks of these events; in another
-      loop, callbacks that are called after this one count as data.
+      loop, callbacks that are called after this one count as data. Of a log within a step, only the
+      callbacks are left out.
     - ``forward_backward``: forward and backward of all micro-batches.
     - ``reduction``: the communication hook that was passed to the step.
     - ``update``: norms, optimizer, average, loss scale.
@@ -201,8 +202,8 @@ class RankClock(MonitorCallback):
         self._is_open, self._lines = False, None
 
     def _pause(self) -> None:
-        self._reads.flush()
-        section_clock.leave_out()
+        with section_clock.left_out():
+            self._reads.flush()
 
     def _open(self, args: TrainingArguments | None, global_step: int) -> None:
         folder = required_run_folder(self._folder, args, type(self).__name__)

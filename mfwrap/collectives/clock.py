@@ -67,11 +67,13 @@ class StepSections:
 
     Args:
         host_ns: Time of each section, in nanoseconds, measured on the host.
-        marks: On a device: pairs of an event and the section that ends with it, in order. The first
-            event begins the step.
+        marks: On a device: pairs of an event and the section that ends with it, in order; ``None``
+            for time that is in no section. The first event begins the step.
     """
 
-    def __init__(self, host_ns: Sequence[int], marks: Sequence[tuple[Any, Section]] = ()) -> None:
+    def __init__(
+        self, host_ns: Sequence[int], marks: Sequence[tuple[Any, Section | None]] = ()
+    ) -> None:
         self._seconds: list[float] | None = None
         self._marks = list(marks)
         if not self._marks:
@@ -88,7 +90,8 @@ class StepSections:
         if self._seconds is None and self._marks[-1][0].query():
             self._seconds = [0.0] * len(Section)
             for (start, _), (end, section) in itertools.pairwise(self._marks):
-                self._seconds[section] += start.elapsed_time(end) / 1e3
+                if section is not None:
+                    self._seconds[section] += start.elapsed_time(end) / 1e3
             self._marks = self._marks[-1:]
         return self._seconds
 
@@ -109,12 +112,14 @@ class SectionClock:
         self._section = Section.DATA
         self._device = torch.device("cpu")
         self._has_events = False
+        self._has_begun = False
+        self._is_paused = False
         self._restart()
 
     def _restart(self) -> None:
         self._host_ns = [0] * len(Section)
         self._last_ns = self._now()
-        self._marks: list[tuple[Any, Section]] = []
+        self._marks: list[tuple[Any, Section | None]] = []
         if self._has_events:
             self._marks.append((_recorded_event(self._device), self._section))
 
@@ -126,7 +131,7 @@ class SectionClock:
     def start_for(self, reader: object) -> None:
         """Measure from now on, until `stop_for` is called or `reader` is deleted."""
         if not self.is_on:
-            self._section = Section.DATA
+            self._section, self._has_begun = Section.DATA, False
             self._restart()
         self._readers.add(reader)
 
@@ -140,6 +145,9 @@ class SectionClock:
         if before is not section and self.is_on:
             self._mark(before)
             self._section = section
+            # Ranks also wait for each other between two steps, in an evaluation for example.
+            if section not in {Section.DATA, Section.WAITING} and not self._is_paused:
+                self._has_begun = True
         return before
 
     @contextlib.contextmanager
@@ -151,10 +159,33 @@ class SectionClock:
         finally:
             self.switch(before)
 
-    def leave_out(self) -> None:
-        """Leave the time since the end of the last step out of all sections."""
+    def begin_step(self) -> None:
+        """Tell the clock that the data of the next step are loaded; see `left_out`.
+
+        The first forward, reduction or update also begins the step.
+        """
+        self._has_begun = True
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave the time within the block out of all sections.
+
+        If the next step has not begun, the time since the end of the last step is left out, too:
+        an event such as ``on_evaluate`` comes after its evaluation.
+        """
+        section, was_paused = self._section, self._is_paused
         if self.is_on:
-            self._restart()
+            self._mark(section)
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            if self.is_on:
+                self._mark(section)
+                self._section = section
+            self._is_paused = was_paused
+            if self.is_on and not self._has_begun:
+                self._restart()
 
     def follow_backward(self, loss: Tensor) -> None:
         """Switch to waiting when the backward of `loss` has computed all gradients of this rank.
@@ -180,7 +211,7 @@ class SectionClock:
         if not self.is_on:
             return None
         self._mark(self._section)
-        self._section = Section.DATA
+        self._section, self._has_begun = Section.DATA, False
         sections = StepSections(self._host_ns, self._marks)
         self._host_ns, self._marks = [0] * len(Section), self._marks[-1:]
         if device != self._device:
@@ -190,12 +221,14 @@ class SectionClock:
         return sections
 
     def _mark(self, section: Section) -> None:
-        """Add the time since the last mark to a section."""
+        """Add the time since the last mark to a section, or to none within `left_out`."""
         if self._has_events:
-            self._marks.append((_recorded_event(self._device), section))
+            ended = None if self._is_paused else section
+            self._marks.append((_recorded_event(self._device), ended))
             return
         now = self._now()
-        self._host_ns[section] += now - self._last_ns
+        if not self._is_paused:
+            self._host_ns[section] += now - self._last_ns
         self._last_ns = now
 
 

@@ -128,13 +128,15 @@ class StepCallbackHandler(CallbackHandler):
             keywords |= {"step_output": report.output, "step_report": report}
         may_cancel = self.postpones_save and event in {"on_log", "on_evaluate"}
         control.should_save |= may_cancel
-        with self._calling_termination(event):
+        # What callbacks do for these events does not belong to a step.
+        is_pause = event in {"on_evaluate", "on_log", "on_save"}
+        left_out = section_clock.left_out() if is_pause else contextlib.nullcontext()
+        with left_out, self._calling_termination(event):
             changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
                 event, args, state, control, **keywords
             )
-        if event in {"on_evaluate", "on_log", "on_save"}:
-            # What the callbacks did for the event does not belong to the next step.
-            section_clock.leave_out()
+        if event == "on_step_begin":
+            section_clock.begin_step()
         attached.answers_late = event == "on_optimizer_step"
         if event == "on_step_end":
             self.postpones_save = changed.should_save and _ends_epoch(state)

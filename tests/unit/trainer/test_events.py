@@ -532,14 +532,26 @@ class SlowEvents(TrainerCallback):
 
 
 def test_slow_callbacks_are_not_loading_of_data(tmp_path, monkeypatch):
-    """The time of callbacks of an evaluation, a log or a save belongs to no section of a step."""
+    """The time of callbacks of an evaluation, a log or a save belongs to no section of a step.
+
+    A log of the loss function keeps the other times of its step.
+    """
     slow = SlowEvents()
+
+    class LoggingTrainer(MFTrainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any:
+            slow.seconds += 10
+            self.log({"before": 1.0})
+            loss = super().compute_loss(*args, **keywords)
+            self.log({"after": 1.0})
+            return loss
+
     monkeypatch.setattr(section_clock, "_now", lambda: slow.seconds * 10**9)
     section_clock.start_for(slow)
     every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
-    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[slow], **every_step, eval_steps=1)
+    trainer = new_trainer(LoggingTrainer, tmp_path, callbacks=[slow], **every_step, eval_steps=1)
     trainer.train()
     section_clock.stop_for(slow)
 
     assert slow.seconds >= 4 * 300
-    assert slow.sections == [[0] * 5] * 4
+    assert slow.sections == [[40, 0, 0, 0, 0]] * 4
