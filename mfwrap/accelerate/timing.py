@@ -27,11 +27,13 @@ class LoopSections:
 
     def __init__(self) -> None:
         self._untimed: WeakSet[nn.Module] = WeakSet()
+        self._timed: WeakSet[nn.Module] = WeakSet()
         self._hooks: list[RemovableHandle] = []
 
     def see_model(self, prepared: nn.Module) -> None:
-        """Record a model that ``prepare`` has returned."""
-        self._untimed.add(prepared)
+        """Record a model that ``prepare`` has returned, for the first time or again."""
+        if prepared not in self._timed:
+            self._untimed.add(prepared)
 
     def follow(self, loss: Tensor) -> None:
         """Follow the backward of a scaled loss, which is about to begin.
@@ -46,6 +48,7 @@ class LoopSections:
     def _time_models(self) -> None:
         models = list(self._untimed)
         self._untimed.clear()
+        self._timed.update(models)
         ShardedParts(*models).time_collectives()
         for model in models:
             time_replicas(distributed_parts(model))
@@ -57,6 +60,7 @@ class LoopSections:
             hook.remove()
         self._hooks.clear()
         self._untimed.clear()
+        self._timed.clear()
 
 
 def _begin_forward(model: nn.Module, _: Any) -> None:

@@ -94,6 +94,18 @@ def test_a_loop_without_a_reader_has_no_sections():
     assert section_clock._now is time.perf_counter_ns
 
 
+def test_a_model_that_is_prepared_again_gets_no_second_hook(clock):
+    """A second `prepare` adds no hook."""
+    accelerator = new_accelerator()
+    attach(accelerator)
+    network = nn.Linear(2, 1)
+    for _ in range(3):
+        model = accelerator.prepare(network)
+        accelerator.backward(model(torch.ones(3, 2)).mean())
+
+    assert len(network._forward_pre_hooks) == 1
+
+
 class Mean(nn.Module):
     """A network of one layer that returns the loss."""
 
