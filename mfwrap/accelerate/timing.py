@@ -3,11 +3,14 @@
 A loop calls its models itself, so a hook on each prepared model tells the clock when a forward
 begins. The hooks are registered when somebody reads the times for the first time.
 
-The hook is on the module that ``prepare`` returned, not on the one inside: ``torch.compile`` must
-not compile the hook, because reading a clock is a graph break, and an error with ``fullgraph``. If
-the loop compiles the prepared module itself, the forward counts as `Section.DATA`.
+``torch.compile`` must not compile the hook, because reading a clock is a graph break, and an error
+with ``fullgraph``. So the hook is on the module that ``prepare`` returned, not on the one inside.
+``module.compile()`` compiles the hooks of a module, too: there `TimedForward` takes the place of
+the compiled call. The forward counts as `Section.DATA` if the loop calls ``torch.compile`` for a
+prepared module, or ``module.compile()`` after the first backward.
 """
 
+from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakSet
 
@@ -52,7 +55,10 @@ class LoopSections:
         ShardedParts(*models).time_collectives()
         for model in models:
             time_replicas(distributed_parts(model))
-            self._hooks.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
+            if model._compiled_call_impl is None:  # noqa: SLF001  (of `model.compile()`; torch has no public name for it)
+                self._hooks.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
+            else:
+                time_compiled(model)
 
     def detach(self) -> None:
         """Remove the hooks from the models."""
@@ -63,8 +69,36 @@ class LoopSections:
         self._timed.clear()
 
 
+@final
+class TimedForward:
+    """Tell the clock that a forward begins, then call a module that was compiled in place.
+
+    It stays in place when the step is detached, as long as the module is compiled.
+
+    Args:
+        model: The module.
+        call: The module's compiled call.
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        self._model = model
+        self._call = call
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the module, and return its result."""
+        _begin_forward(self._model, arguments)
+        return self._call(*arguments, **keywords)
+
+
+def time_compiled(model: nn.Module) -> None:
+    """Put a `TimedForward` into a module that was compiled in place, unless it has one."""
+    call = model._compiled_call_impl  # noqa: SLF001  (of `model.compile()`; torch has no public name for it)
+    if call is not None and not isinstance(call, TimedForward):
+        model._compiled_call_impl = TimedForward(model, call)  # noqa: SLF001  (of `model.compile()`; torch has no public name for it)
+
+
 def _begin_forward(model: nn.Module, _: Any) -> None:
-    # If the loop has compiled the prepared model, this hook is compiled, too, and must do nothing.
+    # If the loop compiles the prepared model, this function is compiled, too, and must do nothing.
     # An evaluation does not belong to a step.
     if not torch.compiler.is_compiling() and model.training:
         section_clock.switch(Section.FORWARD_BACKWARD)

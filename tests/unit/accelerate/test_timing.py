@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD
 
 from mfwrap.accelerate import attach
+from mfwrap.accelerate.timing import time_compiled
 from mfwrap.collectives import Section, section_clock
 from support.attached_runs import new_accelerator
 
@@ -95,15 +96,21 @@ def test_a_loop_without_a_reader_has_no_sections():
 
 
 def test_a_model_that_is_prepared_again_gets_no_second_hook(clock):
-    """A second `prepare` adds no hook."""
+    """A second `prepare` adds no hook, and a second attached step no second `TimedForward`."""
     accelerator = new_accelerator()
     attach(accelerator)
-    network = nn.Linear(2, 1)
+    network, compiled = nn.Linear(2, 1), nn.Linear(1, 1)
+    compiled.compile(backend="eager")
+    calls = []
     for _ in range(3):
-        model = accelerator.prepare(network)
-        accelerator.backward(model(torch.ones(3, 2)).mean())
+        model, last = accelerator.prepare(network, compiled)
+        accelerator.backward(last(model(torch.ones(3, 2))).mean())
+        calls.append(compiled._compiled_call_impl)
+    time_compiled(compiled)
 
     assert len(network._forward_pre_hooks) == 1
+    assert not compiled._forward_pre_hooks
+    assert calls == [compiled._compiled_call_impl] * 3
 
 
 class Mean(nn.Module):
@@ -129,6 +136,8 @@ def trained_compiled(clock, place):
     accelerator = new_accelerator(dynamo_plugin=plugin)
     attached = attach(accelerator)
     network = Mean()
+    if place == "in place":
+        network.compile(backend="eager", fullgraph=True)
     model, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=0.1))
     called = torch.compile(model, backend="eager", fullgraph=True) if place == "loop" else model
     for _ in range(3):
@@ -143,10 +152,14 @@ def trained_compiled(clock, place):
 
 @pytest.mark.parametrize(
     ("place", "expected"),
-    [("plugin", [8, 1, 0, 0, 0]), ("loop", [9, 0, 0, 0, 0])],
+    [
+        ("plugin", [8, 1, 0, 0, 0]),
+        ("in place", [8, 1, 0, 0, 0]),
+        ("loop", [9, 0, 0, 0, 0]),
+    ],
 )
 def test_a_compiled_model_stays_one_graph(clock, place, expected):
-    """A model that accelerate compiles is timed outside of the graph; the loop's own is not."""
+    """A model is timed outside of its graph, unless the loop compiles it around the hook."""
     assert trained_compiled(clock, place) == expected
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
