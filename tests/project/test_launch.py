@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
 from support.crash.contents import contents, differences
-from support.launches import FILES, PAGE, end_of, start, wait_until, write_recipe
+from support.launches import FILES, PAGE, end_of, is_served, start, wait_until, write_recipe
 from support.pages import commands
 from support.paths import ROOT
 from support.trainer_ranks import free_port
@@ -131,7 +131,13 @@ def test_commands_of_the_page(words, tmp_path):
     num_machines = 2 if "first-machine" in " ".join(words) else 1
     variables = exports() if num_machines > 1 else {}
     machines = [on_two_machines(words, machine, port) for machine in range(num_machines)]
-    printed = end_of([start(command, tmp_path, **variables) for command in machines])
+    launched = [start(machines[0], tmp_path, **variables)]
+    if num_machines > 1:
+        # Here both machines are localhost. If the second one hosted the rendezvous, accelerate
+        # would refuse to start the first.
+        wait_until(lambda: is_served(port), TIMEOUT_SECONDS, launched[0].output.read_text)
+        launched.append(start(machines[1], tmp_path, **variables))
+    printed = end_of(launched)
 
     run = tmp_path / "runs" / "causal_lm"
     records = read_json_lines(run / "metrics.jsonl")

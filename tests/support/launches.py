@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ __all__ = [
     "Launched",
     "end_of",
     "environment",
+    "is_served",
     "start",
     "wait_until",
     "write_recipe",
@@ -83,14 +85,27 @@ def start(command: Sequence[str], folder: Path, **variables: str) -> Launched:
 
 def end_of(started: Sequence[Launched]) -> str:
     """Wait for commands, require that all of them succeed, and return their output."""
+
+    def codes() -> list[int | None]:
+        return [each.process.poll() for each in started]
+
+    def printed() -> str:
+        return "\n".join(each.output.read_text(encoding="utf-8") for each in started)
+
     try:
-        codes = [each.process.wait(TIMEOUT_SECONDS) for each in started]
+        # If one command has failed, the others may wait for it.
+        wait_until(lambda: None not in codes() or any(codes()), TIMEOUT_SECONDS, printed)
+        assert codes() == [0] * len(started), printed()[-6000:]
+        return printed()
     finally:
         for each in started:
             each.kill()
-    printed = "\n".join(each.output.read_text(encoding="utf-8") for each in started)
-    assert codes == [0] * len(started), printed[-6000:]
-    return printed
+
+
+def is_served(port: int) -> bool:
+    """Return whether a process on this machine accepts connections at a port."""
+    with socket.socket() as client:
+        return client.connect_ex(("localhost", port)) == 0
 
 
 def wait_until(is_reached: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:

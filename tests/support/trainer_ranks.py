@@ -3,11 +3,12 @@
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,14 @@ class Signalled(TrainerCallback):
 
 
 def free_port() -> int:
-    """Return a port that is not in use."""
-    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    return store.port
+    """Return a port that is not in use, and that the system gives to nobody who asks for any."""
+    ports = list(range(10_000, 20_000))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("localhost", port))
+            return port
+    raise AssertionError(ports)
 
 
 @contextmanager
