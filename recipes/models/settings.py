@@ -242,7 +242,8 @@ class ModelSettings(Section):
             if key not in known:
                 msg = f"`config.{key}` is not a key of {kind!r} models{hint(key, known)}"
                 raise ValueError(msg)
-            limit = next((most for name, most in _LIMITS.items() if name in key), None)
+            counts = not key.endswith("_size")  # a width: `shared_expert_intermediate_size`
+            limit = next((most for name, most in _LIMITS.items() if counts and name in key), None)
             numbers = value if isinstance(value, list) else [value]
             if limit is not None and any(isinstance(n, int) and n > limit for n in numbers):
                 msg = f"`config.{key}` must be <= {limit}, got {value!r:.80}"
@@ -293,6 +294,10 @@ _OF_ALL = frozenset({"num_labels", "id2label", "label2id", "problem_type"})
 """Keys that every configuration has."""
 
 
+_WITH_HEAD_DIM = frozenset({"glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe"})
+"""Model types that read ``head_dim`` from their configuration, whose class does not declare it."""
+
+
 def config_keys(kind: str) -> set[str]:
     """Return the keys of a model type's configuration, with their aliases.
 
@@ -305,9 +310,9 @@ def config_keys(kind: str) -> set[str]:
     if kind == PerceptronConfig.model_type:
         return {"num_features", "hidden_size", "num_hidden_layers"}
     config_class: Any = CONFIG_MAPPING[kind]
-    return {field.name for field in dataclasses.fields(config_class)} | {
-        *config_class.attribute_map
-    }
+    undeclared = {"head_dim"} if kind in _WITH_HEAD_DIM else set()
+    declared = {field.name for field in dataclasses.fields(config_class)}
+    return declared | undeclared | {*config_class.attribute_map}
 
 
 _DEFAULT_LENGTH = 512

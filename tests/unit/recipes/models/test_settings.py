@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mfwrap.recipe import RecipeError
+from mfwrap.recipes.models.settings import ModelSettings
 from support.recipe_data import recipe_of, trainer_of
 from support.recipe_texts import SMALL_LLAMA
 
@@ -126,3 +127,13 @@ def test_texts_for_tuning_fit_the_positions(length):
     assert recipe_of("supervised_tuning", data, model=model, max_length=32)
     with pytest.raises(RecipeError, match=says):
         recipe_of("supervised_tuning", data, model=model, max_length=length)
+
+
+def test_a_mixture_of_experts_has_wide_experts():
+    """The limit of numbers of experts does not apply to their width; that of heads is a key."""
+    sizes = {"shared_expert_intermediate_size": 5632, "head_dim": 128}
+
+    settings = ModelSettings(config={"model_type": "qwen2_moe", **sizes})
+    assert settings.config == {"model_type": "qwen2_moe", **sizes}
+    with pytest.raises(ValueError, match="num_experts` must be <= 1000, got 1001"):
+        ModelSettings(config={"model_type": "qwen2_moe", "num_experts": 1001})
