@@ -1,0 +1,74 @@
+"""Keys of MindFormers' model configurations that do not describe the network.
+
+Source: the classes of configurations and networks of MindFormers 0.6 to 1.8 and of its branches
+dev and master.
+"""
+
+_GENERATION = """
+    assistant_token_id block_size boost_model_name chunk_prefill dispatch_global_max_bs do_sample
+    enable_micro_batch gmask_token_id is_dynamic is_encoder_decoder is_flexible_shape is_mtp_model
+    is_npu_acceleration is_sample_acceleration is_training length_penalty_weight llm_backend
+    mask_token_id max_decode_length max_length max_new_tokens min_length min_new_tokens num_blocks
+    parallel_decoding_params phase repetition_penalty return_hidden_states run_mode start_token_id
+    temperature top_k top_p unk_token_id use_cache use_incre_flash_attention use_kbk_infer
+    use_kvcache_op use_paged_attention use_past use_past_shard use_prompt_flash_attention
+    user_token_id
+"""
+_LAYOUT = """
+    embedding_parallel_optimizer enable_emb_opt enable_slice_dp ffn_concat fine_grain_interleave
+    lm_head_dp mla_qkv_concat mlp_concat offset parallel_optimizer pipeline_stage
+    pp_interleave_num qkv_concat seq_parallel seq_split_num sequence_parallel stage_num
+    start_stage tp_x tp_y tp_z use_3d_tensor_parallel use_contiguous_weight_layout_attention
+    use_interleaved_weight_layout_mlp use_select_recompute use_seq_parallel
+"""
+_KERNELS = """
+    apply_query_key_layer_scaling apply_rope_fusion bias_dropout_fusion bias_swiglu_fusion
+    compute_in_2d disable_lazy_inline enable_high_performance fused_norm fused_rms_norm
+    input_layout pretrain_seqlen rmsnorm_compute_2d use_attn_mask_compression use_flash_attention
+    use_fused_mla use_fused_rope use_fused_swiglu use_one_hot_embeddings use_rearrange_rope
+    use_ring_attention use_rope_slice
+"""
+_NAMES = """
+    _name_or_path architectures auto_map auto_register base_model_pp_plan base_model_tp_plan
+    mindformers_version model_name model_type name net_name prefix_name tokenizer_class
+    transformers_version type
+"""
+_DATA = "input_sliced_sig prompt prompt_length"
+
+NO_EFFECT = frozenset(f"{_GENERATION} {_LAYOUT} {_KERNELS} {_NAMES} {_DATA}".split())
+"""Keys of any model that do not change the numbers of a training step: text generation, the layout
+of weights on devices, the choice among kernels for the same function, and names."""
+
+_ELSEWHERE_KEYS = """
+    attention_softmax_in_fp32 batch_size calculate_per_token_loss check_for_nan_in_loss_and_grad
+    checkpoint_name_or_path compute_dtype compute_type data_parallel dataset_config dtype
+    embedding_init_type embedding_type fp16_lm_cross_entropy fp32_residual_connection
+    ignore_token_id layernorm_compute_dtype layernorm_compute_type layernorm_dtype mask_type
+    micro_batch_interleave_num micro_batch_num moe_router_dtype monitor_config mp_comm_recompute
+    no_recompute_layers parallel_config parallel_optimizer_comm_recompute param_init_type
+    params_dtype pet_config print_separate_loss recompute recompute_slice_activation res_dtype
+    residual_dtype rl_config rotary_dtype router_dense_type select_comm_recompute
+    select_comm_recompute_exclude select_recompute select_recompute_exclude seq_length
+    softmax_compute_dtype softmax_compute_type softmax_dtype torch_dtype
+"""
+ELSEWHERE = frozenset(_ELSEWHERE_KEYS.split())
+"""Keys that other sections of a recipe express: precision, data, checkpoint, recomputation."""
+
+_VOCABULARY_KEYS = """
+    add_bias_linear add_qkv_bias apply_residual_connection_post_layernorm assessment_method
+    attention_dropout attention_dropout_prob attention_dropout_rate attention_probs_dropout_prob
+    attn_proj_has_bias drop_path_rate dropout_prob dropout_rate emb_dropout_prob
+    embed_dropout_prob embedding_dropout_prob encoder_stride eos_token extend_method
+    ffn_dim_multiplier has_bias has_relative_bias hidden_act hidden_dropout hidden_dropout_prob
+    hidden_dropout_rate init_method_std initializer_factor initializer_range interleaved_qkv
+    kv_channels layer_norm_eps layer_norm_epsilon layernorm_epsilon logit_scale_init_value
+    loss_type max_position_embedding max_position_embeddings moe_config multi_query_attention
+    multiple_of num_labels out_proj_has_bias pad_token post_layer_norm post_layernorm_residual
+    post_mlp_layernorm post_self_attn_layernorm pre_seq_len prefix_projection qkv_bias
+    qkv_has_bias relative_attention_num_buckets return_extra_loss rms_norm_eps rmsnorm rope_ratio
+    rotary_emb_base rotary_pct rotary_percent scale_output scaling_factor shift_size theta
+    tie_word_embeddings use_absolute_embeddings use_mean_pooling use_relative_positions
+    weight_init
+"""
+VOCABULARY = frozenset(_VOCABULARY_KEYS.split())
+"""Keys that some class of MindFormers reads. The others store such a key and do not use it."""
