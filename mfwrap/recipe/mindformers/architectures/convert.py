@@ -267,7 +267,7 @@ def _core_kind(keys: Keys, name: object, kind: object) -> str:
     if isinstance(named, list) and len(named) == 1:
         (named,) = named
     kind = kind or (_CORE_KINDS.get(named) if isinstance(named, str) else None)
-    if name is not None and name not in _CORE_KINDS:
+    if name is not None and str(name) not in _CORE_KINDS:
         says = f"expected one of {sorted(_FAMILIES)}, the classes that transformers has"
         keys.refuse("type", f"{says}, too, got {shown(name)}")
     if not isinstance(kind, str):

@@ -112,8 +112,8 @@ def convert_core(keys: Keys, kind: str, known: AbstractSet[str]) -> dict[str, An
         config["q_lora_rank"] = None
     config |= keys.carried(known - {"rope_parameters", "dtype", "use_cache"})
     activation = config.get("hidden_act")
-    if kind in _CORE_KINDS and activation in _ACTIVATIONS:
-        config["hidden_act"] = _ACTIVATIONS[activation]
+    if kind in _CORE_KINDS and isinstance(activation, str):
+        config["hidden_act"] = _ACTIVATIONS.get(activation, activation)
     return config | experts
 
 
@@ -172,7 +172,7 @@ def _rope_parameters(keys: Keys, kind: str) -> dict[str, Any] | None:
         rope["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
     elif method == "yarn":
         rope |= _yarn(keys)
-    elif method not in {"rope", "partial_rope", "None", "none"}:
+    elif method not in ("rope", "partial_rope", "None", "none"):
         says = "expected rope, partial_rope or yarn, or a mapping rope_scaling"
         keys.refuse("position_embedding_type", f"{says}, got {shown(method)}")
     rope["rope_theta"] = keys.number("rope_theta", 10_000.0)

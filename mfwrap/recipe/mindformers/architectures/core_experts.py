@@ -53,6 +53,7 @@ CORE_EXPERTS_NO_EFFECT = frozenset(
 )
 """MindFormers' keys of experts that do not change the numbers."""
 
+_MAX_LAYERS = 1_000
 _WITH_SIGMOID = frozenset({"deepseek_v3", "glm4_moe"})
 """Model types whose router computes sigmoids and has a correction bias."""
 
@@ -82,7 +83,7 @@ def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, 
     has_sigmoid = kind in _WITH_SIGMOID
     expected = "sigmoid" if has_sigmoid else "softmax"
     is_sigmoid = keys.value("use_gating_sigmoid")
-    if is_sigmoid not in {None, has_sigmoid}:
+    if is_sigmoid is not None and is_sigmoid != has_sigmoid:
         says = f"the recipe's router computes a {expected}"
         keys.lose("moe", "use_gating_sigmoid", says)
     score = "moe_router_score_function"
@@ -132,8 +133,8 @@ def _dense_layers(keys: Keys, known: Collection[str]) -> dict[str, Any]:
         keys.lose("architecture", "moe_layer_freq", says)
     if first is None:
         return {}
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        says = f"expected an integer >= 0, got {shown(first)}"
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= _MAX_LAYERS:
+        says = f"expected an integer from 0 to {_MAX_LAYERS}, got {shown(first)}"
         keys.refuse("first_k_dense_replace", says)
     if "first_k_dense_replace" in known:
         return {"first_k_dense_replace": first}

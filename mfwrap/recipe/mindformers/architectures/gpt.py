@@ -26,7 +26,7 @@ def activation(keys: Keys, key: str = "hidden_act", default: str = "gelu") -> st
         ModelConfigError: If the activation is unknown.
     """
     name = keys.value(key, default)
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         keys.refuse(key, f"expected one of {sorted(_ACTIVATIONS)}, got {shown(name)}")
     return _ACTIVATIONS[name]
 

@@ -86,5 +86,6 @@ def test_the_choice_of_a_balancing_loss_without_its_factor_has_no_effect():
 
 def test_a_wrong_number_of_dense_layers():
     """The error names the key."""
-    with pytest.raises(ModelConfigError, match="expected an integer >= 0, got -1"):
-        converted("{model_type: qwen3_moe, first_k_dense_replace: -1}")
+    for number in (-1, 10**12):
+        with pytest.raises(ModelConfigError, match=f"from 0 to 1000, got {number}"):
+            converted(f"{{model_type: qwen3_moe, first_k_dense_replace: {number}}}")

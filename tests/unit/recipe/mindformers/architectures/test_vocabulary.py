@@ -1,8 +1,12 @@
 """Each key that a class of MindFormers declares is understood."""
 
+import contextlib
+
 import pytest
 
 from mfwrap.recipe.mindformers.architectures import ModelConfigError, convert_model
+from mfwrap.recipe.mindformers.architectures.core import _ALIASES, _IGNORED
+from mfwrap.recipe.mindformers.architectures.core_experts import _ALIASES as _EXPERT_ALIASES
 from mfwrap.recipe.mindformers.architectures.vocabulary import ELSEWHERE, NO_EFFECT, VOCABULARY
 
 DECLARED = {
@@ -191,6 +195,34 @@ def is_known(name, key):
 def test_each_declared_key_is_known(name):
     """A key that MindFormers declares is converted, sorted, or refused for its value."""
     assert [key for key in DECLARED[name].split() if not is_known(name, key)] == []
+
+
+CORE = {*DECLARED["DeepseekV3Config"].split(), *_ALIASES, *_EXPERT_ALIASES, *_IGNORED} | {
+    "rope_scaling",
+    "rope_parameters",
+    "position_embedding_type",
+    "moe_layer_freq",
+    "moe_router_score_function",
+    "topk_method",
+    "hidden_act",
+    "architectures",
+}
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, -1, 0.5, True], ids=repr)
+@pytest.mark.parametrize("name", [*DECLARED, "qwen3_moe", "glm4_moe"])
+def test_a_value_of_a_wrong_type_is_accepted_or_refused(name, value):
+    """No value of a key raises another error than `ModelConfigError`."""
+    of_experts = name == "MoEConfig"
+    head = {"type": "DeepseekV3Config" if of_experts else name}
+    if name not in DECLARED:
+        head = {"model_type": name}
+    for key in [*DECLARED.get(name, " ".join(CORE)).split(), "type", "model_type"]:
+        settings = head if of_experts else head | {key: value}
+        experts = EXPERTS | ({key: value} if of_experts else {})
+        is_mixture = of_experts or "Deepseek" in name
+        with contextlib.suppress(ModelConfigError):
+            convert_model(settings, {}, "causal_lm", experts if is_mixture else None)
 
 
 def test_a_key_belongs_to_one_list():
