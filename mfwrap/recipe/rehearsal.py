@@ -39,13 +39,14 @@ def rehearse(recipe: Recipe) -> str | None:
 
     Returns:
         ``None`` if a step was trained. Otherwise the reason why it was not tried: the data or the
-        model are on the hub, or the model has more than 30 million parameters.
+        model are on the hub, only MindFormers reads the data, or the model has more than 30 million
+        parameters.
 
     Raises:
         RecipeError: If the data do not fit the task, or the step fails.
     """
-    if not recipe.data.is_local:
-        return "the data are on the hub"
+    if recipe.data.why_unread is not None:
+        return recipe.data.why_unread
     with _quiet():
         reason = _reason_to_skip(recipe)
         if reason is not None:

@@ -136,15 +136,15 @@ class DatasetsSource(DataSource):
         check_place("path", self.path, _SAVED, "a data set saved by `Dataset.save_to_disk`")
 
     @property
-    def is_local(self) -> bool:
-        return Path(self.path).is_dir()
+    def why_unread(self) -> str | None:
+        return None if Path(self.path).is_dir() else "the data are on the hub"
 
     def read(self) -> Rows:
         train = self._split(self.split)
         return Rows(train, self._split(self.eval_split) if self.eval_split else None)
 
     def _split(self, split: str) -> Dataset:
-        if not self.is_local:
+        if self.why_unread is not None:
             return load_dataset(self.path, self.name, split=split, revision=self.revision)
         try:
             found = load_from_disk(self.path)

@@ -98,9 +98,9 @@ class DataSource(Section, abc.ABC):
             self._check_columns(self.known_columns)
 
     @property
-    def is_local(self) -> bool:
-        """Whether the rows can be read without a network."""
-        return True
+    def why_unread(self) -> str | None:
+        """Why the rows cannot be read without a network; ``None`` if they can be."""
+        return None
 
     @abc.abstractmethod
     def read(self) -> Rows:

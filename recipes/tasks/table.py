@@ -40,6 +40,7 @@ from mfwrap.recipes.data.columns import (
     Columns,
 )
 from mfwrap.recipes.data.files import DatasetsSource, JsonLinesSource, TextSource
+from mfwrap.recipes.data.mindformers import MindFormersSource
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
 from mfwrap.recipes.models.settings import ModelSettings
@@ -63,6 +64,7 @@ SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
         "digits": DigitsSource,
         "docstrings": DocstringsSource,
         "json_lines": JsonLinesSource,
+        "mindformers": MindFormersSource,
         "package_docstrings": PackageDocstringsSource,
         "python_tokens": PythonTokensSource,
         "python_topics": PythonTopicsSource,
