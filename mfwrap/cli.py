@@ -202,20 +202,34 @@ def init(name: str, output: Path | None) -> None:
 @cli.command("import-mindformers")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="File; by default standard output.")
-def import_mindformers(file: Path, output: Path | None) -> None:
-    """Convert a MindFormers YAML FILE to a recipe, and list the settings that are left out.
+@click.option(
+    "--accept",
+    multiple=True,
+    metavar="LOSS",
+    help="Import FILE although the recipe loses something that changes the numbers, such as "
+    "weights. The error of an import without it names the loss. May be given several times.",
+)
+def import_mindformers(file: Path, output: Path | None, accept: Sequence[str]) -> None:
+    """Convert a MindFormers YAML FILE to a recipe that trains the same, and check the recipe.
+
+    A setting that changes the numbers and cannot be carried over is an error that names the setting
+    and the option to import the file without it. All other differences are listed on standard
+    error. Data are not converted: replace the section `data` before you train the recipe.
 
     \b
-    Example:
-      mfwrap import-mindformers finetune_llama2_7b.yaml --output llama.yaml
+    Examples:
+      mfwrap import-mindformers pretrain_llama2_7b.yaml --output llama.yaml
+      mfwrap import-mindformers finetune_llama2_7b.yaml --accept weights --output llama.yaml
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    from mfwrap.recipe.mindformers import import_mindformers as convert  # noqa: PLC0415  (slow)
+    from mfwrap.recipe import import_mindformers as convert  # noqa: PLC0415  (slow)
 
     if not file.is_file():
         msg = f"{file}: no such file; expected a MindFormers YAML file"
         raise RecipeError(msg)
-    imported = convert(find_recipe(str(file))[0], str(file))
-    _warn(str(file), imported.notes)
+    imported = convert(find_recipe(str(file))[0], str(file), accept)
+    _warn(str(file), [f"lost ({loss.name}): {loss.says}" for loss in imported.losses])
+    for note in imported.notes:
+        _say(f"{file}: {note}")
     if output is None:
         click.echo(imported.text, nl=False)
     else:

@@ -6,7 +6,7 @@ from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
     from mfwrap.recipe.document import RecipeError
-    from mfwrap.recipe.mindformers import import_mindformers
+    from mfwrap.recipe.mindformers.importer import import_mindformers
     from mfwrap.recipe.recipe import Recipe, RecipeWarning, load_recipe, parse_recipe
     from mfwrap.recipe.run import RunResult, run_recipe
 
@@ -28,7 +28,7 @@ __getattr__ = package_getattr(
         "RecipeError": "mfwrap.recipe.document",
         "RecipeWarning": "mfwrap.recipe.recipe",
         "RunResult": "mfwrap.recipe.run",
-        "import_mindformers": "mfwrap.recipe.mindformers",
+        "import_mindformers": "mfwrap.recipe.mindformers.importer",
         "load_recipe": "mfwrap.recipe.recipe",
         "parse_recipe": "mfwrap.recipe.recipe",
         "run_recipe": "mfwrap.recipe.run",

@@ -115,13 +115,6 @@ class Task:
     mindformers_trainers: frozenset[str] = frozenset()
     """MindFormers' ``trainer.type`` and ``trainer.task_name`` for this task."""
 
-    example_data: str = ""
-    """Built-in source of data for a recipe that is converted from a MindFormers file. The data of
-    that file cannot be used: they are MindRecord files, which only MindSpore reads."""
-
-    example_model: str = ""
-    """``model_type`` for a MindFormers file that does not name a known model."""
-
     def model_types(self) -> frozenset[str]:
         """Return the model types that can be trained from random weights."""
         if self.auto_class is None:
@@ -163,8 +156,6 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             options=frozenset({"sequence_length", "packing"}),
             peft_task_type="CAUSAL_LM",
             mindformers_trainers=frozenset({"CausalLanguageModelingTrainer", "text_generation"}),
-            example_data="python_topics",
-            example_model="llama",
         ),
         "supervised_tuning": Task(
             needs=TUNING,
@@ -195,8 +186,6 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             mindformers_trainers=frozenset(
                 {"TextClassificationTrainer", "sequence_classification", "text_classification"}
             ),
-            example_data="docstrings",
-            example_model="bert",
         ),
         "token_classification": Task(
             needs=({"tokens": WORDS, "labels": LABELS},),
@@ -206,8 +195,6 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             options=frozenset({"sequence_length"}),
             peft_task_type="TOKEN_CLS",
             mindformers_trainers=frozenset({"TokenClassificationTrainer", "token_classification"}),
-            example_data="python_tokens",
-            example_model="bert",
         ),
         "image_classification": Task(
             needs=({"image": IMAGE, "label": LABEL},),
@@ -216,8 +203,6 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             auto_class=AutoModelForImageClassification,
             uses_tokenizer=False,
             mindformers_trainers=frozenset({"ImageClassificationTrainer", "image_classification"}),
-            example_data="digits",
-            example_model="vit",
         ),
         "regression": Task(
             needs=({"features": NUMBERS, "target": NUMBER},),

@@ -7,6 +7,7 @@ import yaml
 
 from mfwrap.cli import cli, main
 from mfwrap.recipe import Recipe, parse_recipe
+from support.mindformers_files import mindformers_text
 from support.pages import PAGES, blocks, commands
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
@@ -50,7 +51,8 @@ def test_commands_are_there(page):
 def test_commands_run(page, tmp_path, monkeypatch):
     """The commands of a page succeed one after the other; long trainings run for two steps only."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pretrain_llama.yaml").write_text("runner_wrapper: {use_clip_grad: True}\n")
+    (tmp_path / "pretrain_llama.yaml").write_text(mindformers_text())
+    (tmp_path / "finetune_llama.yaml").write_text(mindformers_text({"run_mode": "finetune"}))
     for words in mfwrap_commands(page):
         with pytest.raises(SystemExit) as left:
             main([*words, *(TINY if is_long(words) else [])])

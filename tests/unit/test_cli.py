@@ -20,6 +20,7 @@ from mfwrap.callbacks.metrics_recorder import ThroughputRecorder
 from mfwrap.cli import cli, main
 from mfwrap.recipe.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
+from support.mindformers_files import mindformers_text
 from support.recipe_texts import recipe_text
 from support.run_folders import write_run, write_trainer_run
 
@@ -328,14 +329,23 @@ def test_report_refuses(arguments, message, runs, capsys):
 
 
 def test_import_mindformers(recipe, capsys):
-    """The recipe goes to standard output or a file; warnings name the keys that are left out."""
-    Path("mf.yaml").write_text("runner_wrapper: {use_clip_grad: True}\nprofile: False\n")
+    """The recipe goes to standard output or a file; losses are accepted by name."""
+    Path("mf.yaml").write_text(mindformers_text({"run_mode": "finetune"}))
     code, out, err = call(capsys, "import-mindformers", "mf.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith("mfwrap: mf.yaml:1: run_mode: the file finetunes weights")
+    assert err.endswith("--accept weights\n")
+    assert err.count("\n") == 1
+
+    accept = ("--accept", "weights")
+    code, out, err = call(capsys, "import-mindformers", "mf.yaml", *accept)
 
     assert code == 0
-    assert "runner_wrapper:\n  use_clip_grad: true\n" in out
-    assert "profile: left out" in err
-    assert call(capsys, "import-mindformers", "mf.yaml", "--output", "r.yaml")[0] == 0
+    assert "runner_wrapper:\n  type: MFTrainOneStepCell\n" in out
+    assert "mfwrap: warning: mf.yaml: lost (weights): the file finetunes weights" in err
+    assert "mfwrap: mf.yaml: launch: mfwrap train" in err
+    output = ("--output", "r.yaml")
+    assert call(capsys, "import-mindformers", "mf.yaml", *accept, *output)[0] == 0
     assert Path("r.yaml").read_text() == out
 
 

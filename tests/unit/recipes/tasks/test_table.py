@@ -26,20 +26,6 @@ def test_a_trainer_of_mindformers_has_one_task():
     assert len(trainers) == len(set(trainers))
 
 
-@pytest.mark.parametrize("name", [n for n, task in TASKS.items() if task.mindformers_trainers])
-def test_an_imported_file_starts_like_a_shipped_recipe(name):
-    """A task's example data and example model are used together in a shipped recipe."""
-    task = TASKS[name]
-    shipped = [
-        (recipe["data"]["type"], recipe["model"]["config"]["model_type"])
-        for recipe in SHIPPED
-        if recipe["task"] == name and "config" in recipe["model"]
-    ]
-
-    assert (task.example_data, task.example_model) in shipped
-    assert task.example_model in task.model_types()
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_has_a_trainer_and_data(name):
     """Each task has a Trainer with mfwrap's step, Trainer arguments and a built-in data source."""

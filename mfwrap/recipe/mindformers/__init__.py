@@ -1,0 +1,1 @@
+"""Convert MindFormers' YAML files to recipes."""

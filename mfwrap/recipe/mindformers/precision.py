@@ -1,0 +1,83 @@
+"""Convert MindFormers' dtypes to the dtype of weights and the Trainer's mixed precision."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mfwrap.recipe.document import shown
+from mfwrap.recipe.mindformers.source import SourceFile
+
+_SECTION = ("model", "model_config")
+_DTYPES = ("float32", "bfloat16", "float16")
+_WEIGHTS = ("param_init_type", "params_dtype", "param_init_dtype", "dtype", "torch_dtype")
+_COMPUTE = ("compute_dtype", "compute_type")
+_PARTS = frozenset({
+    "embedding_init_type", "layernorm_compute_dtype", "layernorm_compute_type", "layernorm_dtype",
+    "moe_router_dtype", "res_dtype", "residual_dtype", "rotary_dtype", "router_dense_type",
+    "softmax_compute_dtype", "softmax_compute_type", "softmax_dtype",
+})  # fmt: skip
+_DEFAULTS: Mapping[str, tuple[str, str]] = {
+    "BertConfig": ("float32", "float16"),
+    "BloomConfig": ("float32", "float16"),
+    "GPT2Config": ("float32", "float16"),
+    "MaeConfig": ("float32", "float32"),
+    "SwinConfig": ("float32", "float32"),
+    "T5Config": ("float32", "float32"),
+    "ViTConfig": ("float32", "float32"),
+}
+"""Default dtypes of weights and computations, by MindFormers' class. Source: these classes."""
+
+_OF_OTHER_CLASSES = ("float16", "float16")
+_OF_THE_CORE = ("float32", "bfloat16")
+"""Defaults of MindFormers' core of 2025, whose files name no class."""
+
+_FLAGS: Mapping[str, str] = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+class Precision(NamedTuple):
+    """Dtypes of a recipe."""
+
+    weights: str
+    """``model.dtype``."""
+
+    flag: str | None
+    """``bf16`` or ``fp16`` of the section ``training``; ``None`` without mixed precision."""
+
+
+def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
+    """Return the dtypes of a recipe.
+
+    Args:
+        source: File, for notes, losses and errors.
+        settings: ``model_config``, whose keys about dtypes are taken.
+
+    Raises:
+        RecipeError: If a dtype is not float32, bfloat16 or float16.
+    """
+    kind = settings.get("type")
+    defaults = _OF_THE_CORE if kind is None else _DEFAULTS.get(str(kind), _OF_OTHER_CLASSES)
+    weights = _take(source, settings, _WEIGHTS) or defaults[0]
+    compute = _take(source, settings, _COMPUTE) or defaults[1]
+    _take_parts(source, settings)
+    if compute == "float32" != weights:
+        says = f"the file computes in float32 with weights in {weights}"
+        source.lose("precision", (*_SECTION, "compute_dtype"), f"{says}; the recipe in {weights}")
+    return Precision(weights, _FLAGS.get(compute))
+
+
+def _take(source: SourceFile, settings: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    found = {key: settings.pop(key) for key in keys if settings.get(key) is not None}
+    for key, value in found.items():
+        if value not in _DTYPES:
+            says = f"expected one of {list(_DTYPES)}, got {shown(value)}"
+            raise source.document.error((*_SECTION, key), says)
+    return next(iter(found.values()), None)
+
+
+def _take_parts(source: SourceFile, settings: dict[str, Any]) -> None:
+    """Take the dtypes of parts of the network: torch's autocast chooses these dtypes itself."""
+    parts = {key: settings.pop(key) for key in list(settings) if key in _PARTS}
+    halved = sorted(key for key, value in parts.items() if value in {"float16", "bfloat16"})
+    if halved:
+        says = "torch computes these parts in the dtype that autocast chooses, mostly float32"
+        source.notes.append(f"model.model_config: {', '.join(halved)}: {says}")
+    source.without_effect += [f"model.model_config.{key}" for key in parts.keys() - {*halved}]

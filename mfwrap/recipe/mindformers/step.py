@@ -1,0 +1,211 @@
+"""Convert the sections ``runner_wrapper``, ``optimizer`` and ``lr_schedule``."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mfwrap.recipe.document import shown
+from mfwrap.recipe.mindformers.source import SourceFile
+from mfwrap.recipe.mindformers.training import Layout
+from mfwrap.recipe.sections import OPTIMIZER_KEYS_WITHOUT_MEANING
+
+_SCALE = {
+    "type": "DynamicLossScaleUpdateCell",
+    "loss_scale_value": 65536,
+    "scale_factor": 2,
+    "scale_window": 1000,
+}
+_PLAIN = frozenset({"TrainOneStepCell", "wrapper"})
+_WITHOUT_CLIPPING = _PLAIN | {"TrainOneStepWithLossScaleCell", "loss_scale_wrapper"}
+_PIPELINE = frozenset({"MFPipelineWithLossScaleCell", "pipeline_wrapper"})
+_WRAPPER_WITHOUT_EFFECT = frozenset({"enable_check_overflow", "micro_batch_num"})
+_OPTIMIZER_NAMES: Mapping[str, str] = {
+    "adafactor": "Adafactor",
+    "adamw": "AdamWeightDecay",
+    "fp32_adamw": "FP32StateAdamWeightDecay",
+    "fused_adamw": "FusedAdamWeightDecay",
+}
+"""Class of each optimizer that MindFormers registers under a second name."""
+
+_HALF_STATE = frozenset({"AdamW", "FusedAdamW"})
+"""Optimizers whose state is float32 in MindFormers, and has the weights' dtype in torch."""
+
+
+def take_wrapper(source: SourceFile, layout: Layout, *, is_language_model: bool) -> dict[str, Any]:
+    """Return the section ``runner_wrapper``.
+
+    Every setting that MindFormers has a default for is set, because mfwrap's defaults differ.
+
+    Source: MindFormers, ``build_wrapper`` and ``WrapperConfig``.
+
+    Args:
+        source: File, whose section and top-level switches are taken.
+        layout: How the batch of an update is divided.
+        is_language_model: Whether the loss is a mean over tokens.
+
+    Raises:
+        RecipeError: If the section is not a mapping.
+    """
+    is_missing = ("runner_wrapper",) not in source
+    source.ignore_keys(("runner_wrapper",), _WRAPPER_WITHOUT_EFFECT)
+    wrapper = source.mapping("runner_wrapper")
+    kind = wrapper.pop("type", None) or "MFTrainOneStepCell"
+    sens = wrapper.pop("sens", None)
+    clips = is_missing or (layout.is_automatic and layout.micro_batches > 1)
+    if kind in _WITHOUT_CLIPPING or kind in _PIPELINE:
+        source.notes.append(f"runner_wrapper.type: {kind} becomes MFTrainOneStepCell")
+        clips = kind in _PIPELINE
+    if kind in _WITHOUT_CLIPPING | _PIPELINE | {"mf_wrapper"}:
+        kind = "MFTrainOneStepCell"
+    if wrapper.get("scale_sense") is None:
+        wrapper["scale_sense"] = _SCALE if is_missing else (1.0 if sens is None else sens)
+    wrapper["scale_sense"] = _fixed(wrapper["scale_sense"])
+    if wrapper.get("use_clip_grad") is None:
+        wrapper["use_clip_grad"] = clips
+    if source.flag("use_skip_data_by_global_norm"):
+        wrapper["use_skip_data_by_global_norm"] = True
+    per_token = source.flag("calculate_per_token_loss")
+    if wrapper.get("calculate_per_token_loss") is None:
+        has_parts = layout.is_automatic and layout.processes > 1 and is_language_model
+        wrapper["calculate_per_token_loss"] = per_token or _is_joint(
+            source, layout, has_parts=has_parts
+        )
+    return {"type": kind, **wrapper}
+
+
+def _is_joint(source: SourceFile, layout: Layout, *, has_parts: bool) -> bool:
+    """Return whether the loss must be divided by the number of targets of the whole update.
+
+    In automatic parallel training, MindFormers divides the loss of a micro-batch by the number of
+    its targets on all processes.
+    """
+    key = "runner_wrapper.calculate_per_token_loss"
+    if has_parts and layout.micro_batches == 1:
+        source.notes.append(f"{key}: true, as MindFormers counts the targets of all processes")
+        return True
+    if has_parts:
+        says = "each process counts its own targets, MindFormers those of all processes together"
+        source.notes.append(f"{key}: {says}; equal if all rows have equally many targets")
+    return False
+
+
+def _fixed(scale: Any) -> Any:
+    """Return a fixed loss scale for a dynamic one whose factor is 1."""
+    if isinstance(scale, dict) and scale.get("scale_factor") == 1:
+        return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": scale["loss_scale_value"]}
+    return scale
+
+
+def take_optimizer(source: SourceFile, *, weights: str) -> dict[str, Any]:
+    """Return the section ``optimizer``; an empty one if the file has none.
+
+    Args:
+        source: File, whose section is taken.
+        weights: Dtype of the model's weights.
+
+    Raises:
+        RecipeError: If the section is not a mapping, or a number is none.
+    """
+    section = ("optimizer",)
+    sens = _unscaled_sens(source)
+    source.ignore_keys(section, OPTIMIZER_KEYS_WITHOUT_MEANING)
+    if ("lr_schedule",) in source:  # which MindFormers uses in the place of `learning_rate`
+        source.ignore("optimizer", "learning_rate")
+    if section not in source:
+        return {}
+    optimizer = source.mapping("optimizer")
+    kind = optimizer.get("type")
+    if isinstance(kind, str):
+        optimizer["type"] = _OPTIMIZER_NAMES.get(kind, kind)
+    is_undecayed = str(optimizer.get("type")).endswith("AdamWeightDecay")
+    if optimizer.get("eps") is None and is_undecayed:
+        optimizer["eps"] = 1e-6
+    if sens != 1:
+        optimizer["eps"] = _number(source, optimizer.get("eps", 1e-8)) / sens
+        says = f"divided by sens {sens:g}, as MindSpore does not divide the gradients by it"
+        source.notes.append(f"optimizer.eps: {says}")
+    if weights != "float32" and optimizer.get("type") in _HALF_STATE:
+        says = f"the file's {optimizer['type']} keeps its state in float32 for weights in {weights}"
+        source.lose("precision", ("optimizer", "type"), f"{says}; the recipe in {weights}")
+    return optimizer
+
+
+def _unscaled_sens(source: SourceFile) -> float:
+    """Return the factor of the gradients that the optimizer gets, which is 1 for most wrappers."""
+    wrapper = source.document.data.get("runner_wrapper")
+    if not isinstance(wrapper, dict) or wrapper.get("type") not in _PLAIN:
+        return 1.0
+    sens = wrapper.get("sens")
+    if isinstance(sens, bool) or not isinstance(sens, (int, float)) or sens <= 0:
+        return 1.0
+    return float(sens)
+
+
+def _number(source: SourceFile, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise source.document.error(("optimizer", "eps"), f"expected a number, got {shown(value)}")
+    return value
+
+
+def take_schedule(
+    source: SourceFile, training: Mapping[str, Any], layout: Layout
+) -> dict[str, Any]:
+    """Return the section ``lr_schedule``.
+
+    Args:
+        source: File, whose section is taken, and its keys that scale learning rates.
+        training: Section ``training`` of the recipe.
+        layout: How the batch of an update is divided.
+
+    Raises:
+        RecipeError: If the section is missing or not a mapping, or the learning rate depends on a
+            number of devices that the file does not say.
+    """
+    schedule = source.mapping("lr_schedule")
+    if grouped := source.mapping("grouped_lr_schedule"):
+        says = "the file has learning rates for groups of MindFormers' parameters"
+        place = ("grouped_lr_schedule", "grouped")
+        source.lose("lr_groups", place, f"{says}; the recipe has the default one for all")
+        schedule = grouped.get("default") or schedule
+    if not schedule:
+        says = "required, because versions of MindFormers differ in what they do without it"
+        raise source.document.error(("lr_schedule",), f"{says}; add the section to the file")
+    epochs = schedule.pop("warmup_epochs", None)
+    if epochs is not None and schedule.get("warmup_ratio") is None:
+        schedule |= _warm_up(source, epochs, training.get("num_train_epochs"))
+    factor = source.number("lr_scale_factor", default=256)
+    if source.flag("lr_scale"):
+        size = training.get("per_device_train_batch_size")
+        rate = schedule.get("learning_rate")
+        if layout.is_automatic or not isinstance(rate, (int, float)) or not size or factor <= 0:
+            says = "expected false; set lr_schedule.learning_rate to the scaled learning rate"
+            raise source.document.error(("lr_scale",), f"{says}, got true")
+        schedule["learning_rate"] = rate * layout.processes * size / factor
+        says = f"scaled for {layout.processes} x {size} rows, as lr_scale asks"
+        source.notes.append(f"lr_schedule.learning_rate: {says}")
+    _take_layer_decay(source)
+    return schedule
+
+
+def _warm_up(source: SourceFile, warm_up: object, epochs: object) -> dict[str, Any]:
+    """Return ``warmup_ratio`` for a number of epochs, which sets the same number of steps."""
+    is_number = isinstance(warm_up, (int, float)) and not isinstance(warm_up, bool)
+    if not is_number or not isinstance(epochs, int) or not 0 <= float(str(warm_up)) <= epochs:
+        says = f"expected a number of epochs in [0, {shown(epochs)}], got {shown(warm_up)}"
+        raise source.document.error(("lr_schedule", "warmup_epochs"), says)
+    ratio = float(str(warm_up)) / epochs
+    # The schedule rounds down. If floating point had rounded the ratio down, a step would be lost.
+    return {"warmup_ratio": min(1.0, math.nextafter(ratio, 1.0))}
+
+
+def _take_layer_decay(source: SourceFile) -> None:
+    """Take the keys of learning rates by layer, which only ViT and Swin have in MindFormers."""
+    decay = source.number("layer_decay", default=1.0)
+    scales = source.flag("layer_scale")
+    arch = source.document.data.get("model")
+    name = str(arch.get("arch")) if isinstance(arch, dict) else ""
+    if scales and decay != 1 and ("ViT" in name or "Swin" in name):
+        says = (
+            f"the file multiplies the learning rate by {decay:g} from each layer to the one below"
+        )
+        source.lose("layer_decay", ("layer_scale",), f"{says}; the recipe has one learning rate")
