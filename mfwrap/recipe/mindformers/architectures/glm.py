@@ -70,8 +70,7 @@ def convert_glm(keys: Keys) -> dict[str, Any]:
             "rope_theta": 10_000.0 * keys.number("rope_ratio", 1.0),
             "partial_rotary_factor": 0.5,
         },
-        "pad_token_id": 0,
-        **keys.token_ids(vocab_size),
+        **keys.token_ids(vocab_size, pad_token_id=0),
     }
 
 

@@ -16,6 +16,9 @@ _ACTIVATIONS = {
 _LAYER_NORM_EPS = 1e-5
 """The eps of MindFormers' ``LayerNorm``, unless a key sets it."""
 
+_TOKEN = 50_256
+"""First and last token of a text by default, in transformers, too."""
+
 
 def activation(keys: Keys, key: str = "hidden_act", default: str = "gelu") -> str:
     """Take the name of an activation, and return transformers' name of the same function.
@@ -53,7 +56,7 @@ def convert_gpt2(keys: Keys) -> dict[str, Any]:
         "embd_pdrop": keys.number("embedding_dropout_prob", 0.1),
         "attn_pdrop": keys.number("attention_dropout_rate", 0.1),
         "layer_norm_epsilon": _LAYER_NORM_EPS,
-        **keys.token_ids(vocab_size),
+        **keys.token_ids(vocab_size, bos_token_id=_TOKEN, eos_token_id=_TOKEN),
     }
     norms_first(keys)
     keys.unread({"num_hidden_layers": layers, "num_attention_heads": heads})
@@ -85,7 +88,7 @@ def convert_wizard_coder(keys: Keys) -> dict[str, Any]:
         "layer_norm_epsilon": _LAYER_NORM_EPS,
         "initializer_range": keys.number("initializer_range", 0.02),
         "multi_query": True,
-        **keys.token_ids(vocab_size),
+        **keys.token_ids(vocab_size, bos_token_id=_TOKEN, eos_token_id=_TOKEN),
     }
 
 

@@ -130,11 +130,18 @@ class Keys:
             self.refuse(key, f"expected a mapping, got {shown(value)}")
         return value
 
-    def token_ids(self, vocab_size: int) -> dict[str, Any]:
-        """Take the ids of the special tokens; leave out those that no token can have."""
+    def token_ids(self, vocab_size: int, **defaults: int) -> dict[str, Any]:
+        """Take the ids of the special tokens.
+
+        An id that no token can have is left out, or ``None`` if the key has a default.
+
+        Args:
+            vocab_size: Number of tokens.
+            defaults: Ids for keys that are missing.
+        """
         ids: dict[str, Any] = {}
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            value = self.value(key)
+            value = self.value(key, defaults.get(key))
             numbers = value if isinstance(value, list) else [value]
             if value is None or (key == "pad_token_id" and isinstance(value, list)):
                 continue
@@ -142,6 +149,8 @@ class Keys:
                 self.refuse(key, f"expected the id of a token, got {shown(value)}")
             if all(0 <= number < vocab_size for number in numbers):
                 ids[key] = value
+            elif key in defaults:
+                ids[key] = None
         return ids
 
     def is_equal(self, key: str, expected: object, says: str, name: str = "architecture") -> bool:

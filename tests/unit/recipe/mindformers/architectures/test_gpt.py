@@ -27,6 +27,7 @@ def test_the_keys_of_gpt2():
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.3,
         "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 50_256,
         "eos_token_id": 50_256,
     }
     assert (model.losses, model.unknown) == ([], [])
@@ -50,11 +51,15 @@ def test_residuals_behind_norms_are_refused(name):
 
 def test_wizard_coder_shares_keys_and_values():
     """WizardCoder has one head of keys and values."""
-    model = converted("{type: WizardCoderConfig, n_position: 4096, dropout_prob: 0.0}")
+    model = converted(
+        "{type: WizardCoderConfig, n_position: 4096, dropout_prob: 0.0, vocab_size: 49153,"
+        " eos_token_id: 0}"
+    )
 
     assert model.config["model_type"] == "gpt_bigcode"
     assert model.config["multi_query"]
     assert (model.config["n_positions"], model.config["embd_pdrop"]) == (4096, 0.0)
+    assert (model.config["bos_token_id"], model.config["eos_token_id"]) == (None, 0)
 
 
 def test_bloom():
