@@ -50,6 +50,16 @@ _FILE: dict[str, Any] = {
 }
 
 
+def paths_of_keys(section: Mapping[str, Any] | None = None, outer: str = "") -> list[str]:
+    """Return the dotted name of each key of the file, and of each section."""
+    found = []
+    for key, value in (_FILE if section is None else section).items():
+        found.append(f"{outer}{key}")
+        if isinstance(value, dict):
+            found += paths_of_keys(value, f"{outer}{key}.")
+    return found
+
+
 def mindformers_text(changes: Mapping[str, Any] | None = None) -> str:
     """Return a MindFormers file.
 

@@ -77,7 +77,7 @@ def import_mindformers(text: str, name: str, accept: Collection[str] = ()) -> Im
     return ImportedRecipe(comments + yaml_text(sections), notes, source.losses)
 
 
-_TRAINING_MODES = frozenset({"train", "finetune"})
+_TRAINING_MODES = ("train", "finetune")
 _TASK_OF: Mapping[str, str] = {
     trainer: name for name, task in TASKS.items() for trainer in task.mindformers_trainers
 }

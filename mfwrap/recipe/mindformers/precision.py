@@ -76,7 +76,7 @@ def _take(source: SourceFile, settings: dict[str, Any], keys: tuple[str, ...]) -
 def _take_parts(source: SourceFile, settings: dict[str, Any]) -> None:
     """Take the dtypes of parts of the network: torch's autocast chooses these dtypes itself."""
     parts = {key: settings.pop(key) for key in list(settings) if key in _PARTS}
-    halved = sorted(key for key, value in parts.items() if value in {"float16", "bfloat16"})
+    halved = sorted(key for key, value in parts.items() if value in ("float16", "bfloat16"))
     if halved:
         says = "torch computes these parts in the dtype that autocast chooses, mostly float32"
         source.notes.append(f"model.model_config: {', '.join(halved)}: {says}")

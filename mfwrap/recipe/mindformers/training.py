@@ -137,10 +137,10 @@ def launch_note(training: dict[str, Any], layout: Layout) -> str:
         launcher = f"torchrun --standalone --nproc-per-node {layout.processes} -m"
         command = f"{launcher} {command}"
     total = size * layout.micro_batches * layout.processes
-    parts = (
-        f"{layout.micro_batches} micro-batches of {size} on each of {layout.processes} processes"
+    numbers = f"rows per micro-batch {size}, micro-batches {layout.micro_batches}"
+    return (
+        f"launch: {command} (an update has {total} rows: {numbers}, processes {layout.processes})"
     )
-    return f"launch: {command} (an update has {total} rows: {parts})"
 
 
 def _refuse_earlier_run(source: SourceFile) -> None:

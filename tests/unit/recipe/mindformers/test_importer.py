@@ -1,13 +1,24 @@
 """MindFormers' YAML files are converted to recipes that train in the same way, or refused."""
 
+import contextlib
+import math
+
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mfwrap.recipe import RecipeError, import_mindformers, parse_recipe
 from mfwrap.recipe.mindformers.losses import LOSSES
 from mfwrap.recipe.rehearsal import rehearse
 from mfwrap.recipe.run import run_recipe
-from support.mindformers_files import ABSENT, imported, imported_recipe, mindformers_text
+from support.mindformers_files import (
+    ABSENT,
+    imported,
+    imported_recipe,
+    mindformers_text,
+    paths_of_keys,
+)
 from support.paths import TESTS
 
 WHOLE = sorted((TESTS / "mindformers").glob("*.yaml"))
@@ -60,6 +71,17 @@ def test_files_that_do_not_train():
     """A file for the conversion of weights has none of the sections of a training."""
     with pytest.raises(RecipeError, match=r"m.yaml: expected a file that trains, got none of"):
         import_mindformers("ckpt_path: a\noutput_path: b\n", "m.yaml")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(paths_of_keys()),
+    st.sampled_from([None, "", "x", [], [["a"]], {}, {"a": [1]}, -1, 3.5, True, 10**30, math.nan]),
+)
+def test_a_wrong_value_is_an_error_of_one_sentence(path, value):
+    """Whatever a key holds, the file is imported, or refused with a `RecipeError`."""
+    with contextlib.suppress(RecipeError):
+        import_mindformers(mindformers_text({path: value}), "m.yaml", LOSSES)
 
 
 def test_an_unknown_name_of_a_loss():
