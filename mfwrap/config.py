@@ -69,6 +69,22 @@ class StepConfig:
     Source: accelerate, ``GradientAccumulationPlugin.sync_each_batch``; MindSpore,
     ``gradient_accumulation_shard``."""
 
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Add up the gradients of several micro-batches, and reduce them over the ranks, in float32,
+    whatever the dtype of the weights.
+
+    Without it torch adds up the gradients of bfloat16 weights in bfloat16, where 1024 + 1 is 1024.
+    Norms, clipping and the overflow flag are then computed from the float32 sums, and the optimizer
+    gets each gradient rounded once to the dtype of its weight. Updates of one micro-batch, float32
+    weights and gradients under autocast, which are float32 already, are not changed.
+
+    Memory and messages per element of a half-precision weight: 4 bytes instead of 2 for the
+    gradient, and 2 more while the optimizer runs; reductions send 4 bytes instead of 2. Under
+    ``fully_shard`` this holds for the unit's whole gradients, and also if only the policy's
+    ``param_dtype`` is half precision.
+
+    Source: Megatron-LM, ``accumulate_allreduce_grads_in_fp32``."""
+
     def __post_init__(self) -> None:
         """Check each value, and check that no two values contradict each other."""
         for name in (
@@ -77,6 +93,7 @@ class StepConfig:
             "calculate_per_token_loss",
             "use_skip_data_by_global_norm",
             "sync_each_batch",
+            "accumulate_allreduce_grads_in_fp32",
         ):
             check_bool(name, getattr(self, name))
         for name in ("max_grad_norm", "global_norm_spike_threshold"):
@@ -106,6 +123,23 @@ class StepConfig:
                 "`local_norm` must be False if `sync_each_batch` reduces the gradients of each "
                 "micro-batch, because no rank then has the gradients of its own whole update; got "
                 f"both with {number} micro-batches per update; set one of them to False"
+            )
+            raise ValueError(msg)
+
+    def check_communication_hook(self, hook: object | None) -> None:
+        """Check that these settings allow a communication hook of the caller.
+
+        Args:
+            hook: Hook of DistributedDataParallel, or its name; ``None`` for torch's all-reduce.
+
+        Raises:
+            ValueError: If `accumulate_allreduce_grads_in_fp32` is set and there is a hook.
+        """
+        if hook is not None and self.accumulate_allreduce_grads_in_fp32:
+            msg = (
+                "`accumulate_allreduce_grads_in_fp32` must be False with a communication hook, "
+                f"which gets and reduces buckets in the weights' dtype; got the hook {hook!r}; "
+                "leave one of the two out"
             )
             raise ValueError(msg)
 

@@ -129,6 +129,7 @@ def _check(engine: Any, config: StepConfig) -> None:
         "use_skip_data_by_global_norm",
         "calculate_per_token_loss",
         "sync_each_batch",
+        "accumulate_allreduce_grads_in_fp32",
     ):
         if getattr(config, name):
             msg = f"`{name}` must be False with DeepSpeed, which does not support it, got True"

@@ -43,6 +43,7 @@ from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.cell import scale_of
+from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters
@@ -98,6 +99,7 @@ class AttachedStep:
         """Check of the ranks that update the models together."""
         self.sections = LoopSections()
         """Times of the sections of the loop's steps."""
+        self._float32: Float32Gradients | None = None
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
         optimizer directly instead of doing an update."""
@@ -177,6 +179,7 @@ class AttachedStep:
             for window in self.step.windows.values():
                 window.hand_back(scaled=scales)
                 window.update.local_squares = None
+            self._leave_float32()
             if scales:
                 self._scaler.grad_scaler()
                 # torch's scaler unscales gradients only after a first call of `scale`, which puts
@@ -197,6 +200,7 @@ class AttachedStep:
     def see_model(self, prepared: nn.Module) -> None:
         """Record a prepared model, and its DistributedDataParallel modules."""
         reduce_before_accumulation(prepared)
+        self._leave_float32()
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
         self.sections.see_model(prepared)
@@ -243,6 +247,32 @@ class AttachedStep:
                 self.step.arrange(self._prepared_optimizers())
         if final:
             self.step.check_average()
+        if (
+            self.config.accumulate_allreduce_grads_in_fp32
+            and self._float32 is None
+            and self.step.windows
+        ):
+            self._float32 = Float32Gradients(models, self._distributed_parts)
+
+    def begin_backward(self) -> None:
+        """Prepare the backward of the loss that was scaled last."""
+        if self._float32 is None:
+            return
+        # Most loops say whether more micro-batches follow. In others, the second backward before an
+        # update shows that they accumulate.
+        is_first = all(window.num_backward == 1 for window in self.step.windows.values())
+        self._float32.accumulate(on=not (self._accelerator.sync_gradients and is_first))
+        self._float32.begin_backward()
+
+    def end_backward(self) -> None:
+        """Complete the gradients of the last backward."""
+        if self._float32 is not None:
+            self._float32.end_backward()
+
+    def _leave_float32(self) -> None:
+        if self._float32 is not None:
+            self._float32.accumulate(on=False)
+            self._float32 = None
 
     def _prepared_optimizers(self) -> list[Optimizer]:
         return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
@@ -272,6 +302,7 @@ class AttachedStep:
             self.flush()
         finally:
             self.step.clear()
+            self._leave_float32()
             self._distributed_parts.clear()
             # The models that are prepared next are compared across ranks again.
             self.ranks = LoopRanks(self._accelerator, self._distributed_parts, self.config)

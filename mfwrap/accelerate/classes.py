@@ -119,8 +119,11 @@ class AttachedAccelerator:
 
     def backward(self, *args: Any, **keywords: Any) -> None:
         """Run backward as accelerate does; explain an error that another rank has caused."""
-        with self.attachment.ranks.updating(ends=False):
-            super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
+        try:
+            with self.attachment.ranks.updating(ends=False):
+                super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
+        finally:
+            self.attachment.end_backward()
         section_clock.switch(Section.DATA)
         for window in self.attachment.step.windows.values():
             window.after_backward()
@@ -331,6 +334,7 @@ class StepScaler:
         loss = self.attachment.step.scaled(outputs, self._accelerator.step if numbered else None)
         if section_clock.is_on:
             self.attachment.sections.follow(loss)
+        self.attachment.begin_backward()
         return loss
 
     def unscale_(self, optimizer: Optimizer) -> None:

@@ -107,9 +107,9 @@ class OptimizerWindow:
         )
 
     @property
-    def has_backward(self) -> bool:
-        """Whether a loss was scaled in this window."""
-        return bool(self._losses)
+    def num_backward(self) -> int:
+        """Number of losses that were scaled in this window, and may contribute to its update."""
+        return len(self._losses)
 
     def has_unused_gradients(self) -> bool:
         """Return whether there are gradients that the optimizer's last step has not used."""
@@ -232,7 +232,7 @@ class OptimizerWindow:
             scaled: Whether the loop expects scaled gradients. If so, gradients that the loop has
                 unscaled already are scaled again; otherwise, scaled gradients are unscaled.
         """
-        if not self.has_backward:
+        if not self.num_backward:
             return
         self.settle_clip()
         if not scaled:

@@ -157,7 +157,7 @@ class LoopStep:
                 row were skipped.
         """
         window = self.windows[optimizer]
-        unscaled = not window.has_backward and window.has_unused_gradients()
+        unscaled = not window.num_backward and window.has_unused_gradients()
         if not unscaled and not self.loss_scale.is_one and window.holds_used_gradients():
             msg = (
                 "`optimizer.step` found gradients that its last call has already divided by the "

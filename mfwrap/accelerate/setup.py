@@ -118,10 +118,9 @@ def check_arguments(
     loop_config(accelerator, config).check_micro_batches(accelerator.gradient_accumulation_steps)
     handler = accelerator.ddp_handler
     of_handler = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
-    refuse_second_hook(
-        None if of_handler == DDPCommunicationHookType.NO else of_handler,
-        checked_communication_hook(communication_hook),
-    )
+    named = None if of_handler == DDPCommunicationHookType.NO else of_handler
+    refuse_second_hook(named, checked_communication_hook(communication_hook))
+    config.check_communication_hook(named or communication_hook)
 
 
 def loop_config(accelerator: Accelerator, config: StepConfig) -> StepConfig:

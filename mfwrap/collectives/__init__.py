@@ -4,6 +4,7 @@ from mfwrap.collectives.announcements import Announcements, rank_announcements
 from mfwrap.collectives.calls import (
     add_over_ranks,
     any_rank,
+    begin_adding_over_ranks,
     broadcast_from_main,
     gather_objects,
     gather_on_all,
@@ -25,6 +26,7 @@ __all__ = [
     "Section",
     "add_over_ranks",
     "any_rank",
+    "begin_adding_over_ranks",
     "broadcast_from_main",
     "gather_objects",
     "gather_on_all",

@@ -60,6 +60,25 @@ def add_over_ranks(tensor: Tensor, group: "distributed.ProcessGroup | None" = No
             distributed.all_reduce(tensor, group=group)
 
 
+def begin_adding_over_ranks(
+    tensor: Tensor, group: "distributed.ProcessGroup"
+) -> "torch.futures.Future[list[Tensor]]":
+    """Begin to sum a tensor over the ranks of a group, in place.
+
+    Args:
+        tensor: Tensor of the same shape and dtype on every rank. Do not use it before the sum is
+            complete.
+        group: Ranks to sum over.
+
+    Returns:
+        A future that is complete when the sum is.
+    """
+    future: torch.futures.Future[list[Tensor]] = distributed.all_reduce(
+        tensor, group=group, async_op=True
+    ).get_future()
+    return future
+
+
 def any_rank(*, flag: bool, device: torch.device) -> bool:
     """Return whether `flag` is true on at least one rank. All ranks get the same answer.
 

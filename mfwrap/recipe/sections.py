@@ -95,6 +95,9 @@ class RunnerWrapperSection(Section):
     max_consecutive_skips: int | None = StepConfig().max_consecutive_skips
     """See `StepConfig`."""
 
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """See `StepConfig`."""
+
     def __post_init__(self) -> None:
         """Check values that `StepConfig` does not check."""
         if self.max_grad_norm is not None:

@@ -13,6 +13,7 @@ from mfwrap.collectives import Section, add_over_ranks, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.preflight import step_facts
 from mfwrap.step.backward_reductions import reduce_before_accumulation
+from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.parameters import network_parameters
@@ -68,6 +69,8 @@ class GradientAccumulation:
         """Modules of the network that ``fully_shard`` has sharded."""
         self.stages: StageTotals | None = None
         """Always ``None``: no other rank holds another stage of the network."""
+        self.float32: Float32Gradients | None = None
+        """Accumulates the gradients in float32; ``None`` accumulates in the weights' dtype."""
         reduce_before_accumulation(network)
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
@@ -90,12 +93,19 @@ class GradientAccumulation:
             time_replicas(self.distributed_parts)
             self.sharded_parts.time_collectives()
         parts: list[LossParts] = []
+        share = len(calls)
+        if self.float32 is not None:
+            self.float32.accumulate(on=len(calls) > 1)
+            if self.float32.is_active:
+                # Divide the sum instead: a loss that is divided by the number of micro-batches
+                # gives gradients that are rounded once more.
+                share = 1
         try:
             for index, call in enumerate(calls):
                 with self._reduction(last=index == len(calls) - 1):
                     with self._autocast():
                         part = self._forward(call)
-                    self._backward(part, loss_scale, len(calls))
+                    self._backward(part, loss_scale, share)
                 parts.append(detached(part, loss_scale.device))
         except BaseException:
             self.sharded_parts.discard_half_a_step()
@@ -105,7 +115,7 @@ class GradientAccumulation:
                 # Reset `sync_gradients` even after an error: while it is False, accelerate's
                 # scheduler does not advance.
                 self._accelerator.sync_gradients = True
-        return self._accumulated(parts)
+        return self._accumulated(parts, divided=share == len(parts))
 
     def guard(self, optimizer: Optimizer, config: StepConfig) -> RankGuard | LoneGuard | None:
         """Return the guard of the ranks that train the network; ``None`` without other ranks.
@@ -121,22 +131,25 @@ class GradientAccumulation:
             lambda: step_facts([self.network], [optimizer], config),
         )
 
-    def _backward(self, part: LossParts, loss_scale: Tensor, num_micro_batches: int) -> None:
+    def _backward(self, part: LossParts, loss_scale: Tensor, share: int) -> None:
         # Multiply in float32: a float16 loss times the scale would overflow.
         numerator = part.numerator.float()
-        share = 1 if part.denominator is not None else num_micro_batches
+        share = 1 if part.denominator is not None else share
         with torch.autocast(numerator.device.type, enabled=False):
             scale = on_device(loss_scale / share, numerator.device)
             scaled = numerator * scale
             section_clock.follow_backward(scaled)
-            scaled.backward()
+            with contextlib.nullcontext() if self.float32 is None else self.float32.backward():
+                scaled.backward()
         section_clock.switch(Section.FORWARD_BACKWARD)
 
-    def _accumulated(self, parts: Sequence[LossParts]) -> Accumulated:
+    def _accumulated(self, parts: Sequence[LossParts], *, divided: bool) -> Accumulated:
         total = torch.stack([part.numerator for part in parts]).sum()
         denominators = [part.denominator for part in parts if part.denominator is not None]
         if not denominators:
-            return Accumulated(total / len(parts), None)
+            number = None if divided else torch.full_like(total, len(parts))
+            normalizer = None if number is None else Normalizer(number, number)
+            return Accumulated(total / len(parts), normalizer)
         local = torch.stack(denominators).sum()
         return Accumulated(
             total / local, normalizer_of(local, self.distributed_parts, self.sharded_parts)

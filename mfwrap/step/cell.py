@@ -20,6 +20,7 @@ from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.records.run_files import resume_records, save_records
+from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
@@ -200,10 +201,11 @@ class MFTrainOneStepCell(LossScaleHooks):
             DistributedDataParallel. The hook reduces the gradients after their local norms are
             taken. ``None`` keeps torch's all-reduce.
         sync_each_batch: See `StepConfig`.
+        accumulate_allreduce_grads_in_fp32: See `StepConfig`.
 
     Raises:
-        RuntimeError: If `local_norm` or `communication_hook` is given, but the network already has
-            another communication hook.
+        RuntimeError: If the network has a communication hook already, and another one is needed for
+            `local_norm`, `accumulate_allreduce_grads_in_fp32` or `communication_hook`.
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, if two arguments contradict each other, or if a
             launcher started several processes but this one has no process group.
@@ -247,6 +249,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         max_consecutive_skips: int | None = 100,
         communication_hook: CommunicationHook | None = None,
         sync_each_batch: bool = False,
+        accumulate_allreduce_grads_in_fp32: bool = False,
     ) -> None:
         self.config = StepConfig(
             use_clip_grad=use_clip_grad,
@@ -259,10 +262,12 @@ class MFTrainOneStepCell(LossScaleHooks):
             local_norm_groups=local_norm_groups,
             max_consecutive_skips=max_consecutive_skips,
             sync_each_batch=sync_each_batch,
+            accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         )
         self._accumulate = accumulation_of(network, self.config, accelerator)
         parts = self._accumulate.distributed_parts
         _check_communication_hook(communication_hook, parts)
+        self.config.check_communication_hook(communication_hook)
         if ema is not None and not isinstance(ema, ExponentialMovingAverage):
             msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
             raise TypeError(msg)
@@ -302,6 +307,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             ),
             are_asked_for=local_norm,
         )
+        if accumulate_allreduce_grads_in_fp32:
+            self._accumulate.float32 = Float32Gradients([module], parts)
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
@@ -371,6 +378,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             # Release the gradients even if forward or backward raises. Otherwise the next step
             # would add its gradients to those of an incomplete step.
             self._update.release_gradients()
+            if self._accumulate.float32 is not None:
+                self._accumulate.float32.restore()
             section_clock.switch(Section.DATA)
         return self.last_report.output
 

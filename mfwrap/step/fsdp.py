@@ -23,6 +23,7 @@ Only this file uses private names of torch's FSDP2. Any torch release may change
 tests/unit/step/test_fsdp*.py then fail.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
 from weakref import WeakSet
@@ -38,6 +39,9 @@ from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import sharded_parts
 
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+"""Dtypes in which a sum of many gradients loses small ones."""
+
 
 @final
 class ReductionSeam:
@@ -50,6 +54,8 @@ class ReductionSeam:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._reduce: Callable[..., None] = group.post_backward
+        self._policy = group.mp_policy
+        self._keeps_float32 = False
         self.callbacks: WeakSet[Callable[[], None]] = WeakSet()
         """Weak references: each callback's owner keeps it alive. With none left, only the
         reduction runs."""
@@ -63,8 +69,23 @@ class ReductionSeam:
             return
         for callback in self.callbacks:
             callback()
+        if self._keeps_float32 and self._group._orig_dtype in HALF_PRECISION:
+            # torch casts the reduced gradients to this dtype, which it sets to the dtype of the
+            # weights in the first forward. So change it here.
+            self._group._orig_dtype = torch.float32
         with section_clock.within(Section.WAITING):
             self._reduce(*arguments)
+
+    def accumulate_in_float32(self, *, on: bool) -> None:
+        """Make torch add up and reduce gradients in float32, or as the unit's policy says.
+
+        Reduced gradients of half-precision weights then keep float32, so the ``grad_dtype`` of
+        these weights must be float32.
+        """
+        policy = dataclasses.replace(self._policy, reduce_dtype=torch.float32)
+        self._group.mp_policy = policy if on else self._policy
+        self._group._init_mp_dtypes()
+        self._keeps_float32 = on
 
 
 @final
@@ -117,6 +138,13 @@ class ShardedUnit:
             for p in self.parameters
         )
 
+    @property
+    def computes_in_half_precision(self) -> bool:
+        """Whether backward computes this unit's gradients in half precision."""
+        # torch refuses units whose trainable parameters differ in their dtypes.
+        of_weights = next((p.dtype for p in self.parameters if p.requires_grad), None)
+        return (self._group.mp_policy.param_dtype or of_weights) in HALF_PRECISION
+
     def before_reduction(self) -> "ReductionSeam":
         """Return the unit's `ReductionSeam`, and install it if there is none yet."""
         # torch's public hook replaces the reduce-scatter. Norms cannot be read there: the hook gets
@@ -127,6 +155,11 @@ class ShardedUnit:
             seam = ReductionSeam(self._group)
             self._group.post_backward = seam
         return seam
+
+    def accumulate_in_float32(self, *, on: bool) -> None:
+        """Set whether half-precision gradients are added up and reduced in float32 from now on."""
+        if self.computes_in_half_precision:
+            self.before_reduction().accumulate_in_float32(on=on)
 
     def time_collectives(self) -> None:
         """Count the time in gathers and reductions as waiting for other ranks from now on."""
@@ -195,6 +228,14 @@ class ShardedParts:
         for part in self._parts:
             part.set_requires_gradient_sync(now, recurse=False)
 
+    def accumulate_in_float32(self, *, on: bool) -> None:
+        """Set whether half-precision gradients are added up and reduced in float32.
+
+        See `ReductionSeam`.
+        """
+        for unit in self.units:
+            unit.accumulate_in_float32(on=on)
+
     def time_collectives(self) -> None:
         """Count the time in gathers and reductions as waiting; see `ShardedUnit`."""
         for unit in self.units:
@@ -228,6 +269,11 @@ class ShardedParts:
             )
             raise ValueError(msg)
         _ = self.divisor
+
+    @property
+    def computes_in_half_precision(self) -> bool:
+        """Whether backward computes gradients of any unit in half precision."""
+        return any(unit.computes_in_half_precision for unit in self.units)
 
     @property
     def divisor(self) -> float:

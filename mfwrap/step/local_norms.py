@@ -41,6 +41,8 @@ from mfwrap.tensors.shards import on_device
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
+    from mfwrap.step.float32_gradients import Float32Buckets
+
 CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future[Tensor]]"]
 """``(state, hook)``, as ``DistributedDataParallel.register_comm_hook`` takes them."""
 
@@ -83,20 +85,22 @@ class GradientTap:
         self.readers: WeakSet[DistributedLocalSquares] = WeakSet()
         """Weak references to the objects that use `squares`. With none left, gradients are not
         read and only the reduction runs."""
+        self.float32: Float32Buckets | None = None
+        """Reduces the half-precision buckets of this backward in the place of the communication
+        hook; ``None`` if the communication hook does."""
         self.squares: dict[int, Tensor] = {}
         """Sum of squares of this rank's own gradient just before its last reduction, by the
         parameter's ``id``; shape ``()``, float32."""
 
-    def read(self, bucket: "GradBucket") -> None:
+    def read(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Compute the sums of squares of a bucket's gradients, reading each gradient once."""
         if not self.readers:
             return
-        device = bucket.buffer().device
+        device = gradients[0].device
         # Backward may run inside the caller's autocast, which must not change the result.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            squares = sum_of_squares(bucket.gradients(), device).unbind()
-        identities = map(id, bucket.parameters())
-        self.squares.update(zip(identities, squares, strict=True))
+            squares = sum_of_squares(gradients, device).unbind()
+        self.squares.update(zip(map(id, parameters), squares, strict=True))
 
 
 def checked_communication_hook(communication_hook: object) -> CommunicationHook | None:
@@ -174,7 +178,10 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
     from torch._C._distributed_c10d import GradBucket  # noqa: PLC0415  (not in every torch)
 
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        state.read(bucket)
+        if state.float32 is not None and state.float32.concerns(bucket):
+            with section_clock.within(Section.REDUCTION):
+                return state.float32(bucket, state.read)
+        state.read(bucket.parameters(), bucket.gradients())
         inner_state, hook = state.communication_hook
         with section_clock.within(Section.REDUCTION):
             return hook(inner_state, bucket)

@@ -101,6 +101,8 @@ class SkippableOptimizer:
 
     Args:
         optimizer: Optimizer without accelerate's wrapper.
+        rounds: Whether gradients may be float32 although their parameters have half precision. Such
+            a gradient is rounded to the dtype of its parameter for the step, once.
 
     Raises:
         TypeError: If the optimizer's step needs a closure.
@@ -108,7 +110,8 @@ class SkippableOptimizer:
             torch does not update.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, rounds: bool = False) -> None:
+        self._rounds = rounds
         _refuse_closure(optimizer)
         _refuse_idle_sgd(optimizer)
         self.optimizer = optimizer
@@ -146,6 +149,9 @@ class SkippableOptimizer:
         optimizer.found_inf = skip.float()
         if divisor is not None:
             optimizer.grad_scale = divisor
+        if self._rounds:
+            # The kernel divides in float32, so this is the only rounding.
+            round_gradients(self.optimizer)
         try:
             with self._shards():
                 optimizer.step()
@@ -160,6 +166,8 @@ class SkippableOptimizer:
         one = torch.ones_like(skip, dtype=torch.float32)
         flag, value = torch.stack((skip.float(), one if divisor is None else divisor)).tolist()
         if flag:
+            if self._rounds:
+                round_gradients(self.optimizer)
             return True
         if value != 1:
             gradients = [
@@ -172,6 +180,8 @@ class SkippableOptimizer:
                 # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the
                 # gradients' dtype, and in float16 the inverse of a large scale becomes 0.
                 torch._foreach_div_(local_tensors(gradients), value)
+        if self._rounds:
+            round_gradients(self.optimizer)
         with self._unfused_where_momentum_begins_late(), self._shards():
             self.optimizer.step()
         return False
@@ -237,6 +247,33 @@ class SkippableOptimizer:
                     else:
                         unsafe = True
         return unsafe
+
+
+@torch.no_grad()
+def round_gradients(optimizer: Optimizer) -> None:
+    """Round float32 gradients of half-precision parameters to the dtype of their parameter.
+
+    Rounds to the nearest number, all gradients in one call. Does not synchronize with the device.
+    """
+    held = [
+        (parameter, parameter.grad)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype
+    ]
+    if not held:
+        return
+    exact = local_tensors([gradient for _, gradient in held])
+    rounded = [
+        torch.empty_like(each, dtype=parameter.dtype)
+        for each, (parameter, _) in zip(exact, held, strict=True)
+    ]
+    torch._foreach_copy_(rounded, exact)
+    for (parameter, gradient), each in zip(held, rounded, strict=True):
+        # torch refuses another `grad_dtype` while there is a gradient.
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = _placed("grad", each, parameter) if is_distributed(gradient) else each
 
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:

@@ -34,6 +34,7 @@ from mfwrap.collectives.places import named_ranks
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
 from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
+from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.forward import LossParts, NetworkCall, Normalizer, loss_of, pair_of
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.parameters import checked_network, network_parameters
@@ -159,6 +160,8 @@ class PipelineAccumulation:
         self._group: distributed.ProcessGroup | None = self._stages[0].group
         self.stages = StageTotals(self._group) if self._stages[0].group_size > 1 else None
         """Sum over the ranks of the pipeline; ``None`` if it has only one rank."""
+        self.float32: Float32Gradients | None = None
+        """As in `GradientAccumulation`."""
         self._has_first = any(stage.is_first for stage in self._stages)
         self._has_last = any(stage.is_last for stage in self._stages)
         self._batches = PipelineBatches(schedule, has_buffers=self.stages is not None)
@@ -187,6 +190,8 @@ class PipelineAccumulation:
         share = self._schedule._n_microbatches if divides else 1
         parts: list[LossParts] = []
         section_clock.switch(Section.FORWARD_BACKWARD)
+        if self.float32 is not None:
+            self.float32.accumulate(on=self._schedule._n_microbatches > 1)
         try:
             with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
                 self._schedule.step(*arguments, **keywords, return_outputs=False)
@@ -405,6 +410,13 @@ def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) ->
         raise ValueError(msg)
     for stage in stages:
         _check_replicas(schedule, stage)
+        if config.accumulate_allreduce_grads_in_fp32 and distributed_parts(stage.submod):
+            msg = (
+                "`accumulate_allreduce_grads_in_fp32` must be False with a pipeline whose stages "
+                "are wrapped in DistributedDataParallel, which begins its reduction inside the "
+                "schedule; use `fully_shard` on the stages"
+            )
+            raise ValueError(msg)
 
 
 def _check_replicas(schedule: Any, stage: Any) -> None:

@@ -34,6 +34,7 @@ from mfwrap.config import StepConfig
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
+from mfwrap.step.float32_gradients import infinite_where_rounding_overflows
 from mfwrap.step.forward import Normalizer
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
@@ -89,6 +90,7 @@ def measure(
     loss: Tensor | None = None,
     stages: StageTotals | None = None,
     has_bad_rate: Tensor | None = None,
+    rounded_for: Sequence[Tensor] | None = None,
 ) -> Measurement:
     """Compute norms and the overflow flag in one read of the gradients.
 
@@ -110,12 +112,16 @@ def measure(
             pipeline. It also makes `loss`, `normalizer` and `has_bad_rate` known on all these
             ranks.
         has_bad_rate: As in `StageTotals`.
+        rounded_for: Parameters of `gradients`, whose dtypes float32 gradients will be rounded to;
+            ``None`` if the gradients have the dtypes of their parameters.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
     """
     squares = sum_of_squares(local_tensors(gradients), loss_scale.device)
     own_squares = None if local_squares is None else local_squares.squares(squares)
+    if rounded_for is not None:
+        squares = infinite_where_rounding_overflows(squares, gradients, rounded_for)
     if reduction is not None:
         squares, total = reduction(squares, None if normalizer is None else normalizer.reduced)
         if normalizer is not None and normalizer.is_partial:
@@ -219,7 +225,8 @@ class StepUpdate:
         stages: StageTotals | None = None,
     ) -> None:
         self._config = config
-        self._optimizer = SkippableOptimizer(optimizer)
+        self._in_float32 = config.accumulate_allreduce_grads_in_fp32
+        self._optimizer = SkippableOptimizer(optimizer, rounds=self._in_float32)
         self.parameters = parameters
         self.local_squares = local_squares
         self.agreement = agreement
@@ -310,6 +317,7 @@ class StepUpdate:
                 loss=loss,
                 stages=self.stages,
                 has_bad_rate=None if self.stages is None else has_bad_rate(optimizer, self._device),
+                rounded_for=self.parameters.tensors if self._in_float32 else None,
             )
         if normalizer is None and self._loss_scale.is_one:
             return measured._replace(divisor=None)

@@ -23,6 +23,7 @@ DEFAULTS = {
     "local_norm_groups": None,
     "max_consecutive_skips": 100,
     "sync_each_batch": False,
+    "accumulate_allreduce_grads_in_fp32": False,
 }
 FLAGS = [
     "use_clip_grad",
@@ -30,6 +31,7 @@ FLAGS = [
     "calculate_per_token_loss",
     "use_skip_data_by_global_norm",
     "sync_each_batch",
+    "accumulate_allreduce_grads_in_fp32",
 ]
 
 

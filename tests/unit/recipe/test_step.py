@@ -19,6 +19,7 @@ def test_runner_wrapper_becomes_the_step():
         "use_skip_data_by_global_norm": True,
         "global_norm_spike_threshold": 3,
         "max_consecutive_skips": None,
+        "accumulate_allreduce_grads_in_fp32": True,
     }
     recipe = parsed(runner_wrapper=wrapper)
     scale = recipe.step.make_scale()
@@ -28,6 +29,7 @@ def test_runner_wrapper_becomes_the_step():
     assert recipe.step.config.use_skip_data_by_global_norm
     assert recipe.step.config.global_norm_spike_threshold == 3
     assert recipe.step.config.max_consecutive_skips is None
+    assert recipe.step.config.accumulate_allreduce_grads_in_fp32
     assert isinstance(scale, DynamicLossScaleUpdateCell)
     assert (scale.get_loss_scale(), scale.scale_window) == (4096, 50)
     assert recipe.step.make_scale() is not scale

@@ -331,6 +331,12 @@ class TestOneRank:
                 "must be 1 with a pipeline schedule, which accumulates its 2 micro-batches, got 2",
             ),
             (one_stage, {"sync_each_batch": True}, ValueError, "`sync_each_batch` must be False"),
+            (
+                lambda: one_stage(DistributedDataParallel(nn.Linear(2, 1))),
+                {"accumulate_allreduce_grads_in_fp32": True},
+                ValueError,
+                "`accumulate_allreduce_grads_in_fp32` must be False with a pipeline",
+            ),
             (one_stage, {"calculate_per_token_loss": True}, TypeError, "`loss_fn` must return"),
             (
                 lambda: one_stage(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)))),
@@ -356,6 +362,23 @@ class TestOneRank:
             MFTrainOneStepCell(schedule, sgd(schedule), **settings)(
                 torch.ones(4, 2), target=torch.ones(4, 1)
             )
+
+    @pytest.mark.parametrize("in_float32", [True, False])
+    def test_gradients_accumulate_in_float32(self, in_float32):
+        """The mean of 1024 and 1 over two micro-batches is 512.5; bfloat16 has 512."""
+        network = nn.Linear(2, 1, bias=False).bfloat16()
+        schedule = one_stage(network, loss_fn=lambda output, target: (output * target).mean())
+        cell = MFTrainOneStepCell(
+            schedule,
+            sgd(schedule),
+            use_clip_grad=True,
+            accumulate_allreduce_grads_in_fp32=in_float32,
+        )
+        inputs = torch.ones(2, 2).bfloat16()
+        output = cell(inputs, target=torch.tensor([[1024.0], [1.0]]).bfloat16())
+
+        assert output.global_norm == (512.5 if in_float32 else 512.0) * torch.tensor(2.0).sqrt()
+        assert network.weight.grad_dtype == torch.bfloat16
 
     def test_an_accelerator_is_refused(self):
         """The library accelerate does not know pipelines."""

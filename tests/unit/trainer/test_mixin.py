@@ -311,3 +311,35 @@ def test_a_trainer_that_is_pickled_trains_with_the_step(tmp_path):
     averages = [dict(run.trainer.ema.named_averages()) for run in runs]
     assert_same_state(averages[0], averages[1])
     assert runs[1].trainer.attached.last_report.applied_updates == len(runs[0].log) - 1
+
+
+class BFloat16Sum(nn.Module):
+    """A bfloat16 weight whose gradient is the mean of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
+
+    def forward(self, inputs):
+        """Return the mean of the products of the weight and the inputs, in float32."""
+        return {"loss": (self.weight * inputs.bfloat16()).float().mean()}
+
+
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_gradients_accumulate_in_float32(in_float32, tmp_path):
+    """1024 and seven ones are summed up exactly; bfloat16 loses the ones."""
+    data = [{"inputs": torch.tensor(value)} for value in (1024.0, *[1.0] * 7)]
+    config = StepConfig(accumulate_allreduce_grads_in_fp32=in_float32)
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 1}
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path,
+        model=BFloat16Sum(),
+        data=data,
+        extras={"step": config, "data_collator": None},
+        **settings,
+    )
+    trainer.train()
+
+    norm = trainer.attached.last_output.global_norm.item()
+    assert (norm == (1024 + 7) / 8) is in_float32
