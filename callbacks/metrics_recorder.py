@@ -1,7 +1,7 @@
 """Record steps and evaluations in ``metrics.jsonl``, and throughput in ``throughput.jsonl``."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -21,6 +21,8 @@ from mfwrap.trainer import MonitorCallback
 @final
 class MetricsRecorder(MonitorCallback):
     """Write a record per step, with `StepOutput`'s field names, and a record per evaluation.
+
+    If the network reports losses beside their sum, the record has them by name in ``losses``.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -126,11 +128,14 @@ class MetricsRecorder(MonitorCallback):
             for name in outputs[0]._fields
             if name != "size"
         } | {"skipped": _column([report.skipped for report in reports])}
+        losses = _losses(reports)
         for index, step in enumerate(steps):
             record = {name: None if c is None else c[index] for name, c in columns.items()}
             norms = record.get("local_norm")
             if norms is not None:
                 record["local_norm"] = dict(zip(names, norms, strict=True))
+            if losses[index]:
+                record["losses"] = losses[index]
             self._lines.append({"step": step, **record})
 
 
@@ -206,6 +211,13 @@ class ThroughputRecorder(TrainerCallback):
 def _column(values: list[Tensor | None]) -> list[Any] | None:
     tensors = [value for value in values if value is not None]
     return torch.stack(tensors).tolist() if len(tensors) == len(values) else None
+
+
+def _losses(reports: Sequence[StepReport]) -> list[dict[str, float]]:
+    """Return the named losses of each step, with one copy from the device."""
+    values = [loss for report in reports for loss in report.losses.values()]
+    read = iter(torch.stack(values).tolist() if values else ())
+    return [{name: next(read) for name in report.losses} for report in reports]
 
 
 def results_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Results of a training step: detached tensors on the training device."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,6 +105,11 @@ class StepReport:
 
     local_norm_names: tuple[str, ...]
     """Names of the groups of ``output.local_norm``, in its order."""
+
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    """Losses that the network has reported beside the loss of the update, such as ``lm_loss`` and
+    ``mtp_loss``, by name. Shape ``()``, float32; the mean over this rank's micro-batches. See
+    `mfwrap.step.forward.named_losses`."""
 
     sections: "StepSections | None" = None
     """Times of data loading, forward and backward, reduction, update and waiting on this rank,

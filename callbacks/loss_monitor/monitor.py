@@ -43,6 +43,9 @@ class MFLossMonitor(MonitorCallback, ExportableState):
       are means over ranks, so all ranks must have the callback. The ranks exchange a message
       whenever a step is printed or the loop logs, saves, evaluates or ends. A message has two
       numbers for each step since the previous message.
+    - Named losses that the network returns beside their sum (``lm_loss``, ``load_balancing_loss``,
+      ``mtp_loss``, ...) follow as ``lm_loss: 2.300000, ``. They are those of the main process, and
+      need the ``step_report``.
     - ``per_step_time``: mean over the steps since the last record. A step's time runs from
       ``on_step_begin`` to ``on_step_end``, so evaluation, checkpoints and logging are not included.
     - The time at the end of the second line: estimate of the time left, from an exponential mean of
@@ -151,7 +154,11 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         if step_output is None and step_report is not None:
             step_output = step_report.output
         self._run.end_step(
-            state.global_step, step_output, self._flops, sends=_needs_mean_now(control)
+            state.global_step,
+            step_output,
+            self._flops,
+            losses=None if step_report is None else step_report.losses,
+            sends=_needs_mean_now(control),
         )
         if state.is_world_process_zero and not self._run.has_outputs:
             self._warn_once(_NO_OUTPUTS)

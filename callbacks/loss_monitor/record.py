@@ -58,10 +58,11 @@ def _numbers(record: StepRecord) -> str:
     overflow = _UNKNOWN if values.overflow is None else values.overflow
     loss_scale = _UNKNOWN if values.loss_scale is None else _float32(values.loss_scale)
     norm = None if values.global_norm is None else _vector(values.global_norm)
+    named = "".join(f"{name}: {loss:5.6f}, " for name, loss in values.losses.items())
     return (
         f"{{ Epoch:[{position.epoch:3d}/{position.length.num_epochs:3d}], "
         f"step:[{position.step_of_epoch:5d}/{position.length.steps_per_epoch:5d}], "
-        f"loss:[{values.loss:5.3f}/{record.mean_loss:5.3f}], "
+        f"loss:[{values.loss:5.3f}/{record.mean_loss:5.3f}], {named}"
         f"per_step_time: {int(record.seconds * 1000)}ms, {learning_rate}"
         f"overflow cond: {overflow}, loss_scale: {loss_scale}, global_norm: {norm}"
         f"{_compute(record)}"

@@ -126,7 +126,13 @@ class MonitoredRun:
             self._pass_over_data += 1
 
     def end_step(
-        self, global_step: int, output: Any, flops: float | None, *, sends: bool = False
+        self,
+        global_step: int,
+        output: Any,
+        flops: float | None,
+        *,
+        losses: Mapping[str, Tensor] | None = None,
+        sends: bool = False,
     ) -> None:
         """Print the previous step if it is due, and begin to copy the values of this step.
 
@@ -134,6 +140,7 @@ class MonitoredRun:
             global_step: Finished steps, this one included.
             output: Output of the step; ``None`` if the loop passes none.
             flops: FLOPs of one update; ``None`` if unknown.
+            losses: Named losses of the step, as in `mfwrap.StepReport`.
             sends: Average the losses over ranks now even if this step is not printed.
         """
         # Flush before reading the clock: the wait for the previous step's values is step time.
@@ -145,7 +152,7 @@ class MonitoredRun:
             return
         self.has_outputs = True
         moment = self._moment(global_step, flops)
-        self._unsent.append(_Step(pack(output), moment))
+        self._unsent.append(_Step(pack(output, losses=losses), moment))
         if sends or moment.rates is not None or not self._averages_loss:
             self.send()
 

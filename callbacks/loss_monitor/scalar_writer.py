@@ -59,6 +59,8 @@ class ScalarWriter:
             "loss": values.loss,
             "grad-norm": values.global_norm,
         }
+        # MindFormers' tags: `lm-loss`, `mtp-loss`, `load-balancing-loss`.
+        scalars |= {name.replace("_", "-"): loss for name, loss in values.losses.items()}
         if self._loss_scale:
             scalars["loss-scale"] = values.loss_scale
         if self._timers and record.seconds:

@@ -1,7 +1,7 @@
 """The values of one step: packed into one tensor on the device, read on the host a step later."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,10 +28,13 @@ class StepValues:
     scale_before: float | None = None
     """Loss scale that this step used."""
 
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Losses that the network has reported beside `loss`, by name."""
+
     def to_record(self) -> dict[str, float | bool]:
         """Return the known values, by their names in `StepOutput` and `StepReport`.
 
-        Neither has a field for `scale_before`, so it is left out.
+        Neither has a field for `scale_before`, so it is left out. So are `losses`.
         """
         values: dict[str, float | bool | None] = {
             "loss": self.loss,
@@ -53,7 +56,10 @@ class PackedValues:
     """Fields of `StepValues`."""
 
     tensor: Tensor
-    """Shape ``(len(names),)``, float32."""
+    """Shape ``(len(names) + len(loss_names),)``, float32."""
+
+    loss_names: tuple[str, ...] = ()
+    """Names of the losses of `StepValues.losses`, whose values follow those of the fields."""
 
     def unpack(self, host_values: Sequence[float]) -> StepValues:
         """Return the values of the step.
@@ -61,11 +67,13 @@ class PackedValues:
         Args:
             host_values: Elements of `tensor`, copied to the host.
         """
-        values: dict[str, Any] = dict(zip(self.names, host_values, strict=True))
+        number = len(self.names)
+        values: dict[str, Any] = dict(zip(self.names, host_values[:number], strict=True))
         for name, kind in (("overflow", bool), ("skipped", bool), ("consecutive_skips", int)):
             if name in values:
                 values[name] = kind(values[name])
-        return StepValues(**values)
+        losses = dict(zip(self.loss_names, host_values[number:], strict=True))
+        return StepValues(**values, losses=losses)
 
 
 def pack(
@@ -74,6 +82,7 @@ def pack(
     skipped: Tensor | None = None,
     consecutive_skips: Tensor | None = None,
     scale_before: Tensor | None = None,
+    losses: Mapping[str, Tensor] | None = None,
 ) -> PackedValues:
     """Copy the values of a step into one new tensor, without synchronizing with the device.
 
@@ -83,6 +92,7 @@ def pack(
         skipped: Shape ``()``: whether the update was skipped; ``None`` if unknown.
         consecutive_skips: Shape ``()``: skipped updates in a row; ``None`` if unknown.
         scale_before: Shape ``()`` or ``(1,)``: loss scale that the step used; ``None`` if unknown.
+        losses: As in `mfwrap.StepReport`.
 
     Raises:
         TypeError: If `output` is neither a tensor nor a named tuple with a loss.
@@ -99,9 +109,12 @@ def pack(
     # `stack` makes a copy. The copy is needed because the caller may overwrite its tensors before
     # the values are read.
     tensor = torch.stack(
-        [value.detach().float().mean().to(device, non_blocking=True) for value in known.values()]
+        [
+            value.detach().float().mean().to(device, non_blocking=True)
+            for value in [*known.values(), *(losses or {}).values()]
+        ]
     )
-    return PackedValues(names=tuple(known), tensor=tensor)
+    return PackedValues(names=tuple(known), tensor=tensor, loss_names=tuple(losses or ()))
 
 
 def skip_flag(output: Any, report: StepReport | None) -> Tensor | None:

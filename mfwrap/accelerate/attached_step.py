@@ -12,6 +12,7 @@ in prepared models. At the first backward at the latest, it adds all other prepa
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -145,6 +146,18 @@ class AttachedStep:
     def loss_scale(self) -> Tensor:
         """The loss scale that the next backward uses, shape ``()``, float32; a copy."""
         return self.step.loss_scale.value.clone()
+
+    def report_losses(self, losses: Mapping[str, Tensor]) -> None:
+        """Report losses of a micro-batch by name, beside the loss that the loop differentiates.
+
+        The report of the update has their means over its micro-batches; see `StepReport`. Call it
+        before the micro-batch's ``accelerator.backward``. `MFTrainer` calls it. Does not
+        synchronize with the device.
+
+        Args:
+            losses: Tensors of one element by name, such as ``lm_loss`` and ``mtp_loss``.
+        """
+        self.step.report_losses(losses)
 
     def flush(self) -> None:
         """Wait for the results of the last update, and advance the schedules if it was applied.

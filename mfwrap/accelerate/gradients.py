@@ -250,11 +250,14 @@ class OptimizerWindow:
         self._seen = self._fingerprint()
         self._is_clipped = True
 
-    def apply(self, accumulation_steps: int) -> StepReport:
+    def apply(
+        self, accumulation_steps: int, losses: Mapping[str, Tensor] | None = None
+    ) -> StepReport:
         """Do the update, and start a new window.
 
         Args:
             accumulation_steps: Number by which the loop has divided each loss.
+            losses: Named losses to report, as in `StepReport`.
         """
         measured = self.measured()
         if self._overflow is not None:
@@ -273,7 +276,7 @@ class OptimizerWindow:
                 groups=self._first.groups,
             )
         loss = self._loss(accumulation_steps, measured.global_norm.device)
-        self.last_report = self.update.apply(loss, measured, coefficient)
+        self.last_report = self.update.apply(loss, measured, coefficient, losses)
         self.open()
         self._kept = self._used or None
         return self.last_report

@@ -22,6 +22,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import StepReport
+from mfwrap.step.accumulation import mean_by_name
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
@@ -58,6 +59,9 @@ class LoopStep:
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
         self._stepping: OptimizerWindow | None = None
+        # Named losses of the micro-batches of this update, and whether a report has them.
+        self._losses: list[Mapping[str, Tensor]] = []
+        self._are_reported = False
         self._shared_scale = SharedLossScale(loss_scale, self._others_are_used)
 
     def follow(self, ema: ExponentialMovingAverage) -> None:
@@ -136,12 +140,29 @@ class LoopStep:
             msg = f"`loss` must be a tensor, got {described(loss)}"
             raise TypeError(msg)
         self._shared_scale.settle()
+        self._forget_reported()
         detached = loss.detach() if loss.dim() == 0 else loss.detach().float().mean()
         for window in self.windows.values():
             window.before_backward(detached, micro_batch)
         if self.loss_scale.is_one:
             return loss
         return loss * on_device(self.loss_scale.value, loss.device)
+
+    def report_losses(self, losses: Mapping[str, Tensor]) -> None:
+        """Report named losses of a micro-batch with its update; see `StepReport`.
+
+        Args:
+            losses: Tensors of one element by name.
+        """
+        self._forget_reported()
+        device = self.loss_scale.value.device
+        self._losses.append(
+            {name: on_device(v.detach().float().reshape(()), device) for name, v in losses.items()}
+        )
+
+    def _forget_reported(self) -> None:
+        if self._are_reported:
+            self._losses, self._are_reported = [], False
 
     def update(self, optimizer: Optimizer, accumulation_steps: int = 1) -> StepReport:
         """Do the update of one optimizer.
@@ -179,7 +200,9 @@ class LoopStep:
         self.flush()
         self._stepping = window
         try:
-            self.last_report = window.apply(accumulation_steps)
+            losses = mean_by_name(self._losses) if self._losses else None
+            self.last_report = window.apply(accumulation_steps, losses)
+            self._are_reported = True
         finally:
             self._stepping = None
         return self.last_report

@@ -1,7 +1,8 @@
 """The first half of a training step: forward and backward of all micro-batches."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -35,6 +36,9 @@ class Accumulated(NamedTuple):
 
     normalizer: Normalizer | None
     """Divisor of the gradients besides the loss scale; ``None`` if there is none."""
+
+    losses: Mapping[str, Tensor] = MappingProxyType({})
+    """As in `StepReport`."""
 
 
 @final
@@ -149,7 +153,8 @@ class GradientAccumulation:
         if not denominators:
             number = None if divided else torch.full_like(total, len(parts))
             normalizer = None if number is None else Normalizer(number, number)
-            return Accumulated(total / len(parts), normalizer)
+            losses = mean_by_name([part.named for part in parts])
+            return Accumulated(total / len(parts), normalizer, losses)
         local = torch.stack(denominators).sum()
         return Accumulated(
             total / local, normalizer_of(local, self.distributed_parts, self.sharded_parts)
@@ -186,7 +191,21 @@ class GradientAccumulation:
 def detached(part: LossParts, device: torch.device) -> LossParts:
     """Return a micro-batch's loss without its graph, in float32 on `device`."""
     denominator = None if part.denominator is None else on_device(part.denominator, device)
-    return LossParts(on_device(part.numerator.detach().float(), device), denominator)
+    named = {name: on_device(value, device) for name, value in part.named.items()}
+    return LossParts(on_device(part.numerator.detach().float(), device), denominator, named)
+
+
+def mean_by_name(of_micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Average the losses of each name over the micro-batches that have a loss of this name.
+
+    Args:
+        of_micro_batches: For each micro-batch, tensors of shape ``()``, float32, by name.
+    """
+    names = dict.fromkeys(name for losses in of_micro_batches for name in losses)
+    return {
+        name: torch.stack([each[name] for each in of_micro_batches if name in each]).mean()
+        for name in names
+    }
 
 
 def normalizer_of(

@@ -173,8 +173,9 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     Args:
         network: Network that returns a loss of one element, an output with a ``loss`` (Hugging Face
-            models), or a tuple that begins with the loss. With `calculate_per_token_loss`: a
-            Hugging Face model, or a network that returns ``(numerator, denominator)``. Or: a
+            models), a tuple that begins with the loss, or a dict of losses such as ``lm_loss``,
+            which are added up and reported (`StepReport.losses`). With `calculate_per_token_loss`:
+            a Hugging Face model, or a network that returns ``(numerator, denominator)``. Or: a
             schedule of ``torch.distributed.pipelining``, see `pipeline_stages`.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
         use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
@@ -373,7 +374,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self._accumulate(calls, self._loss_scale.value)
-                self.last_report = self._update(accumulated.loss, accumulated.normalizer)
+                self.last_report = self._update(*accumulated)
         finally:
             # Release the gradients even if forward or backward raises. Otherwise the next step
             # would add its gradients to those of an incomplete step.

@@ -3,6 +3,7 @@
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -100,14 +101,17 @@ class LossParts(NamedTuple):
     denominator: Tensor | None
     """Number of targets, detached, shape ``()``, float32; ``None`` if `numerator` is a mean."""
 
+    named: Mapping[str, Tensor] = MappingProxyType({})
+    """Losses that are reported beside `numerator`, see `named_losses`."""
+
 
 @final
 class MeanLoss:
     """Call a network that returns the mean loss of its micro-batch.
 
     Args:
-        network: Network that returns a tensor of one element, an output with a ``loss``, or a
-            tuple that begins with the loss.
+        network: Network that returns a tensor of one element, an output with a ``loss``, a mapping
+            of named losses, or a tuple that begins with the loss.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -122,7 +126,8 @@ class MeanLoss:
                 or does not depend on a trainable parameter.
         """
         _check_has_elements(call)
-        return LossParts(loss_of(self._network(*call.arguments, **call.keywords)), None)
+        output = self._network(*call.arguments, **call.keywords)
+        return LossParts(loss_of(output), None, named_losses(output))
 
 
 @final
@@ -261,14 +266,19 @@ def loss_of(output: Any, source: str = "network") -> Tensor:
 
     Args:
         output: Tensor of one element, output with a ``loss``, or tuple that begins with the loss.
+            The loss of a mapping without ``loss`` is the sum of its named losses: the entries whose
+            names contain "loss". A named tuple with only such fields is treated like a mapping.
         source: Name of the argument that has returned `output`, for errors.
 
     Raises:
         TypeError: If `output` has no loss.
         ValueError: If the loss does not have exactly one element, or requires no gradient.
     """
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
+    entries = _entries(output)
+    if entries is not None:
+        loss = entries.get("loss")
+        if loss is None:
+            loss = _sum_of_losses(entries, source)
     elif isinstance(output, (tuple, list)):
         loss = output[0] if output else None
     elif isinstance(output, Tensor):
@@ -277,12 +287,61 @@ def loss_of(output: Any, source: str = "network") -> Tensor:
         loss = getattr(output, "loss", None)
     if loss is None:
         msg = (
-            f"`{source}` must return a loss: a tensor of one element, an output with `loss`, or a "
-            f"tuple that begins with the loss; got {type(output).__name__} without a loss (a "
-            "Hugging Face model computes it if the batch has `labels`)"
+            f"`{source}` must return a loss: a tensor of one element, an output with `loss`, a "
+            "dict of losses whose names contain `loss`, or a tuple that begins with the loss; got "
+            f"{type(output).__name__} without a loss (a Hugging Face model computes it if the "
+            "batch has `labels`)"
         )
         raise TypeError(msg)
     return _differentiable("loss", loss, source)
+
+
+def named_losses(output: Any) -> dict[str, Tensor]:
+    """Return the losses that an output has beside its ``loss``, by name.
+
+    These are the entries of a mapping whose names contain "loss" and whose values are tensors of
+    one element: ``lm_loss``, ``load_balancing_loss`` and ``mtp_loss``, for example, or the
+    ``aux_loss`` of a Hugging Face mixture of experts.
+
+    Source: MindFormers, ``print_separate_loss``.
+
+    Args:
+        output: Output of a network. Only mappings, and the named tuples that `loss_of` treats like
+            mappings, have named losses.
+
+    Returns:
+        Detached tensors of shape ``()``, float32.
+    """
+    return {
+        name: value.detach().float().reshape(())
+        for name, value in (_entries(output) or {}).items()
+        if name != "loss" and _is_loss_name(name)
+        if isinstance(value, Tensor) and value.numel() == 1
+    }
+
+
+def _is_loss_name(name: object) -> bool:
+    return isinstance(name, str) and "loss" in name.lower()
+
+
+def _entries(output: Any) -> Mapping[str, Any] | None:
+    """Return a mapping as it is, and a named tuple of losses as a mapping; ``None`` otherwise."""
+    if isinstance(output, Mapping):
+        return output
+    names = getattr(output, "_fields", ())
+    if isinstance(output, tuple) and names and all(map(_is_loss_name, names)):
+        return dict(zip(names, output, strict=True))
+    return None
+
+
+def _sum_of_losses(entries: Mapping[str, Any], source: str) -> Tensor | None:
+    """Return the sum of the named losses; ``None`` if no entry has the name of a loss."""
+    losses = [
+        _one_element(name, value, source)
+        for name, value in entries.items()
+        if _is_loss_name(name) and value is not None
+    ]
+    return torch.stack([loss.float() for loss in losses]).sum() if losses else None
 
 
 def pair_of(output: Any, source: str = "network") -> LossParts:

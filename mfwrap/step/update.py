@@ -22,7 +22,7 @@ Do not add anything that reads a tensor on the host (``item``, ``if tensor``, ``
 tests count such reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -241,12 +241,18 @@ class StepUpdate:
             reported=reported,
         )
 
-    def __call__(self, loss: Tensor, normalizer: Normalizer | None = None) -> StepReport:
+    def __call__(
+        self,
+        loss: Tensor,
+        normalizer: Normalizer | None = None,
+        losses: Mapping[str, Tensor] | None = None,
+    ) -> StepReport:
         """Do one update from the present gradients, and then set the gradients to ``None``.
 
         Args:
             loss: Loss to report, shape ``()``, float32, detached.
             normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
+            losses: Named losses to report, as in `StepReport`.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -262,7 +268,9 @@ class StepUpdate:
             if is_pipeline:
                 self.flush()
             measured = self.measure(normalizer, loss=loss, may_be_absent=is_pipeline)
-            return self.apply(loss if measured.loss is None else measured.loss, measured)
+            if measured.loss is not None:
+                loss = measured.loss
+            return self.apply(loss, measured, losses=losses)
         finally:
             self.release_gradients()
 
@@ -328,6 +336,7 @@ class StepUpdate:
         loss: Tensor,
         measured: Measurement,
         coefficient: Tensor | None = None,
+        losses: Mapping[str, Tensor] | None = None,
     ) -> StepReport:
         """Decide whether to skip, and update weights, loss scale, average and counts.
 
@@ -336,6 +345,7 @@ class StepUpdate:
             measured: Result of `measure` for the present gradients.
             coefficient: Factor that clips the gradients, shape ``()``, float32; ``None`` to clip
                 as configured.
+            losses: Named losses to report, as in `StepReport`.
 
         Raises:
             RuntimeError: If the averages are swapped in, or too many updates in a row were skipped.
@@ -360,7 +370,7 @@ class StepUpdate:
                 self._ema.update(applied)
             self.counts.count(applied)
             report = self._report(
-                loss, measured, applied, rates, norm_is_asked_for=coefficient is not None
+                loss, measured, applied, rates, losses, norm_is_asked_for=coefficient is not None
             )
             self.counts.submit(report, measured.local_norm, skipped=skipped)
         return report
@@ -409,6 +419,7 @@ class StepUpdate:
         measured: Measurement,
         applied: Tensor,
         rates: Tensor,
+        losses: Mapping[str, Tensor] | None,
         *,
         norm_is_asked_for: bool,
     ) -> StepReport:
@@ -430,6 +441,7 @@ class StepUpdate:
             skipped=~applied,
             learning_rates=rates,
             local_norm_names=groups.names,
+            losses=losses or {},
             sections=section_clock.end_step(self._device),
             **self.counts.tensors(),
         )

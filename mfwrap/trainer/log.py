@@ -1,13 +1,15 @@
 """Add the step's counts to a Trainer's log, and leave non-finite losses out of logged means."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from mfwrap.outputs import LocalNormStepOutput, StepReport
+from mfwrap.step.forward import named_losses
 from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.events import monitors
 
@@ -42,6 +44,35 @@ class Losses:
         # The Trainer's own filter reads each loss on the host; `StepLog` filters on the device.
         with replaced(args, logging_nan_inf_filter=False):
             yield
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Within the block, report the losses that the model's output has beside its ``loss``.
+
+        A subclass with a ``compute_loss`` of its own calls ``attached.report_losses`` instead: some
+        such methods refuse ``return_outputs=True``.
+        """
+        trainer = self._trainer
+        compute_loss: Callable[..., Any] = trainer.compute_loss
+        if getattr(compute_loss, "__func__", None) is not Trainer.compute_loss:
+            yield
+            return
+
+        def reporting_loss(
+            *args: Any, return_outputs: bool = False, **keywords: Any
+        ) -> Tensor | tuple[Tensor, Any]:
+            loss, outputs = compute_loss(*args, return_outputs=True, **keywords)
+            losses = named_losses(outputs)
+            if losses:
+                trainer.attached.report_losses(losses)
+            return (loss, outputs) if return_outputs else loss
+
+        # An attribute of the trainer hides the method of its class.
+        vars(trainer)["compute_loss"] = reporting_loss
+        try:
+            yield
+        finally:
+            del vars(trainer)["compute_loss"]
 
     def share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
         """Return the weight of a micro-batch in the loss of its update.
@@ -271,6 +302,8 @@ class StepLog:
             "overflows": self._overflows,
             "non_finite_losses": self._non_finite_losses,
         }
+        counts = list(scalars)[1:]
+        scalars |= {f"losses/{name}": loss for name, loss in report.losses.items()}
         names = report.local_norm_names if isinstance(output, LocalNormStepOutput) else ()
         local_norms = output.local_norm if isinstance(output, LocalNormStepOutput) else None
         left_out, left_share, *values = _read(
@@ -278,8 +311,7 @@ class StepLog:
         )
         keys = [*scalars, *(f"local_norm/{name}" for name in names)]
         logs = logs | dict(zip(keys, values, strict=True))
-        # All scalars except the first, the loss scale, are counts.
-        for name in list(scalars)[1:]:
+        for name in counts:
             logs[name] = int(logs[name])
         before = logs["loss"]
         if left_out < self._num_losses:

@@ -287,7 +287,8 @@ class MFTrainerMixin(_Base):
         if self._watch is not None:
             self._watch.begin_update()
         share = self._losses.share_of_update(inputs, num_items_in_batch)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        with self._losses.reporting():
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return self._losses.step_log.filtered(loss, share)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -140,6 +140,17 @@ def test_each_optimizer_has_its_own_report_and_the_last_is_the_steps():
     assert [int(window.update.counts.applied_updates) for window in windows] == [0, 1]
 
 
+def test_named_losses_belong_to_their_update():
+    """A report has the means of the losses of its own micro-batches, and of no other update."""
+    training = Training()
+    for value in (1.0, 3.0):
+        training.step.report_losses({"mtp_loss": torch.tensor([value])})
+    assert training.update().losses == {"mtp_loss": torch.tensor(2.0)}
+    assert training.update().losses == {}
+    training.step.report_losses({"mtp_loss": torch.tensor(5.0)})
+    assert training.update().losses == {"mtp_loss": torch.tensor(5.0)}
+
+
 def test_an_optimizer_that_is_not_known_has_skipped_nothing():
     """`was_skipped` returns False for an optimizer that was not added."""
     assert Training().step.was_skipped(SGD([nn.Parameter(torch.ones(()))])) is False

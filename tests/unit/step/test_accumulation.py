@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from mfwrap import MFTrainOneStepCell
+from support.host_reads import HostReads
 from support.small_llama import byte_batch, small_llama
 from support.small_networks import (
     IGNORED,
@@ -35,6 +36,47 @@ def build(network: nn.Module, **settings) -> MFTrainOneStepCell:
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
     settings = {"use_clip_grad": True, "max_grad_norm": float("inf")} | settings
     return MFTrainOneStepCell(network, optimizer, **settings)
+
+
+class SeparateLosses(nn.Module):
+    """A network with the loss of its language model, its router and, in some batches, its MTP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        """Return the losses of a batch; a batch of more than one row has an MTP loss."""
+        product = (self.weight * inputs).mean()
+        losses = {"lm_loss": product, "load_balancing_loss": product.square() / 8}
+        if len(inputs) > 1:
+            losses["mtp_loss"] = product.sin().reshape(1)
+        return losses
+
+
+def test_separate_losses_are_added_up_and_reported():
+    """The sum is trained; the report has the mean of each loss over its micro-batches."""
+    network = SeparateLosses()
+    cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1, fused=True))
+    batches = [torch.full((rows, 2), float(rows)) for rows in (1, 2, 3)]
+    outputs = [network(batch) for batch in batches]
+    total = sum(sum(each.reshape(()) for each in output.values()) for output in outputs) / 3
+    [gradient] = torch.autograd.grad(total, [network.weight])
+    expected = {
+        name: torch.stack([o[name].reshape(()) for o in outputs if name in o]).mean()
+        for name in ("lm_loss", "load_balancing_loss", "mtp_loss")
+    }
+
+    with HostReads() as reads:
+        output = cell.step(batches)
+
+    assert reads.names == []
+    torch.testing.assert_close(output.loss, total.detach())
+    torch.testing.assert_close(dict(cell.last_report.losses), expected)
+    assert not any(each.requires_grad for each in cell.last_report.losses.values())
+    torch.testing.assert_close(network.weight.detach(), torch.ones(2) - 0.1 * gradient)
+    cell.step(batches[:1])
+    assert cell.last_report.losses.keys() == {"lm_loss", "load_balancing_loss"}
 
 
 def uneven_batch(seed: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The loss is read from the network's output; targets are counted as the Trainer counts them."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
-from mfwrap.step.forward import MeanLoss, NetworkCall, PerTokenLoss
+from mfwrap.step.forward import MeanLoss, NetworkCall, PerTokenLoss, named_losses
 from support.host_reads import HostReads
 
 IGNORED = -100
@@ -73,6 +74,13 @@ def per_token(network):
     return PerTokenLoss(network, network)
 
 
+class Losses(NamedTuple):
+    """Losses of a network."""
+
+    lm_loss: torch.Tensor
+    mtp_loss: torch.Tensor
+
+
 class Returns(nn.Module):
     """A network that returns ``make(weight)``."""
 
@@ -98,8 +106,14 @@ class Returns(nn.Module):
         lambda w: {"loss": w.sum(), "logits": None},
         lambda w: CausalLMOutput(loss=w.sum(), logits=w),
         lambda w: SimpleNamespace(loss=w.sum()),
+        lambda w: {"lm_loss": w[0], "mtp_loss": w[1:], "router_loss": None, "logits": w},
+        lambda w: Losses(w[0], w[1]),
+        lambda w: (w.sum(), w.sum().square()),
     ],
-    ids=["()", "(1,)", "(1, 1)", "tuple", "list", "dict", "ModelOutput", "object"],
+    ids=[
+        *("()", "(1,)", "(1, 1)", "tuple", "list", "dict", "ModelOutput", "object"),
+        *("named losses", "tuple of named losses", "plain tuple of losses"),
+    ],
 )
 def test_a_mean_loss_is_found_in_every_form(make):
     """The numerator is the network's loss, with shape ``()`` and with its graph."""
@@ -109,6 +123,31 @@ def test_a_mean_loss_is_found_in_every_form(make):
     assert (parts.numerator.shape, parts.numerator.item(), parts.denominator) == ((), 5.0, None)
     parts.numerator.backward()
     assert torch.equal(network.weight.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        ({"lm_loss": 1.0, "mtp_loss": 2.0, "logits": 3.0}, ["lm_loss", "mtp_loss"]),
+        ({"loss": 1.0, "aux_loss": 2.0}, ["aux_loss"]),
+        ({"loss": 1.0, "logits": 3.0}, []),
+    ],
+)
+def test_named_losses_are_those_beside_the_loss(output, names):
+    """Entries whose names contain "loss" are reported, except for the loss itself."""
+    tensors = {name: torch.tensor([value]).double() for name, value in output.items()}
+    found = named_losses(tensors)
+
+    assert {name: value.item() for name, value in found.items()} == {n: output[n] for n in names}
+    assert all(each.shape == () and each.dtype == torch.float32 for each in found.values())
+
+
+def test_only_mappings_have_named_losses():
+    """A tensor, a tuple and an output without a loss have none; a named tuple may have some."""
+    one = torch.ones(())
+    for output in (one, (one, one), None, {"loss_mask": torch.ones(2)}):
+        assert named_losses(output) == {}
+    assert named_losses(Losses(one, one)) == {"lm_loss": one, "mtp_loss": one}
 
 
 def test_a_mean_loss_passes_arguments_on():
@@ -149,6 +188,8 @@ NO_LOSS = "`network` must return a loss: a tensor of one element"
         (lambda w: CausalLMOutput(logits=w), TypeError, f"{NO_LOSS}.* got CausalLMOutput"),
         (lambda w: (None, w), TypeError, f"{NO_LOSS}.* got tuple"),
         (lambda _: (5.0,), TypeError, "the loss .* must be a tensor, got 5.0 of type float"),
+        (lambda w: {"lm_loss": w}, ValueError, r"the lm_loss .* one element, got shape"),
+        (lambda w: {"lm_loss": w[0].item()}, TypeError, "the lm_loss .* must be a tensor"),
         (lambda w: w, ValueError, r"the loss .* one element, got shape \(2,\)"),
         (lambda w: w[:0], ValueError, r"the loss .* one element, got shape \(0,\)"),
         (lambda w: w.sum().detach(), ValueError, "must depend on a trainable parameter"),
@@ -156,6 +197,7 @@ NO_LOSS = "`network` must return a loss: a tensor of one element"
     ],
     ids=[
         *("none", "number", "empty tuple", "dict", "output", "none first", "number first"),
+        *("named two", "named number"),
         *("two", "zero", "detached", "int"),
     ],
 )

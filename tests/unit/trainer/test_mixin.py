@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback, TrainingArguments
@@ -18,11 +19,13 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.accelerate.data_workers import WorkerStart
-from mfwrap.callbacks import History
+from mfwrap.callbacks import History, MFLossMonitor
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder
+from mfwrap.records import read_json_lines
 from mfwrap.schedules.deferred import DeferredSchedule
 from mfwrap.trainer import MFTrainer, MonitorCallback
 from mfwrap.trainer.mixin import loop_settings
-from support.trainer_runs import new_trainer, tiny_llama, train
+from support.trainer_runs import messages_of, new_trainer, tiny_llama, train
 from support.training_state import assert_same_state
 
 
@@ -311,6 +314,51 @@ def test_a_trainer_that_is_pickled_trains_with_the_step(tmp_path):
     averages = [dict(run.trainer.ema.named_averages()) for run in runs]
     assert_same_state(averages[0], averages[1])
     assert runs[1].trainer.attached.last_report.applied_updates == len(runs[0].log) - 1
+
+
+class WithRouter(nn.Module):
+    """A network whose loss contains that of a router, which its output has beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        """Return the loss, and the router's part in it."""
+        router = (self.weight * inputs).mean()
+        return {"loss": 1 + router, "aux_loss": router}
+
+
+def test_the_losses_of_an_output_are_reported(tmp_path):
+    """The log, the metrics, the monitor's lines and its curves have the output's `aux_loss`."""
+    monitor = MFLossMonitor(tensorboard_dir=tmp_path / "events")
+    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path,
+        model=WithRouter(),
+        data=[{"inputs": torch.tensor(float(row))} for row in range(16)],
+        callbacks=[monitor, recorder],
+        extras={"data_collator": None},
+        max_steps=2,
+        learning_rate=0.0,
+    )
+    with messages_of("mfwrap.callbacks") as messages:
+        trainer.train()
+
+    metrics = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if "losses" in line]
+    logged = [entry for entry in trainer.state.log_history if "losses/aux_loss" in entry]
+    assert len(metrics) == len(logged) == 2
+    for line, entry in zip(metrics, logged, strict=True):
+        aux = line["losses"]["aux_loss"]
+        assert aux == entry["losses/aux_loss"] == pytest.approx(line["loss"] - 1, rel=1e-6)
+        assert any(f"aux_loss: {aux:5.6f}, per_step_time" in message for message in messages)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [each.value for each in events.Scalars("aux-loss")] == [
+        line["losses"]["aux_loss"] for line in metrics
+    ]
+    assert "compute_loss" not in vars(trainer)
 
 
 class BFloat16Sum(nn.Module):

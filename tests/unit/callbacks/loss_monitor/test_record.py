@@ -1,5 +1,6 @@
 """The two lines of a record, compared with MindFormers' format strings byte for byte."""
 
+import dataclasses
 import re
 from datetime import timedelta
 
@@ -129,6 +130,15 @@ def test_parsers_read_the_line(step, loss, norm):
     assert found[:2] == [(step - 1) // 300 + 1, (step - 1) % 300 + 1]
     assert found[2] == pytest.approx(loss, abs=6e-4)
     assert found[3] == pytest.approx(norm, rel=1e-6, abs=1e-7)
+
+
+def test_named_losses():
+    """Losses beside the loss have MindFormers' place and six decimals."""
+    given = record(loss=2.5)
+    values = dataclasses.replace(given.values, losses={"lm_loss": 2.25, "mtp_loss": 0.25})
+    first, _ = record_lines(dataclasses.replace(given, values=values))
+
+    assert "loss:[2.500/1.000], lm_loss: 2.250000, mtp_loss: 0.250000, per_step_time" in first
 
 
 def test_unknown_values():
