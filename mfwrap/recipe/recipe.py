@@ -75,6 +75,9 @@ class Recipe:
     peft: Any
     """PEFT's configuration of an adapter; ``None`` to train all weights."""
 
+    data_skip_steps: int | None
+    """Number of updates whose data are skipped at the start."""
+
     make_callbacks: tuple[MakeCallback, ...]
     """Functions that each build one callback of a run."""
 
@@ -163,6 +166,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         step=step,
         make_average=read_average(objects, sections.ema),
         peft=read_peft(objects, sections.peft, task.peft_task_type),
+        data_skip_steps=sections.data_skip_steps,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )

@@ -119,6 +119,7 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         step=step.config,
         scale_sense=None if step.make_scale is None else step.make_scale(),
         ema=recipe.make_average,
+        data_skip_steps=recipe.data_skip_steps,
         **keywords,
     )
     if has_record:

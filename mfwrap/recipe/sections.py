@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, final
 
-from mfwrap.arguments import check_positive_number
+from mfwrap.arguments import check_int, check_positive_number
 from mfwrap.config import StepConfig
 from mfwrap.recipes.data.source import Section
 
@@ -47,6 +47,14 @@ class Sections(Section):
 
     monitor_config: dict[str, Any] | None = None
     """MindFormers' section: ``monitor_on``, and arguments of `TrainingStateMonitor`."""
+
+    data_skip_steps: int | None = None
+    """Number of updates whose data are skipped at the start; see `mfwrap.trainer.MFTrainer`."""
+
+    def __post_init__(self) -> None:
+        """Check values that no other class checks."""
+        if self.data_skip_steps is not None:
+            check_int("data_skip_steps", self.data_skip_steps, minimum=0)
 
 
 @final

@@ -133,7 +133,7 @@ class TrainerPosition:
         folder: Path,
         args: TrainingArguments,
         log: Callable[[], Mapping[str, Any]],
-        global_batch: Mapping[str, Any],
+        others: Mapping[str, Any],
     ) -> None:
         """Write this rank's file into a checkpoint; does nothing before the first epoch.
 
@@ -141,13 +141,14 @@ class TrainerPosition:
             folder: Folder of the checkpoint; created if it is missing.
             args: Training arguments, which contain the rank and the number of ranks.
             log: Function that returns the state of the log.
-            global_batch: State of `mfwrap.trainer.global_batch.TrainerBatch`.
+            others: States of `mfwrap.trainer.global_batch.TrainerBatch` and
+                `mfwrap.trainer.data_skip.DataSkip` by their names in the file.
         """
         if self._epoch_random_states is None:
             return
         content = {
             "num_ranks": args.world_size,
-            "global_batch": global_batch,
+            **others,
             "epoch_random_states": self._epoch_random_states,
             "random_states": random_states(),
             **log(),
@@ -196,6 +197,9 @@ def _read(path: Path) -> dict[str, Any]:
             HostStates.decoded(content["data"]["random_states"])
         if content.get("global_batch") is not None:
             _check_batch(content["global_batch"])
+        if content.get("data_skip") is not None:
+            _check_count(abs(content["data_skip"]["offset"]))
+            _check_count(content["data_skip"]["steps"] or 0)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
         raise DamagedFileError(path, reason) from error

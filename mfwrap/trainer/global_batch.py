@@ -19,6 +19,7 @@ from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.config import StepConfig
 from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.data_position import read_rank_file
+from mfwrap.trainer.data_skip import DataStart
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -153,14 +154,14 @@ class TrainerBatch:
             )
             raise ValueError(msg)
 
-    def begin_epoch(self, loader: Any, *, is_resumed: bool) -> None:
+    def begin_epoch(self, loader: Any, start: DataStart | None) -> None:
         """Keep the order of the data that the first ranks had.
 
         Warns if the order depends on the number of ranks or the batch size, which has changed.
 
         Args:
             loader: Data loader of the epoch.
-            is_resumed: Whether the epoch is the first one after a resume.
+            start: Place in the data of the first batch; ``None`` for the start of an epoch.
         """
         samplers = _samplers_of(loader)
         if samplers and isinstance(samplers[-1], LengthGroupedSampler):
@@ -170,17 +171,16 @@ class TrainerBatch:
             self._group_size = sampler.batch_size = self._group_size or sampler.batch_size
         if isinstance(loader, DataLoaderDispatcher):
             vars(loader).pop("batch_sampler", None)  # of `_skip_dispatched`
-        if not is_resumed:
+        if start is None:
             return
-        state, args = self._trainer.state, self._trainer.args
+        args = self._trainer.args
         for each in samplers:
             # The Trainer is about to wrap the samplers of a loader whose first batches it skips.
             # accelerate then does not pass the number of the epoch on to all of them.
             if hasattr(each, "set_epoch"):
-                each.set_epoch(int(state.epoch or 0))
+                each.set_epoch(start.epoch)
         if isinstance(loader, DataLoaderDispatcher) and samplers and not args.ignore_data_skip:
-            updates = state.global_step % self._updates_per_epoch
-            _skip_dispatched(loader, updates * args.gradient_accumulation_steps)
+            _skip_dispatched(loader, start.updates * args.gradient_accumulation_steps)
         has_other = {"ranks": self._is_on_other_ranks, "batch size": self._has_other_batch_size}
         reason = _dependence(
             loader,

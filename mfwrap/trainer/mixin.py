@@ -29,6 +29,7 @@ from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import EXIT_STOPPED, RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
 from mfwrap.trainer.data_position import TrainerPosition
+from mfwrap.trainer.data_skip import DataSkip
 from mfwrap.trainer.events import (
     add_step_to_events,
     check_callback,
@@ -89,6 +90,8 @@ class MFTrainerMixin(_Base):
             every device, and to 1 otherwise.
         communication_hook: ``(state, hook)`` with which DistributedDataParallel reduces gradients
             after their local norms are taken; ``None`` for the usual all-reduce.
+        data_skip_steps: Number of updates whose data are skipped at the start, without training on
+            them; see `mfwrap.trainer.data_skip.DataSkip` for what it means in a resume.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -105,6 +108,7 @@ class MFTrainerMixin(_Base):
         ema: EMA | None = None,
         scale_sense: ScaleSense | None = None,
         communication_hook: CommunicationHook | None = None,
+        data_skip_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         if step is not None and not isinstance(step, StepConfig):
@@ -118,6 +122,7 @@ class MFTrainerMixin(_Base):
         self._step_arguments = (ema, scale_sense, communication_hook)
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
+        self._skip = DataSkip(self, data_skip_steps)
         self._batch = TrainerBatch(self, self._step_config)
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
@@ -213,6 +218,7 @@ class MFTrainerMixin(_Base):
         with (
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
+            self._skip.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
             records_of_training(),
             flushed_at_end(self.attached, self.callback_handler.callbacks),
@@ -249,8 +255,17 @@ class MFTrainerMixin(_Base):
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)
         # The Trainer takes `sys.maxsize` epochs of data without a length.
-        self._batch.check_epoch(
-            num_update_steps_per_epoch, has_length=num_train_epochs != sys.maxsize
+        has_length = num_train_epochs != sys.maxsize
+        self._batch.check_epoch(num_update_steps_per_epoch, has_length=has_length)
+        saved = self._position.saved_log
+        epochs, batches = self._skip.begin(
+            epochs,
+            batches,
+            None if saved is None else saved.get("data_skip"),
+            max_steps=max_steps,
+            updates_per_epoch=num_update_steps_per_epoch,
+            num_epochs=num_train_epochs,
+            has_length=has_length,
         )
         # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
         # whose last step was in the middle of an epoch, the Trainer would make one more update.
@@ -267,15 +282,16 @@ class MFTrainerMixin(_Base):
         elif event == "on_epoch_begin":
             # A subclass may give a loader that the accelerator has not prepared.
             leave_signals_to_parent(self.callback_handler.train_dataloader)
+            is_resumed = self._position.resumed_from is not None
             self._batch.begin_epoch(
                 self.callback_handler.train_dataloader,
-                is_resumed=self._position.resumed_from is not None,
+                self._skip.next_start(is_resumed=is_resumed),
             )
             self._position.begin_epoch(
                 self.callback_handler.train_dataloader,
                 super()._load_rng_state,
                 epoch=self.state.epoch,
-                skips_data=not self.args.ignore_data_skip,
+                skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
             )
         elif event == "on_step_end" and self.attached.last_report is not None:
             self._losses.step_log.count(self.attached.last_report)
@@ -327,7 +343,12 @@ class MFTrainerMixin(_Base):
         if self.attached.has_grad_scaler:
             super()._save_scaler(output_dir)
         self.attached.save_files(folder, each_node=self.args.save_on_each_node)
-        self._position.save(folder, self.args, self._losses.state_dict, self._batch.state_dict())
+        self._position.save(
+            folder,
+            self.args,
+            self._losses.state_dict,
+            {"global_batch": self._batch.state_dict(), "data_skip": self._skip.state_dict()},
+        )
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -358,7 +379,8 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks(self._position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        self._position.restore_random_states(checkpoint, super()._load_rng_state)
+        # `DataSkip` gives an empty name in a training from the start.
+        self._position.restore_random_states(checkpoint or None, super()._load_rng_state)
 
 
 def _given_callbacks(

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
-    `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense`` and
-    ``communication_hook``) and what differs from the Trainer; the other arguments are the
-    Trainer's.
+    `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
+    ``communication_hook`` and ``data_skip_steps``) and what differs from the Trainer; the other
+    arguments are the Trainer's.
 
     Example:
         >>> import torch
@@ -84,6 +84,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         ema: EMA | None = None,
         scale_sense: ScaleSense | None = None,
         communication_hook: CommunicationHook | None = None,
+        data_skip_steps: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -103,4 +104,5 @@ class MFTrainer(MFTrainerMixin, Trainer):
             ema=ema,
             scale_sense=scale_sense,
             communication_hook=communication_hook,
+            data_skip_steps=data_skip_steps,
         )

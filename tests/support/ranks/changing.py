@@ -29,6 +29,7 @@ from mfwrap.accelerate import attach
 from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.recipe import run_recipe
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from mfwrap.trainer.data_skip import DataStart
 from mfwrap.trainer.global_batch import TrainerBatch
 from support.attached_runs import new_accelerator
 from support.recipe_texts import parsed
@@ -185,7 +186,7 @@ def resume_only(rank: int, folder: str, settings: Mapping[str, Any] | None = Non
     batch = TrainerBatch(trainer, StepConfig())
     with batch.resuming(Path(folder)):
         batch.check_epoch(NUM_STEPS, has_length=False)
-        batch.begin_epoch(trainer.get_train_dataloader(), is_resumed=True)
+        batch.begin_epoch(trainer.get_train_dataloader(), DataStart(0, 0))
 
 
 def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import pytest
 
 from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from mfwrap.recipe.document import RecipeError
 from support.recipe_texts import parsed
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
@@ -70,3 +71,12 @@ def test_the_threshold_of_spikes_comes_from_the_monitor():
 
     assert recipe.step.config.global_norm_spike_threshold == 7.5
     assert recipe.make_callbacks == ()
+
+
+def test_skipped_data():
+    """`data_skip_steps` at the top of a recipe, as in MindFormers, must be an integer >= 0."""
+    assert parsed().data_skip_steps is None
+    assert parsed(data_skip_steps=100).data_skip_steps == 100
+    for value in (-1, 1.5):
+        with pytest.raises(RecipeError, match="data_skip_steps"):
+            parsed(data_skip_steps=value)

@@ -161,6 +161,7 @@ def position_file(rank):
             "updates_per_epoch": 5,
             "group_size": None,
         },
+        "data_skip": {"steps": 3, "offset": 3},
         "epoch_random_states": states,
         "random_states": states,
         "loss_since_last_log": 1.0 + 2 * rank,
@@ -226,6 +227,8 @@ DAMAGE = {
     "state of the batch": changed("data/random_states", {}),
     "global batch": changed("global_batch/sizes/batch_size", 0),
     "updates": changed("global_batch/updates_per_epoch", 1.5),
+    "offset of the data": changed("data_skip/offset", "3"),
+    "skipped steps": changed("data_skip/steps", 1.5),
 }
 
 

@@ -64,7 +64,19 @@ OVERRIDDEN = {
 CALLED = {
     "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
     "_push_from_checkpoint": (Trainer, "self, checkpoint_folder"),
+    "_run_epoch": (
+        Trainer,
+        (
+            "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, "
+            "trial, ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
+            "steps_trained_in_current_epoch"
+        ),
+    ),
     "call_event": (CallbackHandler, "self, event, args, state, control, **kwargs"),
+    "compute_loss": (
+        Trainer,
+        "self, model, inputs, return_outputs=False, num_items_in_batch=None",
+    ),
     "create_optimizer": (Trainer, "self, model=None"),
     "state": (ExportableState, "self"),
     "save_to_json": (TrainerState, "self, json_path"),
@@ -86,6 +98,7 @@ ATTRIBUTES = {
 ORDERS = {
     "_run_epoch": (
         *(
+            "epoch == epochs_trained and resume_from_checkpoint is not None",
             "skip_first_batches(",
             "iter(train_dataloader)",
             "get_batch_samples(",
@@ -99,7 +112,8 @@ ORDERS = {
     "_inner_training_loop": (
         *("accelerator.free_memory()", "_init_training_state(", "_prepare_for_training("),
         *("_tr_loss = torch.tensor(0.0", "_total_loss_scalar = 0.0", "_globalstep_last_logged ="),
-        *("on_train_begin", "on_epoch_begin", "_run_epoch(", "_finalize_training("),
+        *("on_train_begin", "range(epochs_trained, num_train_epochs)", "on_epoch_begin"),
+        *("_run_epoch(", "_finalize_training("),
     ),
     "_maybe_log_save_evaluate": (
         *("tr_loss -= tr_loss", 'logs["loss"] = tr_loss_scalar', "_total_loss_scalar +="),

@@ -1,0 +1,157 @@
+"""Begin the data of a Trainer at another update than its training: ``data_skip_steps``.
+
+The Trainer derives its position in the data from ``global_step``, the number of updates done. Here
+the two differ by an offset, which is saved in each checkpoint.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from mfwrap.arguments import check_int
+
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+
+class DataStart(NamedTuple):
+    """Place in the data at which a training begins or resumes."""
+
+    epoch: int
+    """Number of whole passes over the data before it."""
+
+    updates: int
+    """Number of updates of that pass before it."""
+
+
+@final
+class DataSkip:
+    """Skip the data of the first updates, without training on them.
+
+    - A training from the start begins with the data of update ``data_skip_steps``.
+    - A training that resumes with the ``data_skip_steps`` of its checkpoint, or without any,
+      continues with the data that follow the checkpoint's.
+    - A training that resumes with other ``data_skip_steps`` begins with the data of that update,
+      whatever ``global_step`` is: for data that have been changed at an earlier resume.
+
+    The number of updates is the same as without skipping, so the data may begin another pass.
+
+    Source: MindFormers, ``data_skip_steps``. There a resume always begins at that update, so that a
+    run that is resumed with an unchanged file trains on the same data again.
+
+    Args:
+        trainer: The trainer.
+        data_skip_steps: Number of updates whose data are skipped; ``None`` for none.
+
+    Raises:
+        TypeError: If `data_skip_steps` is neither an int nor ``None``.
+        ValueError: If `data_skip_steps` is negative.
+    """
+
+    def __init__(self, trainer: "MFTrainerMixin", data_skip_steps: int | None) -> None:
+        self._trainer = trainer
+        self._steps = data_skip_steps or None
+        if data_skip_steps is not None:
+            check_int("data_skip_steps", data_skip_steps, minimum=0)
+        self._offset = 0
+        self._epochs_added = 0
+        self._start: DataStart | None = None
+        self.is_moved = False
+        """Whether the data of this training do not continue those before it."""
+
+    @contextlib.contextmanager
+    def of_training(self) -> Iterator[None]:
+        """Within the block, let the Trainer's epochs begin where `begin` says."""
+        trainer = self._trainer
+        run_epoch: Callable[..., None] = trainer._run_epoch  # noqa: SLF001  (only it skips batches)
+
+        def shifted(
+            *, epoch: int, epochs_trained: int, resume_from_checkpoint: str | None, **keywords: Any
+        ) -> None:
+            if self._offset and resume_from_checkpoint is None:
+                # The Trainer skips batches only in a resumed training. The name of no checkpoint
+                # restores no random states.
+                resume_from_checkpoint = ""
+            run_epoch(
+                epoch=epoch + self._epochs_added,
+                epochs_trained=epochs_trained + self._epochs_added,
+                resume_from_checkpoint=resume_from_checkpoint,
+                **keywords,
+            )
+
+        # An attribute of the trainer hides the method of its class.
+        vars(trainer)["_run_epoch"] = shifted
+        try:
+            yield
+        finally:
+            del vars(trainer)["_run_epoch"]
+
+    def begin(
+        self,
+        epochs: int,
+        batches: int,
+        saved: Mapping[str, Any] | None,
+        *,
+        max_steps: int,
+        updates_per_epoch: int,
+        num_epochs: int,
+        has_length: bool,
+    ) -> tuple[int, int]:
+        """Return the number of epochs and batches that the Trainer leaves out.
+
+        Args:
+            epochs: Number of epochs that the Trainer would leave out.
+            batches: Number of batches of the next epoch that the Trainer would leave out.
+            saved: State that `state_dict` returned; ``None`` for a training from the start, or from
+                a checkpoint that did not skip.
+            max_steps: Number of updates of the whole training.
+            updates_per_epoch: Number of updates of an epoch.
+            num_epochs: Number of epochs of the Trainer.
+            has_length: Whether the data loader has a length.
+
+        Raises:
+            ValueError: If data are to be skipped that have no length.
+        """
+        trainer = self._trainer
+        done = trainer.state.global_step
+        self._epochs_added = 0
+        self._set_offset(saved, done)
+        if trainer.args.ignore_data_skip:
+            self._offset, self.is_moved = 0, False
+        self._start = start = DataStart(*divmod(done + self._offset, updates_per_epoch))
+        if self._offset == 0:
+            return epochs, batches
+        if not has_length:
+            msg = (
+                "`data_skip_steps` needs training data with a length, got "
+                f"data_skip_steps={self._steps} and data without one; skip the rows in the data, "
+                "for example by `dataset.skip(number)`"
+            )
+            raise ValueError(msg)
+        passes = math.ceil((max_steps + self._offset) / updates_per_epoch)
+        # The Trainer ends after `num_epochs` epochs, so count from so much earlier.
+        self._epochs_added = passes - num_epochs
+        first_batch = start.updates * trainer.args.gradient_accumulation_steps
+        return start.epoch - self._epochs_added, first_batch
+
+    def next_start(self, *, is_resumed: bool) -> DataStart | None:
+        """Return where the next epoch begins in the data; ``None`` for an epoch as any other.
+
+        Args:
+            is_resumed: Whether the epoch is the first one after a resume.
+        """
+        start, self._start = self._start, None
+        return start if is_resumed or self._offset else None
+
+    def _set_offset(self, saved: Mapping[str, Any] | None, done: int) -> None:
+        former: Mapping[str, Any] = {"steps": None, "offset": 0} if saved is None else saved
+        self.is_moved = done > 0 and self._steps not in {None, former["steps"]}
+        if done == 0 or self.is_moved:
+            self._offset = (self._steps or 0) - done
+        else:
+            self._offset = former["offset"]
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return what a resume needs, as JSON values."""
+        return {"steps": self._steps, "offset": self._offset}
