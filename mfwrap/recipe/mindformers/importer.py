@@ -161,6 +161,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         "runner_wrapper": wrapper,
         "optimizer": take_optimizer(source, weights=precision.weights),
         "lr_schedule": take_schedule(source, training, layout),
+        "data_skip_steps": source.integer("data_skip_steps", default=0, minimum=0),
         "peft": peft,
         **monitors,
     }

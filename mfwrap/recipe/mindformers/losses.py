@@ -21,7 +21,6 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "precision": "a dtype that torch cannot compute in",
         "quantization": "quantized weights",
         "resume": "the state of an earlier run",
-        "skipped_data": "leading steps of data that are left out",
         "weights": "the weights that the training starts from",
     }
 )

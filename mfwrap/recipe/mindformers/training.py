@@ -148,11 +148,6 @@ def _refuse_earlier_run(source: SourceFile) -> None:
         if source.integer("runner_config", key, default=0, minimum=0) > 0:
             says = "the file continues an earlier run at this position"
             source.lose("resume", ("runner_config", key), f"{says}; the recipe begins at step 0")
-    if (skipped := source.integer("data_skip_steps", default=0, minimum=0)) > 0:
-        says = (
-            f"the file leaves out the data of {skipped} steps; the recipe trains on all of its data"
-        )
-        source.lose("skipped_data", ("data_skip_steps",), says)
 
 
 def _recomputes(source: SourceFile) -> bool:

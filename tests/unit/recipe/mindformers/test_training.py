@@ -102,10 +102,9 @@ def test_partial_recomputation(recompute, recomputes, has_note):
 
 
 def test_a_later_position_is_a_loss():
-    """A position in an earlier run, and data that are left out, are losses."""
-    changes = {"runner_config.initial_epoch": 1, "data_skip_steps": 10}
-
-    assert lost(changes, "resume", "skipped_data") == ["resume", "skipped_data"]
+    """A position in an earlier run is a loss; data that are skipped are the recipe's."""
+    assert lost({"runner_config.initial_epoch": 1}, "resume") == ["resume"]
+    assert imported_recipe({"data_skip_steps": 10}).data_skip_steps == 10
 
 
 @pytest.mark.parametrize(
