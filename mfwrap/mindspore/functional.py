@@ -33,7 +33,8 @@ def grad(
 
     A tuple of one position means the same as that position. Outputs that are not scalars are
     summed. Tensors that `fn` does not depend on have gradients of zeros. ``parameter.grad`` is
-    neither read nor written, so `DistributedDataParallel` does not reduce these gradients.
+    neither read nor changed, so `DistributedDataParallel` does not reduce these gradients. The
+    gradients of ``fully_shard`` are averages over its ranks.
 
     Gradients can be differentiated again in three cases: inside another gradient function, if an
     argument requires gradients, or if `weights` is ``None`` and `fn` depends on other tensors that

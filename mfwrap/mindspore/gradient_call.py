@@ -1,6 +1,6 @@
 """Call a function once and return its outputs together with their gradients."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import check_bool, check_callable, described
+from mfwrap.tensors.shards import is_distributed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,11 @@ def gradients_of(
             again = recording and _is_differentiated_again(
                 roots, inputs, args, nested=nested, with_weights=bool(weights)
             )
-            gradients = _differentiate(roots, cotangents, [*inputs, *weights], create_graph=again)
+            leaves = [*inputs, *weights]
+            if not again and any(map(is_distributed, weights)):
+                gradients = _differentiate_shards(request.fn, roots, cotangents, leaves)
+            else:
+                gradients = _differentiate(roots, cotangents, leaves, create_graph=again)
     finally:
         _inside.reset(token)
     value = _value(request, outputs, detached=not again)
@@ -296,6 +301,29 @@ def _differentiate(
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
 
+def _differentiate_shards(
+    fn: Callable[..., Any], roots: list[Tensor], cotangents: list[Tensor], leaves: list[Tensor]
+) -> list[Tensor]:
+    """Differentiate by a whole backward pass, and leave every ``grad`` as it was.
+
+    ``fully_shard`` gathers its shards outside the graph, and hooks of the backward pass reduce the
+    gradients and write them into the ``grad`` of the shards. `torch.autograd.grad` would find no
+    path to a shard and return zeros.
+    """
+    own = fn.parameters() if isinstance(fn, nn.Module) else _leaves_of(roots)
+    written = list(dict.fromkeys([*leaves, *own]))
+    before = [leaf.grad for leaf in written]
+    try:
+        for leaf in written:
+            leaf.grad = None
+        if roots:
+            torch.autograd.backward(roots, cotangents)
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(written, before, strict=True):
+            leaf.grad = gradient
+
+
 def _is_differentiated_again(
     roots: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -325,6 +353,12 @@ def _is_differentiated_again(
 
 
 def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
+    return any(id(leaf) not in own for leaf in _leaves_of(roots))
+
+
+def _leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves, such as parameters, from which tensors were computed."""
+    yield from (root for root in roots if root.is_leaf)
     seen: set[Any] = set()
     nodes = [root.grad_fn for root in roots]
     while nodes:
@@ -335,10 +369,9 @@ def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
         # A node has the attribute `variable` only if it accumulates the gradient of a leaf.
         # `variable` is that leaf.
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
-            return True
+        if variable is not None:
+            yield variable
         nodes.extend(function for function, _ in node.next_functions)
-    return any(root.is_leaf and id(root) not in own for root in roots)
 
 
 def _value(request: GradientRequest, outputs: Any, *, detached: bool) -> Any:

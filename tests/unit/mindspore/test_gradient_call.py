@@ -1,10 +1,11 @@
-"""Gradients keep a graph only if they may be differentiated again."""
+"""Gradients of shards, and gradients that may be differentiated again."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mfwrap import grad, value_and_grad
+from support.fsdp.gradients import differentiate_shards
 from support.gradient_networks import X, Y, inputs, layers, network
 
 
@@ -149,3 +150,11 @@ def test_nothing_is_left_behind():
         grad(lambda _: 1 // 0)(x)
     (gradient,) = grad(model, None, model.parameters())(x, Y)
     assert not gradient.requires_grad
+
+
+def test_gradients_of_shards_are_averages_over_ranks(two_ranks):
+    """By weights under ``fully_shard``, the gradients are those of backward; ``grad`` is kept."""
+    for rank in two_ranks.run(differentiate_shards):
+        torch.testing.assert_close(rank["network"], rank["expected"])
+        torch.testing.assert_close(rank["function"], rank["expected"])
+        assert rank["kept"]
