@@ -9,7 +9,7 @@ from torch import Tensor
 from mfwrap.arguments import described
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
 
-ScaleSense = float | Tensor | LossScaleUpdateCell | None
+ScaleSense = float | Tensor | LossScaleUpdateCell
 """Type of the argument ``scale_sense`` of `MFTrainOneStepCell`."""
 
 
@@ -20,9 +20,7 @@ class LossScale:
     Source: MindSpore, ``TrainOneStepWithLossScaleCell.scale_sense``.
 
     Args:
-        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell. ``None``
-            means a loss scale of 1, because ``get_update_cell()`` of a loss-scale manager without
-            an update cell returns ``None``.
+        scale_sense: A number, a tensor of shape ``()`` or ``(1,)``, or an update cell.
         device: Device of the scale.
 
     Raises:
@@ -115,8 +113,6 @@ class LossScale:
 
 
 def _initial_number(scale_sense: ScaleSense) -> float:
-    if scale_sense is None:
-        return 1.0
     if isinstance(scale_sense, LossScaleUpdateCell):
         return _checked_number("scale_sense", scale_sense.get_loss_scale())
     if isinstance(scale_sense, Tensor):
@@ -124,11 +120,25 @@ def _initial_number(scale_sense: ScaleSense) -> float:
         return _checked_number("scale_sense", scale_sense.item())
     if isinstance(scale_sense, (int, float)):
         return _checked_number("scale_sense", scale_sense)
-    msg = (
-        "`scale_sense` must be a number, a tensor of shape () or (1,), or a loss-scale update "
-        f"cell, got {described(scale_sense)}"
-    )
-    raise TypeError(msg)
+    expected = "a number, a tensor of shape () or (1,), or a loss-scale update cell"
+    raise wrong_type_of_scale(expected, scale_sense)
+
+
+def wrong_type_of_scale(expected: str, scale_sense: object) -> TypeError:
+    """Return the error for a `scale_sense` of a wrong type.
+
+    Args:
+        expected: The types that are allowed.
+        scale_sense: The value of the wrong type.
+    """
+    msg = f"`scale_sense` must be {expected}, got {described(scale_sense)}"
+    if scale_sense is None:
+        # This is what `get_update_cell` of such a manager returns.
+        msg += (
+            "; a loss-scale manager with drop_overflow_update=False has no update cell: pass the "
+            "manager itself to `Model`"
+        )
+    return TypeError(msg)
 
 
 def _check_mapping(name: str, value: object) -> None:

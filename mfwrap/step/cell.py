@@ -181,9 +181,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
         max_grad_norm: See `StepConfig`.
         scale_sense: Loss scale: a number, a tensor of shape ``()`` or ``(1,)``, or a loss-scale
-            update cell. ``None`` means a loss scale of 1 (``get_update_cell`` of a manager with
-            ``drop_overflow_update=False`` returns ``None``). Updates with non-finite gradients are
-            skipped in every case.
+            update cell. Updates with non-finite gradients are skipped with any loss scale.
         local_norm: See `StepConfig`.
         accelerator: Accelerator whose autocast, ``no_sync`` and gradient state are used. The
             accelerator's gradient scaler is removed; the cell uses the scaler's loss scale if

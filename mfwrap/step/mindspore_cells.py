@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
-from mfwrap.loss_scale.live import LossScale
+from mfwrap.loss_scale.live import LossScale, wrong_type_of_scale
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.forward import NetworkCall
@@ -218,10 +218,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
     Args:
         network: Network that returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        scale_sense: Loss scale: a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell;
-            ``None`` for a scale of 1 (``get_update_cell`` of a manager with
-            ``drop_overflow_update=False`` returns ``None``). Updates with non-finite gradients are
-            skipped in every case.
+        scale_sense: Loss scale: a tensor of shape ``()`` or ``(1,)``, or a loss-scale update cell.
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
             update; ``None`` for no schedule.
 
@@ -243,16 +240,13 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         self,
         network: nn.Module,
         optimizer: Optimizer,
-        scale_sense: Tensor | LossScaleUpdateCell | None,
+        scale_sense: Tensor | LossScaleUpdateCell,
         *,
         lr_scheduler: Schedule | None = None,
     ) -> None:
-        if not isinstance(scale_sense, (Tensor, LossScaleUpdateCell, type(None))):
-            msg = (
-                "`scale_sense` must be a tensor, a loss-scale update cell or None, got "
-                f"{described(scale_sense)}"
-            )
-            raise TypeError(msg)
+        if not isinstance(scale_sense, (Tensor, LossScaleUpdateCell)):
+            expected = "a tensor or a loss-scale update cell"
+            raise wrong_type_of_scale(expected, scale_sense)
         optimizer = checked_optimizer(optimizer)
         present = functools.partial(network_parameters, checked_network(network))
         trained = TrainedParameters(present(), optimizer, None, present=present)

@@ -65,17 +65,7 @@ def test_without_an_update_cell_overflows_change_nothing():
     assert scale.value == 8.0
 
 
-def test_none_is_a_scale_of_one():
-    """``None`` is a loss scale of 1 without an update cell."""
-    scale, flag = LossScale(None, CPU), overflow()
-
-    assert scale.is_one
-    assert scale.update_cell is None
-    assert scale.update(flag) is flag
-    assert torch.equal(scale.value, torch.ones(()))
-
-
-@pytest.mark.parametrize("scale_sense", ["8", [8.0], object(), DynamicLossScaleUpdateCell])
+@pytest.mark.parametrize("scale_sense", ["8", [8.0], object(), None, DynamicLossScaleUpdateCell])
 def test_anything_else_is_a_type_error(scale_sense):
     """A value that is not a number, tensor or cell raises MindSpore's exception type."""
     with pytest.raises(TypeError, match="`scale_sense` must be a number, a tensor"):

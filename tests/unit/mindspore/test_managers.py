@@ -121,14 +121,13 @@ def cells(scale_sense):
 
 MANAGERS = {
     "fixed": (lambda: FixedLossScaleManager(64.0), 64.0, 64.0),
-    "not dropping": (lambda: FixedLossScaleManager(64.0, drop_overflow_update=False), 1.0, 1.0),
     "dynamic": (lambda: DynamicLossScaleManager(64, 4, 1), 256.0, 64.0),
 }
 
 
 @pytest.mark.parametrize(("manager", "grown", "fallen"), MANAGERS.values(), ids=MANAGERS)
 def test_cells_take_what_a_manager_gives(manager, grown, fallen):
-    """Cells apply a finite update and skip an overflow, even if the manager has no update cell."""
+    """Cells apply a finite update and skip an overflow."""
     for network, cell in cells(lambda: manager().get_update_cell()):
         output = cell(torch.full((1, 1), 0.5))
         loss_scale = output.loss_scale if hasattr(output, "loss_scale") else output[2]
@@ -139,3 +138,17 @@ def test_cells_take_what_a_manager_gives(manager, grown, fallen):
         assert output.overflow
         assert output.loss_scale == fallen
         assert network.weight.item() == 1.5
+
+
+@pytest.mark.parametrize("kind", [MFTrainOneStepCell, TrainOneStepWithLossScaleCell])
+def test_a_manager_without_an_update_cell_is_refused(kind):
+    """``scale_sense=None`` raises a TypeError that says what to do with such a manager."""
+    network = nn.Linear(1, 1)
+    manager = FixedLossScaleManager(64.0, drop_overflow_update=False)
+
+    with pytest.raises(TypeError, match=r"got None .*; a loss-scale manager .* to `Model`$"):
+        kind(
+            network,
+            torch.optim.SGD(network.parameters(), lr=1.0),
+            scale_sense=manager.get_update_cell(),
+        )

@@ -264,10 +264,10 @@ class TestTrainOneStepWithLossScaleCell:
         assert cell(torch.tensor([[3.0, 4.0]])).loss_scale.item() == 64.0
         assert cell.network.weight.tolist() == [-3.0, -4.0]
 
-    @pytest.mark.parametrize("scale_sense", [1.0, 1, "dynamic", nn.Identity()], ids=str)
+    @pytest.mark.parametrize("scale_sense", [1.0, 1, "dynamic", nn.Identity(), None], ids=str)
     def test_a_scale_that_is_neither_tensor_nor_cell_is_a_type_error(self, scale_sense):
         """A scale that is neither a tensor nor an update cell raises a TypeError."""
-        with pytest.raises(TypeError, match="`scale_sense` must be a tensor, a"):
+        with pytest.raises(TypeError, match="`scale_sense` must be a tensor or a loss-scale up"):
             probe_with(TrainOneStepWithLossScaleCell, scale_sense)
 
     @pytest.mark.parametrize("shape", [(2,), (1, 1)], ids=str)
