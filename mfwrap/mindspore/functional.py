@@ -149,8 +149,9 @@ class GradOperation:
         get_all: Differentiate by all inputs.
         get_by_list: Differentiate by weights.
         sens_param: If True, the gradient function takes the gradients of the outputs as its last
-            positional argument: a number, or tensors of the outputs' shapes. If False, the
-            gradients of the outputs are ones.
+            positional argument: a number, or tensors of the outputs' shapes (for a single output of
+            shape ``()`` also a tensor of shape ``(1,)``). If False, the gradients of the outputs
+            are ones.
 
     Raises:
         TypeError: If an argument is not a bool.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import check_bool, check_callable, described
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.shards import is_distributed, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +274,16 @@ def _cotangents(roots: Sequence[Tensor], sens: Any) -> list[Tensor]:
             raise TypeError(msg)
     shapes = [tuple(root.shape) for root in roots]
     given = [tuple(cotangent.shape) for cotangent in cotangents]
+    if given == [(1,)] and shapes == [()]:
+        # MindSpore's BERT passes the loss scale in this shape.
+        cotangents, given = [cotangents[0].reshape(())], shapes
     if given != shapes:
         msg = f"`sens` must have the shapes of the outputs, {shapes}, got {given}"
         raise ValueError(msg)
-    return [c.to(root.dtype) for c, root in zip(cotangents, roots, strict=True)]
+    return [
+        on_device(cotangent, root.device).to(root.dtype)
+        for cotangent, root in zip(cotangents, roots, strict=True)
+    ]
 
 
 def _differentiate(

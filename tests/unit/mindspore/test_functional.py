@@ -199,6 +199,16 @@ def test_grad_operation_with_sens(sens):
     torch.testing.assert_close(weighted, expected)
 
 
+def test_sens_of_one_element_fits_a_scalar():
+    """A `sens` of shape ``(1,)`` is accepted for an output of shape ``()``."""
+    model, x = layers(), inputs(2, 3)
+    gradients = GradOperation(get_by_list=True, sens_param=True)(
+        lambda x: model(x).sum(), model.parameters()
+    )
+
+    torch.testing.assert_close(gradients(x, torch.tensor([4.0])), gradients(x, 4.0))
+
+
 def test_grad_operation_with_sens_of_several_outputs():
     """With `sens_param` and several outputs, the last argument has one gradient per output."""
     fn = GradOperation(sens_param=True)(lambda x: (x**2, x**3))
