@@ -22,8 +22,7 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "DataOrderWrapperCell": "`cell(**batch)`, which passes a batch by keyword in any order",
         "Dense": "`torch.nn.Linear`",
         "DistributedGradReducer": "`torch.nn.parallel.DistributedDataParallel`, which averages "
-        "gradients in backward, or `accelerator.reduce(gradients, 'mean')` for those of "
-        "`mfwrap.grad`",
+        "gradients in backward, or `grad_reducer` of a training cell for those of `mfwrap.grad`",
         "ForwardValueAndGrad": "`mfwrap.value_and_grad(network, None, network.parameters())`",
         "GRAPH_MODE": "nothing, or `torch.compile` around the network",
         "GeneratorDataset": "`torch.utils.data.DataLoader`",

@@ -33,8 +33,9 @@ def grad(
 
     A tuple of one position means the same as that position. Outputs that are not scalars are
     summed. Tensors that `fn` does not depend on have gradients of zeros. ``parameter.grad`` is
-    neither read nor changed, so `DistributedDataParallel` does not reduce these gradients. The
-    gradients of ``fully_shard`` are averages over its ranks.
+    neither read nor changed, so `DistributedDataParallel` does not reduce these gradients; call the
+    ``grad_reducer`` of a training cell, or ``accelerator.reduce``. The gradients of ``fully_shard``
+    are averages over its ranks.
 
     Gradients can be differentiated again in three cases: inside another gradient function, if an
     argument requires gradients, or if `weights` is ``None`` and `fn` depends on other tensors that

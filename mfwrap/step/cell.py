@@ -292,7 +292,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         self._update = StepUpdate(
             parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
         )
-        super().__init__(module, inner, loss_scale)
+        super().__init__(module, inner, parameters, loss_scale)
         if calculate_per_token_loss:
             self._accumulate.sharded_parts.check_per_token(parameters.reduction)
         self._update.agreement = agreement_of(parts, parameters.tensors)

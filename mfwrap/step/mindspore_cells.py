@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
+from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, wrong_type_of_scale
+from mfwrap.mindspore.functional import GradOperation
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.forward import NetworkCall
+from mfwrap.step.gradient_reducer import GradientReducer, checked_gradients
 from mfwrap.step.parameters import (
     TrainedParameters,
     checked_network,
@@ -58,7 +61,81 @@ class WithLossCell(nn.Module):
         return self.backbone
 
 
-class TrainOneStepCell:
+class StepParts:
+    """Provide the attributes of MindSpore's cells from which you can build a training step.
+
+    A subclass of a cell writes its own ``__call__`` from them, as MindSpore's documentation does::
+
+        loss = self.network(*inputs)
+        sens = torch.full_like(loss, self.sens)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        grads = self.grad_reducer(grads)
+        self.apply_gradients(grads)  # in MindSpore: self.optimizer(grads)
+        return loss.detach()
+
+    The cells themselves do not use these attributes.
+
+    Source: MindSpore, ``nn.TrainOneStepCell``.
+
+    Args:
+        network: Network to train.
+        optimizer: Optimizer without accelerate's wrapper.
+        parameters: The optimizer's parameters that are in the network.
+    """
+
+    lr_scheduler: Schedule | None
+    ema: ExponentialMovingAverage | None = None
+
+    def __init__(
+        self, network: nn.Module, optimizer: Optimizer, parameters: TrainedParameters
+    ) -> None:
+        self.network = network
+        self.optimizer = optimizer
+        self.weights: Sequence[Tensor] = _weights(optimizer)
+        """The optimizer's parameters, in its order."""
+        self.grad = GradOperation(get_by_list=True, sens_param=True)
+        """Makes gradient functions: ``grad(network, weights)(*inputs, sens)`` returns a tuple with
+        one gradient per weight, zeros for a weight that the loss does not depend on. `sens` is the
+        gradient of the loss: a number, or a tensor of the loss's shape."""
+        self.grad_reducer = GradientReducer(network, self.weights)
+        """Averages gradients over the ranks of DistributedDataParallel: takes and returns one
+        gradient per weight. Returns all gradients unchanged if there is nothing to average."""
+        self.reducer_flag = self.grad_reducer.sends
+        """Whether `grad_reducer` averages any gradient over several ranks."""
+        self._trained = parameters
+
+    def apply_gradients(self, grads: Sequence[Tensor]) -> None:
+        """Do one update of the optimizer: MindSpore's ``self.optimizer(grads)``.
+
+        The gradients are neither unscaled nor clipped, and non-finite gradients are not skipped.
+        The cell's schedule and its average of the weights follow the update. Afterwards no
+        parameter has a gradient.
+
+        Args:
+            grads: One gradient for each of `weights`, in that order, with the weight's shape and
+                dtype. All ranks must apply the same gradients.
+
+        Raises:
+            RuntimeError: If the optimizer's parameters have changed, or a parameter of the network
+                has been replaced.
+            TypeError: If `grads` is not a list or a tuple, or a gradient is sparse.
+            ValueError: If there are more or fewer gradients than weights.
+        """
+        checked = checked_gradients(grads, len(self.weights))
+        try:
+            for weight, gradient in zip(self.weights, checked, strict=True):
+                weight.grad = gradient
+            self._trained.gradients()
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            if self.ema is not None:
+                self.ema.update()
+        finally:
+            self._trained.release_gradients()
+
+
+class TrainOneStepCell(StepParts):
     """Run a plain training step: forward, backward, optimizer. It does not check for overflow.
 
     Source: MindSpore, ``nn.TrainOneStepCell``.
@@ -66,8 +143,8 @@ class TrainOneStepCell:
     Args:
         network: Network that returns a loss of one element.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
-        sens: Factor by which the loss is multiplied before backward; ``None`` for 1. The optimizer
-            gets the scaled gradients: they are not divided by `sens` again.
+        sens: Factor by which the loss is multiplied before backward; ``None`` means 1. The
+            optimizer gets the scaled gradients: they are not divided by `sens` again.
         return_grad: Whether a call also returns the gradients.
         lr_scheduler: Schedule that is stepped after the optimizer; ``None`` for no schedule.
 
@@ -86,7 +163,7 @@ class TrainOneStepCell:
         self,
         network: nn.Module,
         optimizer: Optimizer,
-        sens: float | None = None,
+        sens: float | None = 1.0,
         return_grad: bool = False,  # noqa: FBT001, FBT002  (MindSpore's signature)
         *,
         lr_scheduler: Schedule | None = None,
@@ -97,20 +174,17 @@ class TrainOneStepCell:
         if sens == 0:
             msg = "`sens` must not be 0, got 0"
             raise ValueError(msg)
-        self.network = checked_network(network)
-        self.optimizer = checked_optimizer(optimizer)
-        self.weights: list[Tensor] = _weights(self.optimizer)
-        """The optimizer's parameters, in its order."""
-        self.sens = sens
+        optimizer = checked_optimizer(optimizer)
+        present = functools.partial(network_parameters, checked_network(network))
+        trained = TrainedParameters(present(), optimizer, None, present=present)
+        super().__init__(network, optimizer, trained)
+        self.sens: float = 1.0 if sens is None else sens
+        """Factor by which the loss is multiplied before backward."""
         self.return_grad = return_grad
-        self.lr_scheduler = checked_schedule(lr_scheduler, self.optimizer)
+        self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        present = functools.partial(network_parameters, network)
-        self._parameters = TrainedParameters(present(), self.optimizer, None, present=present)
         self._accumulate = GradientAccumulation(network, per_token=False)
-        self._sens = torch.full(
-            (), 1 if sens is None else sens, dtype=torch.float32, device=self._parameters.device
-        )
+        self._sens = torch.full((), self.sens, dtype=torch.float32, device=trained.device)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Do one update.
@@ -119,7 +193,7 @@ class TrainOneStepCell:
             The loss, shape ``()``, float32; with `return_grad` also the gradients by name,
             multiplied by `sens`.
         """
-        self._parameters.release_gradients()
+        self._trained.release_gradients()
         try:
             loss = self._accumulate([NetworkCall(inputs, keywords)], self._sens).loss
             gradients = self._gradients()
@@ -127,43 +201,44 @@ class TrainOneStepCell:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         finally:
-            self._parameters.release_gradients()
+            self._trained.release_gradients()
         return (loss, gradients) if self.return_grad else loss
 
     def _gradients(self) -> dict[str, Tensor]:
         if not self.return_grad:
-            self._parameters.gradients()
+            self._trained.gradients()
             return {}
         # Return copies, because some optimizers change gradients in place.
-        named = self._parameters.named_gradients()
+        named = self._trained.named_gradients()
         return {name: gradient.clone() for name, gradient in named.items()}
 
 
-class LossScaleHooks:
-    """Provide the methods of MindSpore's cells from which you can build a training step.
+class LossScaleHooks(StepParts):
+    """Provide the methods of MindSpore's cells with a loss scale, in addition to `StepParts`.
 
     `MFTrainOneStepCell` itself calls none of them. Call them from a subclass or from your own loop.
 
     Args:
         network: Network to train.
         optimizer: Optimizer without accelerate's wrapper.
+        parameters: The optimizer's parameters that are in the network.
         loss_scale: Live loss scale.
     """
 
-    def __init__(self, network: nn.Module, optimizer: Optimizer, loss_scale: LossScale) -> None:
-        self.network = network
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        parameters: TrainedParameters,
+        loss_scale: LossScale,
+    ) -> None:
+        super().__init__(network, optimizer, parameters)
         self._loss_scale = loss_scale
 
     @property
     def scale_sense(self) -> Tensor:
         """The live loss scale, shape ``()``, float32."""
         return self._loss_scale.value
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """The optimizer's parameters, in its order."""
-        return _weights(self.optimizer)
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale from the next step on. Does not synchronize with the device.
@@ -261,7 +336,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
             loss_scale,
             lr_scheduler=self.lr_scheduler,
         )
-        super().__init__(network, optimizer, loss_scale)
+        super().__init__(network, optimizer, trained, loss_scale)
         self._accumulate = GradientAccumulation(network, per_token=False)
         self._guard = self._accumulate.guard(optimizer, config)
         self.last_report: StepReport | None = None

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap import GradOperation, Model, TrainOneStepCell, WithLossCell
+from mfwrap import Model, TrainOneStepCell, WithLossCell
 from mfwrap.callbacks import LossMonitor
 from mfwrap.names import ABSENT_CALLBACKS, ABSENT_NAMES
+from support.own_steps import GuidesStep
 from support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
@@ -146,23 +147,6 @@ def test_what_stands_for_a_dataset():
     assert [(data.shape, data.dtype, label.sum().item()) for data, label in batches] == [
         (torch.Size([4, 3, 4, 5]), torch.float16, 4.0)
     ] * 2
-
-
-class GuidesStep(TrainOneStepCell):
-    """The training step that MindSpore's guide explains line by line, written for torch."""
-
-    def __init__(self, network, optimizer, sens=1.0):
-        super().__init__(network, optimizer, sens)
-        self.grad = GradOperation(get_by_list=True, sens_param=True)
-
-    def __call__(self, *inputs):
-        loss = self.network(*inputs)
-        sens = torch.full(loss.shape, self.sens, dtype=loss.dtype)
-        grads = self.grad(self.network, self.weights)(*inputs, sens)
-        for weight, gradient in zip(self.weights, grads, strict=True):
-            weight.grad = gradient
-        self.optimizer.step()
-        return loss.detach()
 
 
 @pytest.mark.parametrize("sens", [1.0, 4.0])

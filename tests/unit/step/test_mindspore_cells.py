@@ -5,16 +5,20 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
     FixedLossScaleUpdateCell,
+    MFTrainOneStepCell,
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
+from support.host_reads import HostReads
+from support.own_steps import GuidesStep, OverflowCheckedStep
 from support.small_networks import Classifier, LinearProbe, labelled_batches
 from support.training_state import assert_unchanged, training_state
 
@@ -142,22 +146,67 @@ def documented_cell(scale_sense) -> TrainOneStepWithLossScaleCell:
     )
 
 
-class OwnStep(TrainOneStepWithLossScaleCell):
-    """A custom step, built from the documented methods."""
+class TestStepParts:
+    @pytest.mark.parametrize("sens", [1.0, 4.0])
+    @pytest.mark.parametrize("optimizer", [SGD, Adam], ids=["SGD", "Adam"])
+    def test_a_documented_step_trains_like_the_cell(self, optimizer, sens):
+        """A subclass with MindSpore's lines gives the cell's losses and weights, bit by bit."""
+        network = Classifier()
+        cells = [
+            kind(own := copy.deepcopy(network), optimizer(own.parameters(), lr=0.1), sens)
+            for kind in (TrainOneStepCell, GuidesStep)
+        ]
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss = self.network(*inputs)
-        scaling_sens = self.scale_sense
-        status, scaling_sens = self.start_overflow_check(loss, scaling_sens)
-        gradients = torch.autograd.grad(loss * scaling_sens, self.weights)
-        overflow = self.get_overflow_status(status, gradients)
-        gradients = [gradient / scaling_sens for gradient in gradients]
-        overflow = self.process_loss_scale(overflow)
-        if not overflow:
-            for weight, gradient in zip(self.weights, gradients, strict=True):
-                weight.grad = gradient
-            self.optimizer.step()
-        return loss.detach(), overflow, self.scale_sense.clone()
+        for batch in labelled_batches(4):
+            whole, own = (cell(*batch) for cell in cells)
+            assert torch.equal(own, whole)
+
+        for ours, theirs in zip(*(cell.network.parameters() for cell in cells), strict=True):
+            assert torch.equal(ours, theirs)
+
+    def test_a_documented_step_reads_nothing_on_the_host(self):
+        """With a fused optimizer, a step with MindSpore's lines does not synchronize."""
+        network, batches = Classifier(), labelled_batches(3)
+        cell = GuidesStep(network, Adam(network.parameters(), fused=True))
+        cell(*batches[0])
+
+        with HostReads() as reads:
+            for batch in batches[1:]:
+                cell(*batch)
+
+        assert reads.reads == []
+
+    def test_the_attributes_have_mindspores_defaults(self):
+        """`sens` is 1.0, and there are no ranks to average over."""
+        cell = probe_with(TrainOneStepCell)
+
+        assert cell.sens == probe_with(TrainOneStepCell, None).sens == 1.0
+        assert cell.reducer_flag is False
+        assert [*cell.weights] == [cell.network.weight]
+
+    def test_schedule_and_average_follow_an_update(self):
+        """``apply_gradients`` steps the schedule, updates the average and releases gradients."""
+        network = LinearProbe()
+        optimizer = SGD(network.parameters(), lr=1.0)
+        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        ema = ExponentialMovingAverage(network, decay=0.5)
+        cell = MFTrainOneStepCell(network, optimizer, lr_scheduler=schedule, ema=ema)
+
+        cell.apply_gradients([torch.tensor([4.0, 8.0])])
+
+        assert network.weight.tolist() == [-4.0, -8.0]
+        assert network.weight.grad is None
+        assert schedule.get_last_lr() == [0.5]
+        with ema.swap():
+            assert network.weight.tolist() == [-2.0, -4.0]
+
+    def test_a_missing_gradient_is_refused(self):
+        """``apply_gradients`` raises an error before it changes a weight."""
+        cell = probe_with(TrainOneStepCell)
+
+        with pytest.raises(ValueError, match="`grads` must hold one gradient per weight, 1, got 0"):
+            cell.apply_gradients([])
+        assert cell.network.weight.tolist() == [0.0, 0.0]
 
 
 class TestTrainOneStepWithLossScaleCell:
@@ -285,7 +334,7 @@ class TestTrainOneStepWithLossScaleCell:
                 SGD(own_network.parameters(), lr=0.1),
                 DynamicLossScaleUpdateCell(1024.0, 2, 2),
             )
-            for cell_type in (TrainOneStepWithLossScaleCell, OwnStep)
+            for cell_type in (TrainOneStepWithLossScaleCell, OverflowCheckedStep)
         ]
 
         for batch, factor in zip(labelled_batches(6), (1, NAN, 1, 1, INF, 1), strict=True):

@@ -1,0 +1,55 @@
+"""Gradients are averaged over ranks outside of backward."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.step.gradient_reducer import GradientReducer
+from support.ranks.own_steps import LAYOUTS, OPTIMIZERS, train_both
+
+
+@pytest.fixture(scope="module")
+def trained(two_ranks):
+    """Return the results of `train_both` on each rank."""
+    return two_ranks.run(train_both)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_documented_step_trains_ranks_like_the_cell(trained, layout, optimizer):
+    """With the documented lines, losses and weights are bitwise equal to those of the cell."""
+    for rank in trained:
+        own, cell = (
+            rank[f"{layout}, {optimizer}, {kind}"] for kind in ("GuidesStep", "TrainOneStepCell")
+        )
+        torch.testing.assert_close(own, cell, rtol=0, atol=0)
+        assert own["reducer_flag"] is (layout == "DistributedDataParallel")
+    first, second = (rank[f"{layout}, {optimizer}, GuidesStep"]["weights"] for rank in trained)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_without_other_ranks_gradients_are_returned_unchanged():
+    """Without DistributedDataParallel, the reducer returns the same tensors."""
+    network = nn.Linear(2, 1)
+    weights = list(network.parameters())
+    reducer = GradientReducer(network, weights)
+    gradients = [torch.ones_like(weight) for weight in weights]
+
+    assert not reducer.sends
+    assert all(a is b for a, b in zip(reducer(gradients), gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("grads", "error", "message"),
+    [
+        (torch.ones(2), TypeError, r"`grads` must be a list or a tuple of gradients, got tensor"),
+        ([torch.ones(2)], ValueError, r"`grads` must hold one gradient per weight, 2, got 1"),
+    ],
+    ids=["tensor", "too few"],
+)
+def test_each_weight_has_a_gradient(grads, error, message):
+    """Anything but one gradient per weight raises an error that says what is expected."""
+    network = nn.Linear(2, 1)
+
+    with pytest.raises(error, match=message):
+        GradientReducer(network, list(network.parameters()))(grads)
