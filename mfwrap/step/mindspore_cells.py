@@ -25,10 +25,12 @@ from mfwrap.step.parameters import (
     checked_optimizer,
     network_parameters,
 )
+from mfwrap.step.ranks import RankAgreement
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.sharded_norms import has_non_finite
+from mfwrap.tensors.wrappers import distributed_parts
 
 
 class WithLossCell(nn.Module):
@@ -234,6 +236,8 @@ class LossScaleHooks(StepParts):
     ) -> None:
         super().__init__(network, optimizer, parameters)
         self._loss_scale = loss_scale
+        parts = distributed_parts(network)
+        self._agreement = RankAgreement(parts[0].process_group) if parts else None
 
     @property
     def scale_sense(self) -> Tensor:
@@ -263,7 +267,9 @@ class LossScaleHooks(StepParts):
         return False, compute_input
 
     def get_overflow_status(self, status: Any, compute_output: Tensor | Sequence[Any]) -> Tensor:
-        """Return whether any element is inf or nan.
+        """Return whether any element is inf or nan, on any rank of DistributedDataParallel.
+
+        All ranks must call it. They get the same answer, so all of them skip an update or none.
 
         Args:
             status: First value that `start_overflow_check` returned; ignored.
@@ -274,7 +280,8 @@ class LossScaleHooks(StepParts):
             device.
         """
         del status
-        return has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
+        found = has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
+        return found if self._agreement is None else self._agreement.any(found)
 
     def process_loss_scale(self, overflow: Tensor) -> Tensor:
         """Adjust the loss scale after a step if there is an update cell; return `overflow`.

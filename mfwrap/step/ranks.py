@@ -48,6 +48,14 @@ class RankAgreement:
         add_over_ranks(mean, self._group)
         return mean.float()
 
+    def any(self, flag: Tensor) -> Tensor:
+        """Return whether `flag` is true on any rank. Does not synchronize with the device.
+
+        Args:
+            flag: This rank's flag, shape ``()``, bool.
+        """
+        return self.mean(flag.float()) > 0
+
 
 class PipelineTotals(NamedTuple):
     """Numbers of a whole pipeline, the same on all its ranks."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mfwrap.step.gradient_reducer import GradientReducer
-from support.ranks.own_steps import LAYOUTS, OPTIMIZERS, train_both
+from support.ranks.own_steps import LAYOUTS, OPTIMIZERS, train_both, train_through_overflow
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,19 @@ def test_a_documented_step_trains_ranks_like_the_cell(trained, layout, optimizer
         assert own["reducer_flag"] is (layout == "DistributedDataParallel")
     first, second = (rank[f"{layout}, {optimizer}, GuidesStep"]["weights"] for rank in trained)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_ranks_agree_on_an_overflow(two_ranks):
+    """A NaN on one rank skips the update on both, even if it is looked for before the reducer."""
+    first, second = two_ranks.run(train_through_overflow)
+
+    for name, results in first.items():
+        assert results["overflows"] == [False, True, False], name
+        assert results["scales"] == [1024.0, 512.0, 512.0], name
+        torch.testing.assert_close(results, second[name], rtol=0, atol=0)
+        torch.testing.assert_close(
+            results["weights"], first["DistributedDataParallel, cell"]["weights"]
+        )
 
 
 def test_without_other_ranks_gradients_are_returned_unchanged():
