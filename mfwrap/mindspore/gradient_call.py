@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import check_bool, check_callable, described
+from mfwrap.mindspore.forward_reuse import take_output
 from mfwrap.tensors.shards import is_distributed, on_device
 
 
@@ -95,6 +96,9 @@ def gradients_of(
 ) -> tuple[Any, Any]:
     """Call a function once and differentiate it.
 
+    If `forward_reuse` remembers that the function, a network, has just run with the same inputs,
+    that forward pass is differentiated instead of a new one.
+
     Args:
         request: Function, and the gradients to compute.
         args: Positional arguments of the function.
@@ -113,10 +117,12 @@ def gradients_of(
     weights = as_list(request.weights)
     _check_trainable(weights)
     args, inputs = _with_leaves(request, args)
+    may_have_run = request.positions is None and not keywords and not nested
     token = _inside.set(True)
     try:
         with torch.enable_grad():
-            outputs = request.fn(*args, **keywords)
+            ran = take_output(request.fn, args) if may_have_run else None
+            outputs = request.fn(*args, **keywords) if ran is None else ran
             roots, cotangents = _roots(request, outputs, sens)
             again = recording and _is_differentiated_again(
                 roots, inputs, args, nested=nested, with_weights=bool(weights)

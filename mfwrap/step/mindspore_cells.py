@@ -14,6 +14,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, wrong_type_of_scale
+from mfwrap.mindspore.forward_reuse import remember_forwards
 from mfwrap.mindspore.functional import GradOperation
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
@@ -87,6 +88,13 @@ class StepParts:
 
     lr_scheduler: Schedule | None
     ema: ExponentialMovingAverage | None = None
+    _is_custom = False
+    """Whether the class defines its step outside of mfwrap."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__call__" in vars(cls):
+            cls._is_custom = cls.__module__.partition(".")[0] != "mfwrap"
 
     def __init__(
         self, network: nn.Module, optimizer: Optimizer, parameters: TrainedParameters
@@ -98,13 +106,16 @@ class StepParts:
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         """Makes gradient functions: ``grad(network, weights)(*inputs, sens)`` returns a tuple with
         one gradient per weight, zeros for a weight that the loss does not depend on. `sens` is the
-        gradient of the loss: a number, or a tensor of the loss's shape."""
+        gradient of the loss: a number, or a tensor of the loss's shape. In a subclass with its own
+        ``__call__``, the network does not run again if it has just run with the same inputs."""
         self.grad_reducer = GradientReducer(network, self.weights)
         """Averages gradients over the ranks of DistributedDataParallel: takes and returns one
         gradient per weight. Returns all gradients unchanged if there is nothing to average."""
         self.reducer_flag = self.grad_reducer.sends
         """Whether `grad_reducer` averages any gradient over several ranks."""
         self._trained = parameters
+        if self._is_custom:
+            remember_forwards(network, self.weights)
 
     def apply_gradients(self, grads: Sequence[Tensor]) -> None:
         """Do one update of the optimizer: MindSpore's ``self.optimizer(grads)``.
