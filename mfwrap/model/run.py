@@ -27,7 +27,7 @@ from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.forward import NetworkCall
-from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
+from mfwrap.step.mindspore_cells import LossScaleHooks, TrainOneStepWithLossScaleCell
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
@@ -264,7 +264,9 @@ class Updates:
 
     def __init__(self, trained: TrainNetwork) -> None:
         self._cell = trained.checked_cell()
-        self._follower = _ManagerFollower(trained.manager, trained.device)
+        # Without an update cell of the manager, the cell is a plain one, which reports no overflow.
+        reports = isinstance(self._cell, LossScaleHooks)
+        self._follower = _ManagerFollower(trained.manager if reports else None, trained.device)
         self._dividing = _dividing(unwrapped_optimizer(self._cell.optimizer), trained.divisor)
 
     def __call__(self, call: NetworkCall) -> Any:

@@ -10,6 +10,7 @@ import mfwrap
 from mfwrap import (
     DynamicLossScaleManager,
     FixedLossScaleManager,
+    LossScaleManager,
     MFTrainOneStepCell,
     Model,
     TrainOneStepCell,
@@ -21,6 +22,19 @@ from support.model_runs import Notes, batches, classifier, losses_by_hand, sgd
 from support.spoilt.gpt2 import Rows, padded, tiny_gpt2
 
 LOSS = nn.CrossEntropyLoss()
+
+
+class Factor(LossScaleManager):
+    """A manager with the methods that MindSpore's base class asks for, and no update cell."""
+
+    def get_loss_scale(self):
+        return 8.0
+
+    def update_loss_scale(self, overflow):
+        raise NotImplementedError
+
+    def get_update_cell(self):
+        return None
 
 
 def trained(epochs: int = 1, data=None, **settings):
@@ -52,8 +66,9 @@ def assert_same(ours, theirs, tolerance=1e-6):
         FixedLossScaleManager(1024.0),
         FixedLossScaleManager(1024.0, drop_overflow_update=False),
         DynamicLossScaleManager(2**10),
+        Factor(),
     ],
-    ids=["none", "fixed", "fixed, drops none", "dynamic"],
+    ids=["none", "fixed", "fixed, drops none", "dynamic", "without an update cell"],
 )
 def test_a_training_is_torchs_own_loop(manager):
     """With any loss scale, losses and weights agree with those of a plain loop in torch."""
