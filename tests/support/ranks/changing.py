@@ -114,7 +114,8 @@ def train_until(
         rank: This rank.
         folder: Run folder.
         stop: Step to stop after.
-        settings: Keywords of ``TrainingArguments``; also ``data``, the name of a data set.
+        settings: Keywords of ``TrainingArguments``; also ``data``, the name of a data set, and
+            ``data_skip_steps``.
 
     Returns:
         This rank's rows of each update, the losses in the log, the weights at the end, and the
@@ -161,6 +162,7 @@ def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrai
         "dataloader_pin_memory": False,
     } | dict(settings or {})
     data = {"rows": Numbered, "stream": NumberedStream}[arguments.pop("data", "rows")]()
+    skipped = arguments.pop("data_skip_steps", None)
     trainer = MFTrainer(
         Regression(),
         TrainingArguments(folder, **arguments),
@@ -168,6 +170,7 @@ def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrai
         data_collator=collated,
         step=StepConfig(local_norm=True),
         ema=lambda model: ExponentialMovingAverage(model, 0.9),
+        data_skip_steps=skipped,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

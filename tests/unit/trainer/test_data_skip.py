@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mfwrap.trainer import MFTrainer
+from support.ranks.changing import train_until
 from support.trainer_runs import EndlessCounting, new_trainer
 
 NUM_ROWS, UPDATES_AN_EPOCH = 16, 4
@@ -130,3 +131,23 @@ def test_a_bad_number_is_refused(tmp_path, skip, error):
     """The number must be an integer >= 0."""
     with pytest.raises(error, match="`data_skip_steps` must be"):
         trained(tmp_path, skip=skip)
+
+
+@pytest.mark.parametrize("dispatches", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("skip", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_two_ranks_skip_the_rows_of_all(two_ranks, tmp_path, skip, dispatches):
+    """Two ranks, and one rank that resumes their run, train on the rows of one that never skips."""
+    settings = {"accelerator_config": {"dispatch_batches": dispatches}}
+    alone = settings | {"gradient_accumulation_steps": 12}
+    expected = train_until(0, str(tmp_path / "alone"), skip + 4, alone)["rows"]
+    settings |= {"data_skip_steps": skip}
+    folder = str(tmp_path / "skipping")
+    results = two_ranks.run(train_until, folder, 2, settings)
+
+    for update in (1, 2):
+        rows = [row for result in results for row in result["rows"][update]]
+        assert sorted(rows) == sorted(expected[skip + update])
+    resumed = train_until(0, folder, 4, settings)["rows"]
+    assert {n: sorted(rows) for n, rows in resumed.items()} == {
+        n: sorted(expected[skip + n]) for n in (3, 4)
+    }
