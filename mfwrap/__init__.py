@@ -18,6 +18,7 @@ from mfwrap.mindspore.managers import (
 )
 from mfwrap.mindspore.scalers import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
 from mfwrap.names import ABSENT_NAMES, package_getattr
+from mfwrap.optimizers import AdamWeightDecay
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.clipping import clip_by_global_norm, clip_by_value
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamWeightDecay",
     "AdaptiveLossScaleUpdateCell",
     "DeferredReads",
     "DynamicLossScaleManager",

@@ -23,7 +23,9 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "Dense": "`torch.nn.Linear`",
         "DistributedGradReducer": "`torch.nn.parallel.DistributedDataParallel`, which averages "
         "gradients in backward, or `grad_reducer` of a training cell for those of `mfwrap.grad`",
+        "FP32StateAdamWeightDecay": "`mfwrap.AdamWeightDecay(..., fp32_state=True)`",
         "ForwardValueAndGrad": "`mfwrap.value_and_grad(network, None, network.parameters())`",
+        "FusedAdamWeightDecay": "`mfwrap.AdamWeightDecay(..., fp32_state=True)`",
         "GRAPH_MODE": "nothing, or `torch.compile` around the network",
         "GeneratorDataset": "`torch.utils.data.DataLoader`",
         "GetNextSingleOp": "a loop over a `torch.utils.data.DataLoader`",

@@ -1,9 +1,10 @@
 """Apply one divisor and one skip flag to any torch optimizer.
 
-torch's fused Adam, AdamW, SGD and Adagrad divide the gradients by the optimizer's attribute
-``grad_scale``, and change nothing if its attribute ``found_inf`` is 1. Both happen inside the
-kernel that updates the weights. For every other optimizer, `SkippableOptimizer` reads the skip flag
-on the host, which synchronizes once per step, and divides the gradients in place.
+torch's fused Adam, AdamW, SGD and Adagrad, and `AdamWeightDecay`, divide the gradients by the
+optimizer's attribute ``grad_scale``, and change nothing if its attribute ``found_inf`` is 1. Both
+happen inside the kernel that updates the weights. For every other optimizer, `SkippableOptimizer`
+reads the skip flag on the host, which synchronizes once per step, and divides the gradients in
+place.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
+from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
 from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("mfwrap")
 
-_FUSED = (Adam, AdamW, SGD, Adagrad)
+_FUSED = (Adam, AdamW, SGD, Adagrad, AdamWeightDecay)
 
 
 def learning_rates(

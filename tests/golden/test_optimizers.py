@@ -8,7 +8,6 @@ from torch import nn
 
 from mfwrap.step.optimizers import SkippableOptimizer
 from support.golden.traces import (
-    FUSED,
     TOLERANCE,
     EarlyEpsilonAdam,
     assert_same,
@@ -72,10 +71,9 @@ gradients are divided by 1024.
     ("name", "fused"),
     [
         pytest.param(name, fused, id=f"{name}-{'fused' if fused else 'in_place'}")
-        for name, case in cases("optimizers").items()
+        for name in cases("optimizers")
         if name not in OTHER_EPSILON
         for fused in (True, False)
-        if not fused or case["optimizer"]["class"] in FUSED
     ],
 )
 def test_weights_from_scaled_gradients(name, fused):

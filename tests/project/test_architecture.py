@@ -19,7 +19,7 @@ from support.paths import ROOT, TESTS
 LEVELS = (
     {"arguments", "collectives", "names", "outputs"},
     {"schedules", "tensors"},
-    {"average", "checkpoints", "config", "loss_scale", "preflight", "termination"},
+    {"average", "checkpoints", "config", "loss_scale", "optimizers", "preflight", "termination"},
     {"mindspore", "records"},
     {"step"},
     {"accelerate", "deepspeed", "sharded_checkpoint"},

@@ -12,7 +12,7 @@ CELLS = """
     AdaptiveLossScaleUpdateCell LossScaleManager FixedLossScaleManager DynamicLossScaleManager
     StaticLossScaler DynamicLossScaler all_finite clip_by_global_norm clip_by_value grad
     value_and_grad GradOperation ExponentialMovingAverage Model DeferredReads
-    pipeline_stages
+    pipeline_stages AdamWeightDecay
 """
 CALLBACKS = """
     MFLossMonitor TrainingStateMonitor CheckpointMonitor EMACallback EvalCallback ProfileMonitor

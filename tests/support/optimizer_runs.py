@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 
+from mfwrap import AdamWeightDecay
 from mfwrap.step.optimizers import SkippableOptimizer
 
 # Vectorized kernels have separate code for more elements than a vector holds, for fewer elements,
@@ -73,6 +74,8 @@ FOLDED = {
     "fused SGD maximize": fused(SGD, lr=0.1, momentum=0.5, maximize=True),
     "fused SGD tensor rate": fused(SGD, lr=rate(), momentum=0.9),
     "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
+    "AdamWeightDecay": fused(AdamWeightDecay, lr=0.1, weight_decay=0.1),
+    "AdamWeightDecay float32 state": fused(AdamWeightDecay, lr=rate(), fp32_state=True),
     "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
 }
 # This optimizer reads the flag on the host until its first applied update, not afterwards.
@@ -85,6 +88,7 @@ IN_PLACE = {
     "Adagrad": kind(Adagrad, lr=0.1),
     "RMSprop": kind(RMSprop, lr=0.01, momentum=0.9, centered=True),
     "Adafactor": kind(Adafactor, lr=0.01),
+    "unfused AdamWeightDecay": kind(AdamWeightDecay, lr=0.1, fp32_state=True, fused=False),
     "NAdam": kind(NAdam, lr=0.1),
     "own step": kind(OwnStep, lr=0.1, fused=True),
 }

@@ -62,6 +62,7 @@ def test_what_to_write_exists(sentence):
     arguments = [
         *inspect.signature(mfwrap.MFTrainOneStepCell).parameters,
         *inspect.signature(mfwrap.Model).parameters,
+        *inspect.signature(mfwrap.AdamWeightDecay).parameters,
         *inspect.signature(Accelerator).parameters,
     ]
     assert set(re.findall(r"(\w+)=", sentence)) <= set(arguments)

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from mfwrap import AdamWeightDecay
 from support.small_networks import IGNORED, labelled_batches
 
 __all__ = [
@@ -128,6 +129,8 @@ def optimizer_of(name: str, network: nn.Module, *, plain: bool = False) -> Optim
     """Return an optimizer by name; `plain` selects torch's single-tensor implementation."""
     kind = "" if plain else name.split(maxsplit=1)[0]
     way: dict[str, Any] = {"foreach": kind == "foreach"} if kind != "fused" else {"fused": True}
+    if name == "AdamWeightDecay":
+        return AdamWeightDecay(network.parameters(), lr=1e-3, fp32_state=True, fused=not plain)
     if name.endswith("AdamW"):
         return AdamW(network.parameters(), lr=1e-2, **way)
     dampening = 0.5 if "dampened" in name else 0.0

@@ -30,7 +30,7 @@ CASES = [
     Case("replicas", 4, "float32", "fused AdamW"),
     Case("two meshes", 1, "float32", "fused AdamW", per_token=True),
     Case("layers", 4, "float32", "fused SGD", per_token=True),
-    Case("partly replicated", 4, "float32", "fused AdamW"),
+    Case("partly replicated", 4, "float32", "AdamWeightDecay"),
     Case("layers", 4, "bf16", "fused AdamW", sync_each_batch=True),
     Case("replicas", 4, "float32", "fused SGD", sync_each_batch=True),
     Case("two meshes", 4, "float32", "fused SGD", per_token=True, sync_each_batch=True),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import mfwrap
 from support.golden.traces import (
-    FUSED,
     TOLERANCE,
     assert_same,
     cases,
@@ -95,15 +94,14 @@ class Replay:
 def replays(*families: str, without: Collection[str] = ()) -> list[Any]:
     """Return pytest parameters ``family, name, fused`` for the cases of some families.
 
-    A case whose optimizer has a fused form in torch appears twice, fused and not fused.
+    Each case appears twice, with a fused optimizer and with an unfused one.
     """
     return [
         pytest.param(family, name, fused, id=f"{name}-{'fused' if fused else 'in_place'}")
         for family in families
-        for name, case in cases(family).items()
+        for name in cases(family)
         if name not in without
         for fused in (True, False)
-        if not fused or case["optimizer"]["class"] in FUSED
     ]
 
 

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import mfwrap
+from mfwrap import AdamWeightDecay
 from support.golden.networks import MLP, HalfProbe, LinearProbe, PerToken
 from support.paths import TESTS
 
@@ -86,38 +87,6 @@ def network_of(case: Mapping[str, Any]) -> nn.Module:
     return network
 
 
-class AdamWeightDecay(Optimizer):
-    """Adam without bias correction, as MindSpore's ``nn.AdamWeightDecay``."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Apply ``p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)``."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["m"] = torch.zeros_like(parameter)
-                    state["v"] = torch.zeros_like(parameter)
-                m = state["m"].lerp_(parameter.grad, 1 - beta1)
-                v = state["v"].lerp_(parameter.grad.square(), 1 - beta2)
-                step = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * parameter
-                parameter.sub_(group["lr"] * step)
-
-
 class EarlyEpsilonAdam(Optimizer):
     """Adam as MindSpore's ``nn.Adam``: epsilon is added before the bias correction, not after."""
 
@@ -158,8 +127,6 @@ _OPTIMIZERS: dict[str, Any] = {
     "AdamWeightDecay": AdamWeightDecay,
     "MFAdamW": AdamW,
 }
-FUSED = frozenset(_OPTIMIZERS) - {"AdamWeightDecay"}
-"""Names of the recorded optimizers for which torch has a fused form."""
 
 
 def optimizer_of(
@@ -174,8 +141,8 @@ def optimizer_of(
     Args:
         case: Recorded case with an optimizer.
         parameters: Parameters of the network by name.
-        fused: Whether to use torch's fused form.
-        kind: Optimizer class to use instead of torch's. It need not have a fused form.
+        fused: Whether to use the fused form.
+        kind: Optimizer class to use instead. It need not have a fused form.
     """
     recorded = case["optimizer"]
     arguments = dict(recorded["args"])
@@ -183,7 +150,7 @@ def optimizer_of(
     weight_decay = arguments.pop("weight_decay", 0.0)
     if "beta1" in arguments or "beta2" in arguments:
         arguments["betas"] = (arguments.pop("beta1", 0.9), arguments.pop("beta2", 0.999))
-    if recorded["class"] in FUSED and kind is None:
+    if kind is None:
         arguments["fused"] = fused
     groups, factors = [], []
     for group in recorded.get("groups", [{"params": list(parameters)}]):
