@@ -18,7 +18,7 @@ from mfwrap.mindspore.managers import (
 )
 from mfwrap.mindspore.scalers import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
 from mfwrap.names import ABSENT_NAMES, package_getattr
-from mfwrap.optimizers import AdamWeightDecay
+from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.clipping import clip_by_global_norm, clip_by_value
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamWeightDecay",
     "AdaptiveLossScaleUpdateCell",
+    "ChainedOptimizer",
     "DeferredReads",
     "DynamicLossScaleManager",
     "DynamicLossScaleUpdateCell",

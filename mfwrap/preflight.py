@@ -225,9 +225,10 @@ def checkpoint_bytes(
         total += trained
     for group in [] if optimizer is None else optimizer.param_groups:
         copies = 2 if "betas" in group else int(bool(group.get("momentum")))
-        total += copies * _num_bytes(group["params"])
+        # `AdamWeightDecay` can have a float32 state for half-precision weights.
+        total += copies * _num_bytes(group["params"], 4 if group.get("fp32_state") else 1)
     return total
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _num_bytes(tensors: Iterable[Tensor], smallest: int = 1) -> int:
+    return sum(tensor.numel() * max(tensor.element_size(), smallest) for tensor in tensors)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from torch.optim import Optimizer
 
+from mfwrap.optimizers.chained import ChainedOptimizer
+
 _CLASSES = (
     ("lomo_optim", "Lomo"),
     ("lomo_optim", "AdaLomo"),
@@ -36,6 +38,10 @@ def refuse_update_in_backward(optimizer: Optimizer) -> None:
             optimizers, or if torch's ``_apply_optimizer_in_backward`` was called for one of its
             parameters.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        for part in optimizer.optimizers:
+            refuse_update_in_backward(part)
+        return
     name = type(optimizer).__name__
     if not isinstance(optimizer, tuple(_loaded_classes())):
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
+from mfwrap.optimizers.chained import parts_of
 from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class SkippableOptimizer:
     torch's fused optimizers do not synchronize with the device, except for fused SGD with
     dampening, which synchronizes until each of its parameters has had an applied update. They run
     on the local shards of distributed parameters. Any other optimizer synchronizes once per step to
-    read the skip flag, and runs on the distributed parameters.
+    read the skip flag, and runs on the distributed parameters. A chain of optimizers synchronizes
+    if any of them does.
 
     Args:
         optimizer: Optimizer without accelerate's wrapper.
@@ -114,10 +116,12 @@ class SkippableOptimizer:
 
     def __init__(self, optimizer: Optimizer, *, rounds: bool = False) -> None:
         self._rounds = rounds
-        _refuse_closure(optimizer)
-        _refuse_idle_sgd(optimizer)
         self.optimizer = optimizer
-        self._has_fused_kernel = _has_fused_kernel(optimizer)
+        self._parts = parts_of(optimizer)
+        for part in self._parts:
+            _refuse_closure(part)
+            _refuse_idle_sgd(part)
+        self._with_fused_kernels = tuple(filter(_has_fused_kernel, self._parts))
 
     @property
     def skips_on_device(self) -> bool:
@@ -125,8 +129,7 @@ class SkippableOptimizer:
 
         Loading an optimizer state may change this: the state includes ``fused``.
         """
-        groups = self.optimizer.param_groups
-        return self._has_fused_kernel and all(group.get("fused") for group in groups)
+        return self._with_fused_kernels == self._parts and all(map(_is_fused, self._parts))
 
     def step(self, divisor: Tensor | None, skip: Tensor) -> bool | None:
         """Update the parameters from their gradients, or do nothing if `skip` is true.
@@ -145,24 +148,25 @@ class SkippableOptimizer:
         return self._step_in_place(divisor, skip)
 
     def _step_folded(self, divisor: Tensor | None, skip: Tensor) -> None:
-        optimizer: Any = self.optimizer
         # `found_inf` must be exactly 0.0 or 1.0: the kernels compare it with 1, and Adam subtracts
         # `found_inf` from its step count.
-        optimizer.found_inf = skip.float()
+        attributes = {"found_inf": skip.float()}
         if divisor is not None:
-            optimizer.grad_scale = divisor
+            attributes["grad_scale"] = divisor
         if self._rounds:
             # The kernel divides in float32, so this is the only rounding.
             round_gradients(self.optimizer)
         try:
+            for part in self._parts:
+                vars(part).update(attributes)
             with self._shards():
-                optimizer.step()
+                self.optimizer.step()
         finally:
             # If these attributes stayed, a later plain `optimizer.step()` would divide or skip
             # again.
-            del optimizer.found_inf
-            if divisor is not None:
-                del optimizer.grad_scale
+            for part in self._parts:
+                for name in attributes:
+                    vars(part).pop(name, None)
 
     def _step_in_place(self, divisor: Tensor | None, skip: Tensor) -> bool:
         one = torch.ones_like(skip, dtype=torch.float32)
@@ -188,11 +192,14 @@ class SkippableOptimizer:
             self.optimizer.step()
         return False
 
-    def _shards(self) -> contextlib.AbstractContextManager[None]:
-        """Give a fused optimizer this rank's shards, if any parameter is distributed."""
-        if self.skips_on_device and holds_distributed(self.optimizer):
-            return on_local_shards(self.optimizer)
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _shards(self) -> Iterator[None]:
+        """Within the block, give fused optimizers this rank's shards of distributed parameters."""
+        with contextlib.ExitStack() as stack:
+            for part in self._with_fused_kernels:
+                if _is_fused(part) and holds_distributed(part):
+                    stack.enter_context(on_local_shards(part))
+            yield
 
     @contextlib.contextmanager
     def _unfused_where_momentum_begins_late(self) -> Iterator[None]:
@@ -201,9 +208,7 @@ class SkippableOptimizer:
         Fused SGD raises ``TypeError`` if some parameters of a group have a momentum and others get
         their first gradient only now. torch's unfused SGD accepts this.
         """
-        groups: list[dict[str, Any]] = []
-        if isinstance(self.optimizer, SGD):
-            groups = [group for group in self.optimizer.param_groups if self._begins_late(group)]
+        groups = [group for group in self._groups_of_sgd() if self._begins_late(group)]
         for group in groups:
             group["fused"] = False
         try:
@@ -211,6 +216,10 @@ class SkippableOptimizer:
         finally:
             for group in groups:
                 group["fused"] = True
+
+    def _groups_of_sgd(self) -> list[dict[str, Any]]:
+        kinds = (part for part in self._parts if isinstance(part, SGD))
+        return [group for part in kinds for group in part.param_groups]
 
     def _begins_late(self, group: dict[str, Any]) -> bool:
         if not group["fused"] or group["momentum"] == 0:
@@ -233,10 +242,8 @@ class SkippableOptimizer:
         With dampening, zeros would be wrong: the first momentum must be the undamped gradient, but
         an update that starts from zeros dampens it. So the host must know whether to skip.
         """
-        if not isinstance(self.optimizer, SGD):
-            return False
         unsafe = False
-        for group in self.optimizer.param_groups:
+        for group in self._groups_of_sgd():
             if group["momentum"] == 0:
                 continue
             for parameter in group["params"]:
@@ -276,6 +283,10 @@ def round_gradients(optimizer: Optimizer) -> None:
         parameter.grad = None
         parameter.grad_dtype = parameter.dtype
         parameter.grad = _placed("grad", each, parameter) if is_distributed(gradient) else each
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:

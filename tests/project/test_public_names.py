@@ -12,7 +12,7 @@ CELLS = """
     AdaptiveLossScaleUpdateCell LossScaleManager FixedLossScaleManager DynamicLossScaleManager
     StaticLossScaler DynamicLossScaler all_finite clip_by_global_norm clip_by_value grad
     value_and_grad GradOperation ExponentialMovingAverage Model DeferredReads
-    pipeline_stages AdamWeightDecay
+    pipeline_stages AdamWeightDecay ChainedOptimizer
 """
 CALLBACKS = """
     MFLossMonitor TrainingStateMonitor CheckpointMonitor EMACallback EvalCallback ProfileMonitor
@@ -32,6 +32,7 @@ PUBLIC = {
     "mfwrap.deepspeed": "DeepSpeedCell",
     "mfwrap.loss_scale": "FixedLossScaleUpdateCell DynamicLossScaleUpdateCell",
     "mfwrap.model": "Model Callback RunContext as_trainer_callback named_output",
+    "mfwrap.optimizers": "AdamWeightDecay ChainedOptimizer hidden_matrices",
     "mfwrap.recipe": "Recipe load_recipe parse_recipe run_recipe RunResult import_mindformers",
     "mfwrap.records": "read_json_lines",
     "mfwrap.report": "write_run_page",

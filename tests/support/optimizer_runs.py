@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RMSprop
 
-from mfwrap import AdamWeightDecay
+from mfwrap import AdamWeightDecay, ChainedOptimizer
 from mfwrap.step.optimizers import SkippableOptimizer
 
 # Vectorized kernels have separate code for more elements than a vector holds, for fewer elements,
@@ -63,6 +63,24 @@ def rate():
     return torch.tensor(0.05)
 
 
+def muon_with_adamw(parameters):
+    """Return Muon for matrices and fused AdamW for all other parameters, as one optimizer."""
+    # Muon computes in bfloat16, whose roundings may differ by 1 % of a step between two ways to
+    # divide. So the steps are small.
+    return ChainedOptimizer(
+        Muon([p for p in parameters if p.ndim == 2], lr=1e-5),
+        AdamW([p for p in parameters if p.ndim != 2], lr=0.1, fused=True),
+    )
+
+
+def two_fused(parameters):
+    """Return two optimizers with fused kernels as one optimizer."""
+    return ChainedOptimizer(
+        AdamWeightDecay(parameters[:1], lr=0.1, weight_decay=0.1),
+        Adam(parameters[1:], lr=0.1, fused=True),
+    )
+
+
 FOLDED = {
     "fused Adam": fused(Adam, lr=0.1),
     "fused Adam amsgrad": fused(Adam, lr=0.1, amsgrad=True, weight_decay=0.1, maximize=True),
@@ -76,6 +94,7 @@ FOLDED = {
     "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
     "AdamWeightDecay": fused(AdamWeightDecay, lr=0.1, weight_decay=0.1),
     "AdamWeightDecay float32 state": fused(AdamWeightDecay, lr=rate(), fp32_state=True),
+    "chain of two fused": Kind(functools.partial(two_fused), folds=True),
     "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
 }
 # This optimizer reads the flag on the host until its first applied update, not afterwards.
@@ -89,6 +108,7 @@ IN_PLACE = {
     "RMSprop": kind(RMSprop, lr=0.01, momentum=0.9, centered=True),
     "Adafactor": kind(Adafactor, lr=0.01),
     "unfused AdamWeightDecay": kind(AdamWeightDecay, lr=0.1, fp32_state=True, fused=False),
+    "Muon with AdamW": Kind(functools.partial(muon_with_adamw), folds=False),
     "NAdam": kind(NAdam, lr=0.1),
     "own step": kind(OwnStep, lr=0.1, fused=True),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap import StepConfig
+from mfwrap import AdamWeightDecay, StepConfig
 from mfwrap.preflight import (
     check_ranks_agree,
     checkpoint_bytes,
@@ -93,6 +93,14 @@ def test_bytes_of_a_checkpoint(tmp_path, make, copies):
     assert checkpoint_bytes(network, optimizer) == copies * 10_100 * 4
     assert 0.9 * written < checkpoint_bytes(network, optimizer) <= written
     assert checkpoint_bytes(network, has_average=True) == 2 * 10_100 * 4
+
+
+def test_bytes_of_a_float32_state():
+    """The float32 moments of half-precision weights count with four bytes each."""
+    network = nn.Linear(100, 100).bfloat16()
+    optimizer = AdamWeightDecay(network.parameters(), fp32_state=True)
+
+    assert checkpoint_bytes(network, optimizer) == 10_100 * (2 + 2 * 4)
 
 
 def test_lengths_of_data_loaders():

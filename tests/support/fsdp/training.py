@@ -26,6 +26,7 @@ CASES = [
     Case("root", 1, "float32", "fused dampened SGD"),
     Case("layers", 4, "bf16", "fused AdamW"),
     Case("children", 1, "bf16", "fused SGD"),
+    Case("layers", 1, "float32", "Muon with AdamW"),
     Case("layers", 4, "float32", "foreach SGD"),
     Case("replicas", 4, "float32", "fused AdamW"),
     Case("two meshes", 1, "float32", "fused AdamW", per_token=True),
