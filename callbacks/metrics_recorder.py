@@ -26,7 +26,8 @@ class MetricsRecorder(MonitorCallback):
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
-    record has ``max_grad_norm``.
+    record has ``max_grad_norm``. If all parameter groups have a name, ``learning_rates`` has the
+    rate of each.
 
     A training from the start renames an earlier run's file to ``metrics.jsonl.1``. A resumed
     training removes the records that were written after its checkpoint, and continues the file.
@@ -129,6 +130,9 @@ class MetricsRecorder(MonitorCallback):
             if name != "size"
         } | {"skipped": _column([report.skipped for report in reports])}
         losses = _losses(reports)
+        rate_names = reports[0].learning_rate_names
+        if rate_names:
+            columns["learning_rates"] = _column([report.learning_rates for report in reports])
         for index, step in enumerate(steps):
             record = {name: None if c is None else c[index] for name, c in columns.items()}
             norms = record.get("local_norm")
@@ -136,6 +140,9 @@ class MetricsRecorder(MonitorCallback):
                 record["local_norm"] = dict(zip(names, norms, strict=True))
             if losses[index]:
                 record["losses"] = losses[index]
+            if rate_names:
+                rates = record["learning_rates"]
+                record["learning_rates"] = dict(zip(rate_names, rates, strict=True))
             self._lines.append({"step": step, **record})
 
 

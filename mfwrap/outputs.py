@@ -111,6 +111,10 @@ class StepReport:
     ``mtp_loss``, by name. Shape ``()``, float32; the mean over this rank's micro-batches. See
     `mfwrap.step.forward.named_losses`."""
 
+    learning_rate_names: tuple[str, ...] = ()
+    """Names of the parameter groups of `learning_rates`, in its order: the entry ``name`` of each
+    group. Empty unless each group has a name."""
+
     sections: "StepSections | None" = None
     """Times of data loading, forward and backward, reduction, update and waiting on this rank,
     since the previous update. ``None`` unless a monitor such as `RankClock` reads them."""

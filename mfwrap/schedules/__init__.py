@@ -15,6 +15,8 @@ The first argument is the optimizer, whose learning rates replace MindFormers' `
 | CosineAnnealingLR | ``t_max, eta_min=0`` | no |
 | CosineAnnealingWarmRestarts | ``t_0, t_mult=1, eta_min=0`` | no |
 
+`GroupedLR` gives each parameter group a schedule of its own.
+
 Schedules with a warm-up also take ``warmup_steps`` or ``warmup_ratio``, and ``warmup_lr_init=0``.
 With ``warmup_lr_init=0`` the first update of a warm-up has a rate of 0, as in MindFormers. The
 formulas are MindFormers', except in these cases:
@@ -36,6 +38,7 @@ from mfwrap.schedules.cosine import (
     CosineWithRestartsAndWarmUpLR,
     CosineWithWarmUpLR,
 )
+from mfwrap.schedules.grouped import GroupedLR
 from mfwrap.schedules.names import SCHEDULES
 from mfwrap.schedules.warm_up import (
     ConstantWarmUpLR,
@@ -52,6 +55,7 @@ __all__ = [
     "CosineAnnealingWarmRestarts",
     "CosineWithRestartsAndWarmUpLR",
     "CosineWithWarmUpLR",
+    "GroupedLR",
     "LinearWithWarmUpLR",
     "PolynomialWithWarmUpLR",
     "WarmUpStableDecayLR",

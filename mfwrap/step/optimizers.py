@@ -58,6 +58,12 @@ def learning_rates(
     return torch.stack([_rate(rate, device) for rate in rates])
 
 
+def group_names(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the entry ``name`` of each parameter group; nothing unless each group has a name."""
+    names = [group.get("name") for group in optimizer.param_groups]
+    return () if None in names else tuple(map(str, names))
+
+
 def has_bad_rate(optimizer: Optimizer, device: torch.device) -> Tensor | None:
     """Return whether a learning rate is non-finite, without reading a rate that is a tensor.
 

@@ -37,7 +37,12 @@ from mfwrap.step.counts import UpdateCounts
 from mfwrap.step.float32_gradients import infinite_where_rounding_overflows
 from mfwrap.step.forward import Normalizer
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
+from mfwrap.step.optimizers import (
+    SkippableOptimizer,
+    group_names,
+    has_bad_rate,
+    learning_rates,
+)
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement, StageTotals
 from mfwrap.step.schedules import Schedule
@@ -440,6 +445,7 @@ class StepUpdate:
             output=output,
             skipped=~applied,
             learning_rates=rates,
+            learning_rate_names=group_names(self._optimizer.optimizer),
             local_norm_names=groups.names,
             losses=losses or {},
             sections=section_clock.end_step(self._device),

@@ -305,11 +305,14 @@ class StepLog:
         counts = list(scalars)[1:]
         scalars |= {f"losses/{name}": loss for name, loss in report.losses.items()}
         names = report.local_norm_names if isinstance(output, LocalNormStepOutput) else ()
-        local_norms = output.local_norm if isinstance(output, LocalNormStepOutput) else None
+        vectors = [output.local_norm] if isinstance(output, LocalNormStepOutput) else []
+        if report.learning_rate_names:
+            vectors.append(report.learning_rates)
         left_out, left_share, *values = _read(
-            [self._left_out, self._left_share, *scalars.values()], local_norms
+            [self._left_out, self._left_share, *scalars.values()], vectors
         )
         keys = [*scalars, *(f"local_norm/{name}" for name in names)]
+        keys += [f"learning_rate/{name}" for name in report.learning_rate_names]
         logs = logs | dict(zip(keys, values, strict=True))
         for name in counts:
             logs[name] = int(logs[name])
@@ -346,10 +349,8 @@ class StepLog:
         self._overflows = self._zero() + state["overflows"]
 
 
-def _read(scalars: Sequence[Tensor], vector: Tensor | None) -> list[float]:
+def _read(scalars: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[float]:
     """Return all values as Python numbers, with one synchronization."""
     values = torch.stack([scalar.double() for scalar in scalars])
-    if vector is not None:
-        values = torch.cat((values, vector.double()))
-    read: list[float] = values.tolist()
+    read: list[float] = torch.cat([values, *(vector.double() for vector in vectors)]).tolist()
     return read

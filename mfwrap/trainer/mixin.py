@@ -60,7 +60,8 @@ class MFTrainerMixin(_Base):
     - With ``args.logging_nan_inf_filter``, a non-finite loss is counted and left out of the logged
       mean. This does not synchronize with the device.
     - The log gains ``loss_scale``, ``applied_updates``, ``skipped_updates``, ``overflows`` and
-      ``non_finite_losses``, and with ``step.local_norm`` a ``local_norm/<group>`` for each group.
+      ``non_finite_losses``, with ``step.local_norm`` a ``local_norm/<group>`` for each group, and a
+      ``learning_rate/<name>`` for each parameter group if all of them have a ``name``.
     - Callbacks get ``step_output`` and ``step_report`` as keywords of ``on_step_end``.
     - The ``train_loss`` of a resumed training is the mean over all its steps, including those
       before the checkpoint.

@@ -23,7 +23,7 @@ CALLBACKS = """
 SCHEDULES = """
     SCHEDULES ConstantWarmUpLR ConstantWithCoolDownLR LinearWithWarmUpLR CosineWithWarmUpLR
     CosineWithRestartsAndWarmUpLR PolynomialWithWarmUpLR WarmUpStableDecayLR CosineAnnealingLR
-    CosineAnnealingWarmRestarts
+    CosineAnnealingWarmRestarts GroupedLR
 """
 PUBLIC = {
     "mfwrap": CELLS,
