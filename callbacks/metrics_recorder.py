@@ -140,8 +140,8 @@ class MetricsRecorder(MonitorCallback):
                 record["local_norm"] = dict(zip(names, norms, strict=True))
             if losses[index]:
                 record["losses"] = losses[index]
-            if rate_names:
-                rates = record["learning_rates"]
+            rates = record.get("learning_rates")
+            if rates is not None:
                 record["learning_rates"] = dict(zip(rate_names, rates, strict=True))
             self._lines.append({"step": step, **record})
 

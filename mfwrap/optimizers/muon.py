@@ -16,6 +16,7 @@ def hidden_matrices(network: nn.Module) -> dict[str, nn.Parameter]:
         Trainable parameters with two dimensions, by name, in the order of ``named_parameters``.
 
     Example:
+        >>> import torch
         >>> network = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2))
         >>> list(hidden_matrices(network))
         ['1.weight']

@@ -24,9 +24,12 @@ from mfwrap.recipe.callbacks import (
 from mfwrap.recipe.document import RecipeDocument, read_text
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.optimization import check_optimizer
+from mfwrap.recipe.optimizers import OptimizerChoice
+from mfwrap.recipe.parameter_groups import parameter_groups
+from mfwrap.recipe.schedules import GroupedScheduleChoice, ScheduleChoice
 from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
-from mfwrap.recipe.training import ScheduleChoice, read_peft, read_training
+from mfwrap.recipe.training import read_peft, read_training
 from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.settings import (
@@ -63,7 +66,10 @@ class Recipe:
     arguments: TrainingArguments
     """Arguments of the training."""
 
-    schedule: ScheduleChoice | None
+    optimizer: OptimizerChoice | None
+    """Optimizer that the Trainer cannot build; ``None`` for the optimizer named in `arguments`."""
+
+    schedule: ScheduleChoice | GroupedScheduleChoice | None
     """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
 
     step: StepChoice
@@ -139,14 +145,15 @@ def read_document(document: RecipeDocument) -> Recipe:
         objects,
         task.arguments(),
         name=Path(document.name).stem,
-        training=sections.training,
+        sections=sections,
         wrapper=wrapper,
-        optimizer=sections.optimizer,
-        lr_schedule=sections.lr_schedule,
     )
     if network is not None:
         check_max_length(document, training.arguments, network)
-    check_optimizer(objects, training.arguments, training.schedule)
+    check_optimizer(objects, training)
+    if network is not None and training.optimizer is not None and sections.peft is None:
+        # With an adapter, the trained parameters have other names.
+        parameter_groups(document, network, training.optimizer.rate_groups, (), 0.0)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
     _check_accumulation(document, step.config, training.arguments)
     curves = f"{training.arguments.output_dir}/tensorboard"
@@ -162,6 +169,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         model=model,
         data=data,
         arguments=training.arguments,
+        optimizer=training.optimizer,
         schedule=training.schedule,
         step=step,
         make_average=read_average(objects, sections.ema),

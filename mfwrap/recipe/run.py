@@ -19,7 +19,7 @@ from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run, set_aside
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.resumption import RECIPE_FILE, former_run, write_result
-from mfwrap.recipe.training import scheduled
+from mfwrap.recipe.training import optimized
 from mfwrap.recipes.data.columns import ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
 
@@ -113,7 +113,7 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         says_evaluations=has_record,
     )
     step = recipe.step
-    trainer = scheduled(task.trainer(), recipe.schedule)(
+    trainer = optimized(task.trainer(), recipe.optimizer, recipe.schedule)(
         args=arguments,
         callbacks=[recorder, ThroughputRecorder(folder), *callbacks],
         step=step.config,

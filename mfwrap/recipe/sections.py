@@ -36,6 +36,10 @@ class Sections(Section):
     lr_schedule: dict[str, Any] | None = None
     """MindFormers' section ``lr_schedule``."""
 
+    grouped_lr_schedule: dict[str, Any] | None = None
+    """MindFormers' section: ``default``, like ``lr_schedule``, and ``grouped``, a list of such
+    schedules, each with ``params``, patterns of the names of its parameters."""
+
     ema: dict[str, Any] | None = None
     """Arguments of `ExponentialMovingAverage`."""
 
@@ -118,17 +122,52 @@ class RunnerWrapperSection(Section):
             raise ValueError(msg)
 
 
-OPTIMIZERS: Mapping[str, str] = MappingProxyType(
-    {
-        "AdamW": "adamw_torch_fused",
-        "FP32StateAdamWeightDecay": "adamw_torch_fused",
-        "FusedAdamW": "adamw_torch_fused",
-        "FusedAdamWeightDecay": "adamw_torch_fused",
-        "FusedFP32StateAdamWeightDecay": "adamw_torch_fused",
-        "Adafactor": "adafactor",
-    }
-)
-"""Value of the Trainer's ``optim`` for each MindFormers optimizer."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class GroupedSection(Section):
+    """MindFormers' section ``grouped_lr_schedule``."""
+
+    default: dict[str, Any]
+    """Schedule of all parameters that no pattern matches; like the section ``lr_schedule``."""
+
+    grouped: list[dict[str, Any]]
+    """Schedules like ``lr_schedule``, each with ``params``: a list of parts or shell patterns of
+    the names of its parameters. The first match counts."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MuonSection(Section):
+    """Keys that only MindFormers' optimizer ``Muon`` has.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    momentum: float = 0.95
+    """Decay rate of the momentum, in [0, 1)."""
+
+    nesterov: bool = True
+    """Whether to use Nesterov's momentum."""
+
+    ns_steps: int = 5
+    """Number of Newton-Schulz iterations, in [1, 99]."""
+
+    matched_adamw_rms: float = 0.2
+    """Root mean square of the steps, relative to the learning rate. torch has only 0.2."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.momentum < 1:
+            msg = f"`momentum` must be in [0, 1), got {self.momentum}"
+            raise ValueError(msg)
+        if not 1 <= self.ns_steps <= 99:
+            msg = f"`ns_steps` must be in [1, 99], got {self.ns_steps}"
+            raise ValueError(msg)
+        if self.matched_adamw_rms != 0.2:
+            msg = f"`matched_adamw_rms` must be 0.2, as in torch, got {self.matched_adamw_rms}"
+            raise ValueError(msg)
+
 
 SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
