@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
+from mfwrap import AdamWeightDecay, DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import attach
 from support.accelerate_loops import new_accelerator
 from support.paths import TESTS
@@ -30,6 +30,7 @@ __all__ = ["count_waits"]
 NAME = "counted"
 OPTIMIZERS: dict[str, Any] = {
     "fused AdamW": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+    "AdamWeightDecay": lambda weights: AdamWeightDecay(weights, lr=0.1),
     "fused SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
     "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, foreach=True),
 }

@@ -252,7 +252,7 @@ def test_the_loop_on_a_device_waits_once_and_then_only_if_asked(tmp_path):
     counted = count_waits(tmp_path)
 
     never, always, but_first = [0] * 6, [1] * 6, [0, 1, 1, 1, 1, 1]
-    for optimizer in ("fused AdamW", "fused SGD"):
+    for optimizer in ("fused AdamW", "AdamWeightDecay", "fused SGD"):
         silent, asked = counted[f"{optimizer}, not asked"], counted[f"{optimizer}, asked"]
         assert (silent["reads"], silent["waits"]) == (never, but_first)
         assert (asked["reads"], asked["waits"], asked["asking"]) == (never, never, always)
