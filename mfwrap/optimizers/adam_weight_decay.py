@@ -39,7 +39,8 @@ class AdamWeightDecay(Optimizer):
     its bias correction is exactly 1.
 
     Source: MindSpore's ``nn.AdamWeightDecay``; ``FP32StateAdamWeightDecay`` and
-    ``FusedAdamWeightDecay`` of MindFormers are ``AdamWeightDecay(..., fp32_state=True)``. In
+    ``FusedAdamWeightDecay`` of MindFormers are ``AdamWeightDecay(..., fp32_state=True)``, and its
+    ``AdamW`` is ``AdamWeightDecay(..., fp32_state=True, bias_correction=True)``. In
     MindSpore, weights whose names contain ``beta`` or ``gamma`` have no weight decay. Here the
     parameter groups decide, as in all of torch's optimizers.
 
@@ -53,6 +54,8 @@ class AdamWeightDecay(Optimizer):
             computed in float32 and rounded once. This copies the weights and their gradients, at
             most 2**26 elements at a time (512 MiB). By default ``m`` and ``v`` have the dtype of
             their weights, and small gradients underflow in ``v`` if that is float16.
+        bias_correction: Whether to divide ``m`` and ``v`` by ``1 - beta**t`` at step ``t``, as
+            ``torch.optim.AdamW`` does, which has no `fp32_state`.
         fused: Whether to use torch's fused kernel, which exists for CPU, CUDA, MPS and XPU. Without
             it, unscaling and clipping are separate passes over the gradients.
 
@@ -77,6 +80,7 @@ class AdamWeightDecay(Optimizer):
         weight_decay: float = 0.0,
         *,
         fp32_state: bool = False,
+        bias_correction: bool = False,
         fused: bool = True,
     ) -> None:
         if not isinstance(lr, Tensor):
@@ -94,6 +98,7 @@ class AdamWeightDecay(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "fp32_state": fp32_state,
+            "bias_correction": bias_correction,
             "fused": fused,
         }
         super().__init__(params, defaults)
@@ -121,7 +126,7 @@ class AdamWeightDecay(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     dtype = _state_dtype(parameter, group)
-                    self._initialize(parameter, dtype)
+                    self._initialize(parameter, dtype, group)
                     (exact if dtype == parameter.dtype else mixed).append(parameter)
             if exact:
                 self._update(group, exact, exact, _gradients(exact))
@@ -132,9 +137,12 @@ class AdamWeightDecay(Optimizer):
                 torch._foreach_copy_(portion, weights)
         return loss
 
-    def _initialize(self, parameter: Tensor, dtype: torch.dtype) -> None:
+    def _initialize(self, parameter: Tensor, dtype: torch.dtype, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
+            if group["bias_correction"]:
+                device = parameter.device if group["fused"] else _CPU
+                state["step"] = torch.zeros((), device=device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
 
@@ -154,16 +162,21 @@ class AdamWeightDecay(Optimizer):
             gradients: Gradients, in the dtype of `weights`.
         """
         beta1, beta2 = group["betas"]
-        # The unfused kernels read the step counts on the host.
-        devices = [weight.device if group["fused"] else _CPU for weight in weights]
-        counts = {device: torch.full((), _MANY_STEPS, device=device) for device in set(devices)}
+        states = [self.state[parameter] for parameter in parameters]
+        if group["bias_correction"]:
+            counts = [state["step"] for state in states]
+        else:
+            # The unfused kernels read the step counts on the host.
+            devices = [weight.device if group["fused"] else _CPU for weight in weights]
+            of_device = {each: torch.full((), _MANY_STEPS, device=each) for each in set(devices)}
+            counts = [of_device[device] for device in devices]
         adamw(
             weights,
             gradients,
-            [self.state[parameter]["exp_avg"] for parameter in parameters],
-            [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
-            [counts[device] for device in devices],
+            counts,
             fused=group["fused"] or None,  # None: torch chooses between its unfused kernels
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
@@ -191,8 +204,9 @@ class AdamWeightDecay(Optimizer):
             dtype = _state_dtype(parameter, group)
             if dtype == parameter.dtype:
                 continue
-            for name, value in state_dict["state"].get(number, {}).items():
-                moved = value.to(device=parameter.device, dtype=dtype, copy=True)
+            saved = state_dict["state"].get(number, {})
+            for name in saved.keys() & {"exp_avg", "exp_avg_sq"}:
+                moved = saved[name].to(device=parameter.device, dtype=dtype, copy=True)
                 self.state[parameter][name] = moved
 
 

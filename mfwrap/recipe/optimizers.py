@@ -99,6 +99,7 @@ def _adam_weight_decay(
     arguments: TrainingArguments,
     *,
     fp32_state: bool,
+    bias_correction: bool = False,
 ) -> Optimizer:
     del network
     return AdamWeightDecay(
@@ -107,6 +108,7 @@ def _adam_weight_decay(
         betas=(arguments.adam_beta1, arguments.adam_beta2),
         eps=arguments.adam_epsilon,
         fp32_state=fp32_state,
+        bias_correction=bias_correction,
     )
 
 
@@ -155,6 +157,11 @@ def _part(group: dict[str, Any], chosen: Collection[Any], *, is_in: bool) -> dic
 
 
 _ADAMW = _Kind("adamw_torch_fused")
+_HALF_ADAMW = _Kind(
+    make=functools.partial(_adam_weight_decay, fp32_state=True, bias_correction=True)
+)
+"""AdamW for half-precision weights: its state is float32 in MindFormers, but not in torch."""
+
 _EARLY_EPS = {"adam_epsilon": 1e-6}
 _FP32_STATE = _Kind(
     make=functools.partial(_adam_weight_decay, fp32_state=True), defaults=_EARLY_EPS
@@ -199,12 +206,15 @@ _OF_MUON: Mapping[str, str] = {"adamw_betas": "betas", "adamw_eps": "eps"}
 """Key of the section for each key that MindFormers' Muon has instead."""
 
 
-def read_optimizer(objects: RecipeObjects, section: Mapping[str, Any]) -> OptimizerReading:
+def read_optimizer(
+    objects: RecipeObjects, section: Mapping[str, Any], *, are_half: bool
+) -> OptimizerReading:
     """Read the section ``optimizer``.
 
     Args:
         objects: Builder for the recipe.
         section: Content of the section.
+        are_half: Whether the model's weights have half precision.
 
     Raises:
         RecipeError: If the optimizer or a setting is unknown, or a value is out of range.
@@ -215,6 +225,8 @@ def read_optimizer(objects: RecipeObjects, section: Mapping[str, Any]) -> Optimi
         raise objects.document.error((*path, "qk_clip_threshold"), says)
     name, settings = objects.named_type(path, section, OPTIMIZERS)
     kind = OPTIMIZERS[name]
+    if kind is _ADAMW and are_half:
+        kind = _HALF_ADAMW
     names = {key: key for key in ("betas", *_ARGUMENTS)}
     own: dict[str, Any] = {}
     if kind.section is not None:

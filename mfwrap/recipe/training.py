@@ -94,7 +94,8 @@ def _read_optimizer(
     """
     if sections.optimizer is None:
         return None
-    reading = read_optimizer(objects, sections.optimizer)
+    are_half = sections.model.get("dtype") in {"bfloat16", "float16"}
+    reading = read_optimizer(objects, sections.optimizer, are_half=are_half)
     if reading.make is not None and "optim" in settings:
         kind = sections.optimizer["type"]
         says = f"must be left out, because the section optimizer names {kind}"

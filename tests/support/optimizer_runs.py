@@ -94,6 +94,9 @@ FOLDED = {
     "fused Adagrad": fused(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
     "AdamWeightDecay": fused(AdamWeightDecay, lr=0.1, weight_decay=0.1),
     "AdamWeightDecay float32 state": fused(AdamWeightDecay, lr=rate(), fp32_state=True),
+    "AdamWeightDecay bias correction": fused(
+        AdamWeightDecay, lr=0.1, fp32_state=True, bias_correction=True
+    ),
     "chain of two fused": Kind(functools.partial(two_fused), folds=True),
     "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
 }

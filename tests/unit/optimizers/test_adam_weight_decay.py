@@ -97,9 +97,11 @@ def test_the_state_has_by_default_the_dtype_of_its_weight(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EACH_WAY
+@pytest.mark.parametrize("bias_correction", [False, True], ids=["", "bias correction"])
 @pytest.mark.parametrize("copied", ["saved", "deep copy"])
-def test_a_loaded_state_continues_the_training(way, dtype, copied):
+def test_a_loaded_state_continues_the_training(way, dtype, copied, bias_correction):
     """After a checkpoint, or in a copy, the same gradients give bitwise the same weights."""
+    way = way | {"bias_correction": bias_correction}
     parameters = parameters_of(dtype)
     optimizer = AdamWeightDecay(parameters, lr=0.01, **way)
     give(parameters, gradients_of(0, dtype))
@@ -121,6 +123,23 @@ def test_a_loaded_state_continues_the_training(way, dtype, copied):
     for left, right in zip(parameters, others, strict=True):
         assert torch.equal(left, right)
         assert left.data_ptr() != right.data_ptr()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_bias_correction_gives_torchs_adamw(fused):
+    """With float32 weights and bias correction, weights and state are those of torch's AdamW."""
+    settings = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+    parameters, others = parameters_of(), parameters_of()
+    optimizer = AdamWeightDecay(parameters, **settings, bias_correction=True, fused=fused)
+    reference = torch.optim.AdamW(others, **settings, fused=fused)
+    for step in range(4):
+        for weights, each in ((parameters, optimizer), (others, reference)):
+            give(weights, gradients_of(step))
+            each.step()
+
+    for ours, expected in zip(parameters, others, strict=True):
+        assert torch.equal(ours, expected)
+        torch.testing.assert_close(optimizer.state[ours], reference.state[expected], rtol=0, atol=0)
 
 
 def test_a_closure_gives_the_gradients():

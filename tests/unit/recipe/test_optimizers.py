@@ -62,6 +62,21 @@ def test_adam_weight_decay(name, fp32_state):
         assert group["fp32_state"] is fp32_state
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedAdamW", "AdamWeightDecayX"])
+def test_adamw_for_half_precision_weights(name, dtype):
+    """MindFormers' AdamW has a float32 state, so it is not torch's if the weights are not float32.
+
+    With bias correction, its state has a step count.
+    """
+    recipe = parsed(optimizer={"type": name, "betas": [0.9, 0.95]}, model={"dtype": dtype})
+    (group,) = recipe.optimizer.build(recipe.arguments, nn.Linear(2, 2), []).param_groups
+
+    assert (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
+    assert group["fp32_state"]
+    assert group["bias_correction"]
+
+
 def test_muon():
     """Matrices are trained by Muon, embeddings and vectors by AdamW, with MindFormers' defaults."""
     network = Block()
