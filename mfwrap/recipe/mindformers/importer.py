@@ -159,7 +159,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         "data": data,
         "training": training,
         "runner_wrapper": wrapper,
-        "optimizer": take_optimizer(source, weights=precision.weights),
+        "optimizer": take_optimizer(source),
         "lr_schedule": take_schedule(source, training, layout),
         "data_skip_steps": source.integer("data_skip_steps", default=0, minimum=0),
         "peft": peft,

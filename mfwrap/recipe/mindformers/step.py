@@ -27,9 +27,6 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
 }
 """Class of each optimizer that MindFormers registers under a second name."""
 
-_HALF_STATE = frozenset({"AdamW", "FusedAdamW"})
-"""Optimizers whose state is float32 in MindFormers, and has the weights' dtype in torch."""
-
 
 def take_wrapper(source: SourceFile, layout: Layout, *, is_language_model: bool) -> dict[str, Any]:
     """Return the section ``runner_wrapper``.
@@ -96,12 +93,11 @@ def _fixed(scale: Any) -> Any:
     return scale
 
 
-def take_optimizer(source: SourceFile, *, weights: str) -> dict[str, Any]:
+def take_optimizer(source: SourceFile) -> dict[str, Any]:
     """Return the section ``optimizer``; an empty one if the file has none.
 
     Args:
         source: File, whose section is taken.
-        weights: Dtype of the model's weights.
 
     Raises:
         RecipeError: If the section is not a mapping, or a number is none.
@@ -124,9 +120,6 @@ def take_optimizer(source: SourceFile, *, weights: str) -> dict[str, Any]:
         optimizer["eps"] = _number(source, optimizer.get("eps", 1e-8)) / sens
         says = f"divided by sens {sens:g}, as MindSpore does not divide the gradients by it"
         source.notes.append(f"optimizer.eps: {says}")
-    if weights != "float32" and optimizer.get("type") in _HALF_STATE:
-        says = f"the file's {optimizer['type']} keeps its state in float32 for weights in {weights}"
-        source.lose("precision", ("optimizer", "type"), f"{says}; the recipe in {weights}")
     return optimizer
 
 
