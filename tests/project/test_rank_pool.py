@@ -7,6 +7,7 @@ import pytest
 from support.ranks.pool import RankPool
 
 
+@pytest.mark.slow
 def test_a_dead_rank_fails_one_test(tmp_path):
     """The error says how each rank has ended; the next program gets new processes."""
     with RankPool(2, tmp_path) as ranks:

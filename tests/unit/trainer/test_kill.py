@@ -192,6 +192,7 @@ def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
     assert_same_state(evaluated_alone(when), end_of(again))
 
 
+@pytest.mark.slow
 def test_told_to_end_with_the_best_checkpoint_kept(tmp_path):
     """The checkpoint after a SIGTERM is kept in addition to the best one, despite a limit of 1."""
     best_is_first = {

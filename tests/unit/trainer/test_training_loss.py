@@ -45,6 +45,7 @@ def test_after_a_resume_it_is_the_mean_of_all_steps(tmp_path, step, logging_step
     assert found == [training_loss(stock)] * 3
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("step", [4, 8])
 def test_with_other_data_after_a_resume_it_is_the_mean_of_what_was_met(tmp_path, step):
     """With ``ignore_data_skip``, the training loss is the mean over the batches that were used."""

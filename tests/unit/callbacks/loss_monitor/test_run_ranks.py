@@ -17,6 +17,7 @@ def shown(records):
     return [tuple(map(float, match.groups())) for match in found]
 
 
+@pytest.mark.slow
 def test_the_main_process_prints_means_over_ranks(two_ranks):
     """Only the main process prints, and its losses and means are means over ranks."""
     first, second = two_ranks.run(losses_shown, LOSSES, [], [], {})

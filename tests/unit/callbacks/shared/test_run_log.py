@@ -61,7 +61,7 @@ def test_import_configures_nothing():
     assert (out, err) == ("[] 0 True\n" * 2, "")
 
 
-@pytest.mark.fast_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 def test_logging_of_the_program(early):
     """If a program configures logging, messages from then on go only to that logging."""
