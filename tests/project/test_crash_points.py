@@ -61,6 +61,7 @@ def before(crashes: Crashes, name: str) -> list[Operation]:
     return found[: next(i for i, each in enumerate(found) if name in str(each))]
 
 
+@pytest.mark.slow
 def test_synced_before_it_counts(first_run):
     """Files are synced before they get their final names and before a checkpoint is removed."""
     assert unsynced_at_commits(first_run.operations) == []

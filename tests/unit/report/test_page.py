@@ -133,7 +133,7 @@ def test_all_panels_are_drawn(opened):
     assert page.faults == []
 
 
-@pytest.mark.fast_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 22, 28)")]
 )
@@ -164,6 +164,7 @@ def test_an_anomaly_leads_to_its_place(opened):
     assert page.url.endswith("#loss")
 
 
+@pytest.mark.slow
 def test_panels_move_together(opened):
     """When one panel is zoomed, the others follow."""
     page = opened()

@@ -53,7 +53,7 @@ def end(trainer, callback):
     return rest | averages
 
 
-@pytest.mark.fast_sample(2)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [4, 6, 10])
 def test_resumed(tmp_path, kind, step):
