@@ -1,6 +1,5 @@
 """MindFormers' YAML files are converted to recipes that train in the same way, or refused."""
 
-import contextlib
 import math
 
 import pytest
@@ -79,9 +78,15 @@ def test_files_that_do_not_train():
     st.sampled_from([None, "", "x", [], [["a"]], {}, {"a": [1]}, -1, 3.5, True, 10**30, math.nan]),
 )
 def test_a_wrong_value_is_an_error_of_one_sentence(path, value):
-    """Whatever a key holds, the file is imported, or refused with a `RecipeError`."""
-    with contextlib.suppress(RecipeError):
-        import_mindformers(mindformers_text({path: value}), "m.yaml", LOSSES)
+    """Whatever a key holds, the file becomes a valid recipe, or is refused in one line."""
+    try:
+        found = import_mindformers(mindformers_text({path: value}), "m.yaml", LOSSES)
+    except RecipeError as error:
+        said = str(error)
+        assert said.startswith("m.yaml:")
+        assert "\n" not in said
+    else:
+        assert parse_recipe(found.text, "m.yaml")
 
 
 def test_an_unknown_name_of_a_loss():
