@@ -40,7 +40,7 @@ def grad(
     Gradients can be differentiated again in three cases: inside another gradient function, if an
     argument requires gradients, or if `weights` is ``None`` and `fn` depends on other tensors that
     require gradients, such as a network's parameters. Otherwise, and under ``torch.no_grad()``, no
-    graph is recorded.
+    graph is recorded. Gradients by weights under ``fully_shard`` cannot be differentiated again.
 
     Source: MindSpore, ``mindspore.grad``.
 
@@ -68,6 +68,8 @@ def grad(
             repeated, `weights` is empty, or `return_ids` is set and a weight is not a parameter of
             `fn`. The returned function raises ``ValueError`` if there is no input at a position, a
             weight does not require gradients, or `has_aux` is set and `fn` has only one output.
+        RuntimeError: The returned function raises it inside another gradient function if the
+            weights are under ``fully_shard``.
 
     Example:
         >>> import torch

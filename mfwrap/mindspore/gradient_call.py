@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from mfwrap.arguments import check_bool, check_callable, described
 from mfwrap.mindspore.forward_reuse import take_output
 from mfwrap.tensors.shards import is_distributed, on_device
+from mfwrap.tensors.wrappers import sharded_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,21 @@ def gradients_of(
         Outputs of the function, and gradients in the structure of `request`.
 
     Raises:
+        RuntimeError: If the gradients may be differentiated again, but the function's weights are
+            under ``fully_shard``.
         TypeError: If an input or an output has the wrong type.
         ValueError: If the request does not fit the arguments or the outputs.
     """
     recording, nested = torch.is_grad_enabled(), _inside.get()
     weights = as_list(request.weights)
     _check_trainable(weights)
+    is_nested = nested and recording
+    if is_nested and isinstance(request.fn, nn.Module) and sharded_parts(request.fn):
+        raise _no_second_derivatives()
+    by_shards = not is_nested and any(map(is_distributed, weights))
+    if by_shards:
+        # Otherwise the backward pass would go on through the graphs of the arguments.
+        args, keywords = pytree.tree_map_only(Tensor, _without_graph, (args, dict(keywords)))
     args, inputs = _with_leaves(request, args)
     may_have_run = request.positions is None and not keywords and not nested
     token = _inside.set(True)
@@ -124,13 +134,16 @@ def gradients_of(
             ran = take_output(request.fn, args) if may_have_run else None
             outputs = request.fn(*args, **keywords) if ran is None else ran
             roots, cotangents = _roots(request, outputs, sens)
-            again = recording and _is_differentiated_again(
-                roots, inputs, args, nested=nested, with_weights=bool(weights)
-            )
             leaves = [*inputs, *weights]
-            if not again and any(map(is_distributed, weights)):
+            again = False
+            if by_shards:
                 gradients = _differentiate_shards(request.fn, roots, cotangents, leaves)
             else:
+                again = recording and _is_differentiated_again(
+                    roots, inputs, args, nested=nested, with_weights=bool(weights)
+                )
+                if any(map(is_distributed, weights)) and not _reaches_any(roots, weights):
+                    raise _no_second_derivatives()
                 gradients = _differentiate(roots, cotangents, leaves, create_graph=again)
     finally:
         _inside.reset(token)
@@ -210,6 +223,10 @@ def _check_trainable(weights: Sequence[Tensor]) -> None:
     if frozen:
         msg = f"`weights` must require gradients, got frozen weights at the indices {frozen}"
         raise ValueError(msg)
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _with_leaves(
@@ -334,6 +351,21 @@ def _differentiate_shards(
     finally:
         for leaf, gradient in zip(written, before, strict=True):
             leaf.grad = gradient
+
+
+def _reaches_any(roots: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Return whether the graph contains a weight: it never contains the shards of fully_shard."""
+    wanted = set(map(id, weights))
+    return any(id(leaf) in wanted for leaf in _leaves_of(roots))
+
+
+def _no_second_derivatives() -> RuntimeError:
+    return RuntimeError(
+        "a gradient function inside another one cannot be differentiated again by weights under "
+        "`fully_shard`, because torch gathers these weights outside of the graph; replicate the "
+        "network instead, for example by DistributedDataParallel, or call the inner function under "
+        "torch.no_grad() if only its values are needed"
+    )
 
 
 def _is_differentiated_again(

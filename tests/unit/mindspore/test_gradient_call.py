@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap import grad, value_and_grad
-from support.fsdp.gradients import differentiate_shards
+from support.fsdp.gradients import differentiate_again, differentiate_shards
 from support.gradient_networks import X, Y, inputs, layers, network
 
 
@@ -158,3 +158,12 @@ def test_gradients_of_shards_are_averages_over_ranks(two_ranks):
         torch.testing.assert_close(rank["network"], rank["expected"])
         torch.testing.assert_close(rank["function"], rank["expected"])
         assert rank["kept"]
+
+
+def test_gradients_of_shards_have_no_graph(two_ranks):
+    """Nested gradient functions are refused; an input that requires gradients changes nothing."""
+    for rank in two_ranks.run(differentiate_again):
+        assert len(rank["errors"]) == 3
+        assert all("cannot be differentiated again" in error for error in rank["errors"])
+        torch.testing.assert_close(rank["found"], rank["expected"])
+        assert rank["grad of the input"] is None
