@@ -24,12 +24,13 @@ class _Forward:
     is_training: bool
     """Whether the network was in training mode."""
     versions: list[int]
-    """How often each input, the output and each weight had been changed in place."""
+    """How often each input, the output, and each tensor of the state had been changed in place."""
 
 
 @dataclass(slots=True)
 class _Record:
-    weights: Sequence[Tensor]
+    state: Sequence[Tensor]
+    """Parameters and buffers on which a forward pass depends."""
     last: _Forward | None = None
 
 
@@ -43,11 +44,13 @@ def remember_forwards(network: nn.Module, weights: Sequence[Tensor]) -> None:
 
     Args:
         network: The network, with its wrappers.
-        weights: Parameters whose change makes a forward pass obsolete.
+        weights: Parameters whose change makes a forward pass obsolete, in addition to the
+            parameters and buffers of the network.
     """
     if network not in _records:
         network.register_forward_hook(_remember, with_kwargs=True)
-    _records[network] = _Record(list(weights))
+    state = dict.fromkeys([*weights, *network.parameters(), *network.buffers()])
+    _records[network] = _Record(list(state))
 
 
 def take_output(fn: object, inputs: Sequence[Any]) -> Tensor | None:
@@ -61,9 +64,9 @@ def take_output(fn: object, inputs: Sequence[Any]) -> Tensor | None:
 
     Returns:
         The output. ``None`` if `fn` is not a network whose forward passes are remembered, if the
-        last pass had other inputs, if the network's mode has changed, if an input, the output or a
-        weight was changed in place, or if the output no longer exists. As in torch's own check,
-        changes through ``tensor.data`` go unnoticed.
+        last pass had other inputs, if the network's mode has changed, if an input, the output, a
+        parameter or a buffer was changed in place, or if the output no longer exists. As in torch's
+        own check, changes through ``tensor.data`` go unnoticed.
     """
     if not isinstance(fn, nn.Module):
         return None
@@ -75,7 +78,7 @@ def take_output(fn: object, inputs: Sequence[Any]) -> Tensor | None:
     if output is None or [id(given()) for given in last.inputs] != [id(given) for given in inputs]:
         return None
     is_current = last.is_training == fn.training and last.versions == _versions(
-        [*inputs, output, *record.weights]
+        [*inputs, output, *record.state]
     )
     return output if is_current else None
 
@@ -95,7 +98,7 @@ def _remember(
             [weakref.ref(given) for given in inputs],
             weakref.ref(output),
             network.training,
-            _versions([*inputs, output, *record.weights]),
+            _versions([*inputs, output, *record.state]),
         )
 
 

@@ -27,7 +27,8 @@ from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.forward import NetworkCall
-from mfwrap.step.mindspore_cells import LossScaleHooks, TrainOneStepWithLossScaleCell
+from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
+from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.mindspore.managers import DynamicLossScaleManager, LossScaleManager
 from mfwrap.step.mindspore_cells import (
-    LossScaleHooks,
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
 from mfwrap.step.schedules import Schedule
+from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]

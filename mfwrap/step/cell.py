@@ -24,7 +24,6 @@ from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
-from mfwrap.step.mindspore_cells import LossScaleHooks
 from mfwrap.step.parameters import (
     TrainedParameters,
     checked_optimizer,
@@ -34,6 +33,7 @@ from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys, restore
+from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
 

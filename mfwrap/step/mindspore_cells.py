@@ -1,8 +1,8 @@
-"""MindSpore's plain training cells, and the methods of its cells for custom training steps."""
+"""MindSpore's plain training cells."""
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,28 +10,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
-from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, wrong_type_of_scale
-from mfwrap.mindspore.forward_reuse import remember_forwards
-from mfwrap.mindspore.functional import GradOperation
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.forward import NetworkCall
-from mfwrap.step.gradient_reducer import GradientReducer, checked_gradients
 from mfwrap.step.parameters import (
     TrainedParameters,
     checked_network,
     checked_optimizer,
     network_parameters,
 )
-from mfwrap.step.ranks import RankAgreement
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys
+from mfwrap.step.step_parts import LossScaleHooks, StepParts
 from mfwrap.step.update import StepUpdate
-from mfwrap.tensors.sharded_norms import has_non_finite
-from mfwrap.tensors.wrappers import distributed_parts
 
 
 class WithLossCell(nn.Module):
@@ -62,90 +56,6 @@ class WithLossCell(nn.Module):
     def backbone_network(self) -> nn.Module:
         """The network without the loss function."""
         return self.backbone
-
-
-class StepParts:
-    """Provide the attributes of MindSpore's cells from which you can build a training step.
-
-    A subclass of a cell writes its own ``__call__`` from them, as MindSpore's documentation does::
-
-        loss = self.network(*inputs)
-        sens = torch.full_like(loss, self.sens)
-        grads = self.grad(self.network, self.weights)(*inputs, sens)
-        grads = self.grad_reducer(grads)
-        self.apply_gradients(grads)  # in MindSpore: self.optimizer(grads)
-        return loss.detach()
-
-    The cells themselves do not use these attributes.
-
-    Source: MindSpore, ``nn.TrainOneStepCell``.
-
-    Args:
-        network: Network to train.
-        optimizer: Optimizer without accelerate's wrapper.
-        parameters: The optimizer's parameters that are in the network.
-    """
-
-    lr_scheduler: Schedule | None
-    ema: ExponentialMovingAverage | None = None
-    _is_custom = False
-    """Whether the class defines its step outside of mfwrap."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if "__call__" in vars(cls):
-            cls._is_custom = cls.__module__.partition(".")[0] != "mfwrap"
-
-    def __init__(
-        self, network: nn.Module, optimizer: Optimizer, parameters: TrainedParameters
-    ) -> None:
-        self.network = network
-        self.optimizer = optimizer
-        self.weights: Sequence[Tensor] = _weights(optimizer)
-        """The optimizer's parameters, in its order."""
-        self.grad = GradOperation(get_by_list=True, sens_param=True)
-        """Makes gradient functions: ``grad(network, weights)(*inputs, sens)`` returns a tuple with
-        one gradient per weight, zeros for a weight that the loss does not depend on. `sens` is the
-        gradient of the loss: a number, or a tensor of the loss's shape. In a subclass with its own
-        ``__call__``, the network does not run again if it has just run with the same inputs."""
-        self.grad_reducer = GradientReducer(network, self.weights)
-        """Averages gradients over the ranks of DistributedDataParallel: takes and returns one
-        gradient per weight. Returns all gradients unchanged if there is nothing to average."""
-        self.reducer_flag = self.grad_reducer.sends
-        """Whether `grad_reducer` averages any gradient over several ranks."""
-        self._trained = parameters
-        if self._is_custom:
-            remember_forwards(network, self.weights)
-
-    def apply_gradients(self, grads: Sequence[Tensor]) -> None:
-        """Do one update of the optimizer: MindSpore's ``self.optimizer(grads)``.
-
-        The gradients are neither unscaled nor clipped, and non-finite gradients are not skipped.
-        The cell's schedule and its average of the weights follow the update. Afterwards no
-        parameter has a gradient.
-
-        Args:
-            grads: One gradient for each of `weights`, in that order, with the weight's shape and
-                dtype. All ranks must apply the same gradients.
-
-        Raises:
-            RuntimeError: If the optimizer's parameters have changed, or a parameter of the network
-                has been replaced.
-            TypeError: If `grads` is not a list or a tuple, or a gradient is sparse.
-            ValueError: If there are more or fewer gradients than weights.
-        """
-        checked = checked_gradients(grads, len(self.weights))
-        try:
-            for weight, gradient in zip(self.weights, checked, strict=True):
-                weight.grad = gradient
-            self._trained.gradients()
-            self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            if self.ema is not None:
-                self.ema.update()
-        finally:
-            self._trained.release_gradients()
 
 
 class TrainOneStepCell(StepParts):
@@ -224,83 +134,6 @@ class TrainOneStepCell(StepParts):
         # Return copies, because some optimizers change gradients in place.
         named = self._trained.named_gradients()
         return {name: gradient.clone() for name, gradient in named.items()}
-
-
-class LossScaleHooks(StepParts):
-    """Provide the methods of MindSpore's cells with a loss scale, in addition to `StepParts`.
-
-    `MFTrainOneStepCell` itself calls none of them. Call them from a subclass or from your own loop.
-
-    Args:
-        network: Network to train.
-        optimizer: Optimizer without accelerate's wrapper.
-        parameters: The optimizer's parameters that are in the network.
-        loss_scale: Live loss scale.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        optimizer: Optimizer,
-        parameters: TrainedParameters,
-        loss_scale: LossScale,
-    ) -> None:
-        super().__init__(network, optimizer, parameters)
-        self._loss_scale = loss_scale
-        parts = distributed_parts(network)
-        self._agreement = RankAgreement(parts[0].process_group) if parts else None
-
-    @property
-    def scale_sense(self) -> Tensor:
-        """The live loss scale, shape ``()``, float32."""
-        return self._loss_scale.value
-
-    def set_sense_scale(self, sens: Tensor) -> None:
-        """Replace the loss scale from the next step on. Does not synchronize with the device.
-
-        Args:
-            sens: New loss scale, shape ``()`` or ``(1,)``, any real dtype.
-
-        Raises:
-            TypeError: If `sens` is not a tensor.
-            ValueError: If `sens` has another shape.
-        """
-        self._loss_scale.set(sens)
-
-    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[bool, Any]:
-        """Return ``(False, compute_input)``, as MindSpore does on GPU.
-
-        Args:
-            pre_cond: Ignored; MindSpore computes it before the check starts.
-            compute_input: Input of the computation that is checked.
-        """
-        del pre_cond
-        return False, compute_input
-
-    def get_overflow_status(self, status: Any, compute_output: Tensor | Sequence[Any]) -> Tensor:
-        """Return whether any element is inf or nan, on any rank of DistributedDataParallel.
-
-        All ranks must call it. They get the same answer, so all of them skip an update or none.
-
-        Args:
-            status: First value that `start_overflow_check` returned; ignored.
-            compute_output: Gradients: a tensor, or a nested sequence or mapping of tensors.
-
-        Returns:
-            Flag of shape ``()``, bool, on the training device. Does not synchronize with the
-            device.
-        """
-        del status
-        found = has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
-        return found if self._agreement is None else self._agreement.any(found)
-
-    def process_loss_scale(self, overflow: Tensor) -> Tensor:
-        """Adjust the loss scale after a step if there is an update cell; return `overflow`.
-
-        Args:
-            overflow: Whether the gradients overflowed, shape ``()``, bool, on the training device.
-        """
-        return self._loss_scale.update(overflow)
 
 
 class TrainOneStepWithLossScaleCell(LossScaleHooks):
@@ -400,18 +233,3 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         check_keys(state_dict, {"loss_scale"}, "cell")
         self._loss_scale.load_state_dict(state_dict["loss_scale"])
         self._update.counts.discard_pending()
-
-
-def _weights(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        msg = f"`compute_output` must hold tensors, got {described(values)}"
-        raise TypeError(msg)
-    return [tensor for value in values for tensor in _tensors_in(value)]

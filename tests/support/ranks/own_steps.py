@@ -12,7 +12,7 @@ from mfwrap import DynamicLossScaleUpdateCell, TrainOneStepCell, TrainOneStepWit
 from support.own_steps import GuidesStep, OverflowCheckedStep
 from support.small_networks import Classifier, labelled_batches
 
-__all__ = ["LAYOUTS", "OPTIMIZERS", "train_both", "train_through_overflow"]
+__all__ = ["LAYOUTS", "OPTIMIZERS", "train_both", "train_some_weights", "train_through_overflow"]
 
 OPTIMIZERS = {
     "SGD": lambda weights: SGD(weights, lr=0.1, momentum=0.9),
@@ -93,4 +93,20 @@ def train_through_overflow(rank: int) -> dict[str, Any]:
                 "scales": [float(output[2]) for output in outputs],
                 "weights": _weights(network),
             }
+    return results
+
+
+def train_some_weights(rank: int) -> list[list[Tensor]]:
+    """Train the last layer by assigned weights, then by an optimizer of these; return weights."""
+    results = []
+    for is_assigned in (True, False):
+        network = DistributedDataParallel(_network())
+        last = list(network.module.layers[2].parameters())
+        weights = network.parameters() if is_assigned else last
+        cell = GuidesStep(network, SGD(weights, lr=0.1))
+        if is_assigned:
+            cell.weights = last
+        for seed in range(1, NUM_STEPS + 1):
+            cell(*_share(rank, seed))
+        results.append(_weights(network))
     return results

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from mfwrap.step.gradient_reducer import GradientReducer
-from support.ranks.own_steps import LAYOUTS, OPTIMIZERS, train_both, train_through_overflow
+from support.ranks.own_steps import (
+    LAYOUTS,
+    OPTIMIZERS,
+    train_both,
+    train_some_weights,
+    train_through_overflow,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,13 @@ def test_ranks_agree_on_an_overflow(two_ranks):
         torch.testing.assert_close(
             results["weights"], first["DistributedDataParallel, cell"]["weights"]
         )
+
+
+def test_assigned_weights_are_averaged(two_ranks):
+    """The gradients of a part of the weights are averaged over the ranks, too."""
+    (assigned, alone), (other, _) = two_ranks.run(train_some_weights)
+    torch.testing.assert_close(assigned, alone, rtol=0, atol=0)
+    torch.testing.assert_close(assigned, other, rtol=0, atol=0)
 
 
 def test_without_other_ranks_gradients_are_returned_unchanged():

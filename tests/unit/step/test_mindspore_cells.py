@@ -5,20 +5,15 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
-    ExponentialMovingAverage,
-    FixedLossScaleUpdateCell,
-    MFTrainOneStepCell,
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
-from support.host_reads import HostReads
-from support.own_steps import GuidesStep, OverflowCheckedStep
 from support.small_networks import Classifier, LinearProbe, labelled_batches
 from support.training_state import assert_unchanged, training_state
 
@@ -146,69 +141,6 @@ def documented_cell(scale_sense) -> TrainOneStepWithLossScaleCell:
     )
 
 
-class TestStepParts:
-    @pytest.mark.parametrize("sens", [1.0, 4.0])
-    @pytest.mark.parametrize("optimizer", [SGD, Adam], ids=["SGD", "Adam"])
-    def test_a_documented_step_trains_like_the_cell(self, optimizer, sens):
-        """A subclass with MindSpore's lines gives the cell's losses and weights, bit by bit."""
-        network = Classifier()
-        cells = [
-            kind(own := copy.deepcopy(network), optimizer(own.parameters(), lr=0.1), sens)
-            for kind in (TrainOneStepCell, GuidesStep)
-        ]
-
-        for batch in labelled_batches(4):
-            whole, own = (cell(*batch) for cell in cells)
-            assert torch.equal(own, whole)
-
-        for ours, theirs in zip(*(cell.network.parameters() for cell in cells), strict=True):
-            assert torch.equal(ours, theirs)
-
-    def test_a_documented_step_reads_nothing_on_the_host(self):
-        """With a fused optimizer, a step with MindSpore's lines does not synchronize."""
-        network, batches = Classifier(), labelled_batches(3)
-        cell = GuidesStep(network, Adam(network.parameters(), fused=True))
-        cell(*batches[0])
-
-        with HostReads() as reads:
-            for batch in batches[1:]:
-                cell(*batch)
-
-        assert reads.reads == []
-
-    def test_the_attributes_have_mindspores_defaults(self):
-        """`sens` is 1.0, and there are no ranks to average over."""
-        cell = probe_with(TrainOneStepCell)
-
-        assert cell.sens == probe_with(TrainOneStepCell, None).sens == 1.0
-        assert cell.reducer_flag is False
-        assert [*cell.weights] == [cell.network.weight]
-
-    def test_schedule_and_average_follow_an_update(self):
-        """``apply_gradients`` steps the schedule, updates the average and releases gradients."""
-        network = LinearProbe()
-        optimizer = SGD(network.parameters(), lr=1.0)
-        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        ema = ExponentialMovingAverage(network, decay=0.5)
-        cell = MFTrainOneStepCell(network, optimizer, lr_scheduler=schedule, ema=ema)
-
-        cell.apply_gradients([torch.tensor([4.0, 8.0])])
-
-        assert network.weight.tolist() == [-4.0, -8.0]
-        assert network.weight.grad is None
-        assert schedule.get_last_lr() == [0.5]
-        with ema.swap():
-            assert network.weight.tolist() == [-2.0, -4.0]
-
-    def test_a_missing_gradient_is_refused(self):
-        """``apply_gradients`` raises an error before it changes a weight."""
-        cell = probe_with(TrainOneStepCell)
-
-        with pytest.raises(ValueError, match="`grads` must hold one gradient per weight, 1, got 0"):
-            cell.apply_gradients([])
-        assert cell.network.weight.tolist() == [0.0, 0.0]
-
-
 class TestTrainOneStepWithLossScaleCell:
     def test_mindspores_first_example(self):
         """An update cell gives the documented loss, overflow flag, scale and update."""
@@ -324,66 +256,3 @@ class TestTrainOneStepWithLossScaleCell:
         """A scale whose shape is neither ``()`` nor ``(1,)`` raises a ValueError."""
         with pytest.raises(ValueError, match="`scale_sense` must have shape"):
             probe_with(TrainOneStepWithLossScaleCell, torch.ones(shape))
-
-    def test_a_step_of_ones_own(self):
-        """A step built from the documented methods trains like the cell."""
-        network = Classifier()
-        steps = [
-            cell_type(
-                own_network := copy.deepcopy(network),
-                SGD(own_network.parameters(), lr=0.1),
-                DynamicLossScaleUpdateCell(1024.0, 2, 2),
-            )
-            for cell_type in (TrainOneStepWithLossScaleCell, OverflowCheckedStep)
-        ]
-
-        for batch, factor in zip(labelled_batches(6), (1, NAN, 1, 1, INF, 1), strict=True):
-            whole, own = (step(*batch, torch.full((), factor)) for step in steps)
-            torch.testing.assert_close(tuple(own), tuple(whole), rtol=0, atol=0, equal_nan=True)
-
-        for ours, theirs in zip(*(step.network.parameters() for step in steps), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
-
-
-class TestSeams:
-    def test_an_overflow_check_starts_with_what_it_was_given(self):
-        """``start_overflow_check`` returns False and its second argument."""
-        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
-        compute_input = object()
-
-        assert cell.start_overflow_check(torch.ones(()), compute_input) == (False, compute_input)
-
-    @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-    def test_one_element_is_an_overflow(self, dtype, value):
-        """One non-finite element in a tensor, sequence or mapping is an overflow."""
-        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
-        good, bad = torch.full((3,), 6e4, dtype=dtype), torch.zeros(3, dtype=dtype)
-        bad[1] = value
-
-        for holder in (bad, (good, bad), [good, [good, (bad,)]], {"a": good, "b": bad}):
-            overflow = cell.get_overflow_status(False, holder)  # noqa: FBT003  (MindSpore's signature)
-            assert overflow.dtype == torch.bool
-            assert overflow.shape == ()
-            assert overflow.item()
-        assert not cell.get_overflow_status(False, (good, good, [])).item()  # noqa: FBT003  (MindSpore's signature)
-
-    @pytest.mark.parametrize("value", [3.0, "ab", ["ab"]], ids=repr)
-    def test_what_holds_no_tensors_is_refused(self, value):
-        """A number or text as `compute_output` raises a TypeError that names the argument."""
-        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(2.0))
-
-        with pytest.raises(TypeError, match="`compute_output` must hold tensors"):
-            cell.get_overflow_status(False, value)  # noqa: FBT003  (MindSpore's signature)
-
-    def test_process_loss_scale_changes_the_scale_and_returns_the_flag(self):
-        """``process_loss_scale`` updates the scale by its rule and returns the flag."""
-        dynamic = probe_with(
-            TrainOneStepWithLossScaleCell, DynamicLossScaleUpdateCell(1024.0, 2, 2)
-        )
-        fixed = probe_with(TrainOneStepWithLossScaleCell, FixedLossScaleUpdateCell(1024.0))
-        flag = torch.full((), True)  # noqa: FBT003  (torch's signature)
-
-        assert dynamic.process_loss_scale(flag) is flag
-        assert fixed.process_loss_scale(flag) is flag
-        assert (dynamic.scale_sense.item(), fixed.scale_sense.item()) == (512.0, 1024.0)
