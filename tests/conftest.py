@@ -4,7 +4,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,10 @@ from support.ranks.pool import RankPool
 # Compare the collectives of all ranks in every test. The variable must be set before mfwrap is
 # imported; processes that tests start inherit it.
 os.environ["MFWRAP_DEBUG_COLLECTIVES"] = "1"
+
+# No test cuts the power, and waiting for the disk takes a sixth of the time of the fast tests.
+# tests/project/test_crash_points.py checks in processes of its own which files are synced.
+os.fsync = os.fstat
 
 settings.register_profile(
     "mfwrap",
@@ -52,7 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze all imported objects, so that the garbage collection of each Trainer skips them."""
+    """Freeze all imported objects."""
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """Freeze, at the end of a file, what its tests have imported."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Spare the objects that live by now later garbage collections: each Trainer makes several."""
     gc.collect()
     gc.freeze()
 
