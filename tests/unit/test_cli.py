@@ -63,6 +63,7 @@ def test_plot_of_a_stock_trainer(tmp_path, monkeypatch, capsys):
     assert call(capsys, "plot", "run")[:2] == (0, "wrote run/run.png\n")
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("module", ["click", "yaml"])
 def test_without_the_recipes_extra(module):
     """Without the extra ``recipes``, the command line prints how to install it and exits with 1."""

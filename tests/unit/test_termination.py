@@ -381,6 +381,7 @@ print("after", flush=True)
 """
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize(
     ("second", "printed"),
     [("inside", "first\n"), ("copy", "first\nsecond\n"), ("", "first\nsecond\n")],

@@ -276,6 +276,7 @@ def test_parameters_outside_of_any_prepared_network_are_trained(scale, optimizer
     assert names == (*inside, *(f"outside.{index}" for index in range(3 - len(inside))))
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("limit", [None, 0.2], ids=["not clipped", "clipped"])
 @each_precision

@@ -69,6 +69,7 @@ def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, cap
     assert float(second[1]) < float(first[1]) < math.log(256)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("step", [5, 20])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(whole_run, monkeypatch, tmp_path, step):
     """A run that resumes in the first or second epoch ends with bitwise the same weights."""

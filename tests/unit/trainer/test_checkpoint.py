@@ -87,7 +87,7 @@ def write_a_part(_content, path) -> None:
     Path(path).write_bytes(b"PK")
 
 
-@pytest.mark.fast_sample(4)
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("file", range(NUM_PICKLED))
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, file):

@@ -52,7 +52,7 @@ KEPT = {
 }
 
 
-@pytest.mark.fast_sample(3)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(tmp_path, name):
     """MFTrainer keeps the stock Trainer's checkpoints and records the same best checkpoint."""
@@ -107,6 +107,7 @@ def test_a_callback_that_the_checkpoint_does_not_know(tmp_path):
     assert json.loads(text)["stateful_callbacks"]["EarlyStoppingCallback"] == added.state()
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("who", ["Trainer", "CheckpointMonitor"])
 def test_a_resume_completes_an_interrupted_rotation(tmp_path, who):
     """A run that is killed between a checkpoint and the deletion of old ones deletes them later."""

@@ -59,6 +59,7 @@ def every_row(tmp_path_factory) -> list[list[float]]:
     return rows
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("skip", [0, 1, 3, 4, 6])
 def test_the_data_of_the_first_updates_are_left_out(every_row, tmp_path, skip):
     """A training makes as many updates as without, on the data that follow the skipped ones."""
@@ -77,6 +78,7 @@ def test_epochs_count_updates(every_row, tmp_path):
     assert rows_of(trainer) == every_row[3:7]
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("skip", [3, None], ids=["the same", "left out"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resume_continues_with_the_data_that_follow(every_row, tmp_path, step, skip):
@@ -97,6 +99,7 @@ def test_a_resume_continues_with_the_data_that_follow(every_row, tmp_path, step,
     assert rows_of(again) == every_row[9:10]
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("skip", [1, 4, 6])
 def test_a_resume_with_another_number_begins_there(every_row, tmp_path, skip):
     """For data that have changed: the number counts from the start of the data."""

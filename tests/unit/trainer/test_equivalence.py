@@ -45,6 +45,7 @@ def runs(folder: Path, **settings: Any) -> tuple[Run, list[Run]]:
     ]
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_float32(max_grad_norm, tmp_path):
     """Losses, norms and weights agree to 1e-6 and rates exactly, with and without a loss scale."""
@@ -57,6 +58,7 @@ def test_float32(max_grad_norm, tmp_path):
         assert_same_weights(stock, ours, difference=1e-6)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e3])
 def test_bf16_that_is_not_clipped(max_grad_norm, tmp_path):
     """In unclipped bf16, losses and weights are bit-identical; norms differ by rounding."""
@@ -239,7 +241,7 @@ def run_of(kind: type[Trainer], folder: Path, case: Case) -> Run:
 
 
 # peft uses `is_gradient_checkpointing`, which transformers has deprecated.
-@pytest.mark.fast_sample(4)
+@pytest.mark.fast_sample(2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_arguments(case, tmp_path):

@@ -85,6 +85,7 @@ def test_the_stock_trainer_reads_a_dozen_times(tmp_path):
     assert reads == reads_of_the_model() + 8
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_with_everything_on_only_the_model_reads(max_grad_norm, precision, tmp_path):

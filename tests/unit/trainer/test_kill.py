@@ -169,7 +169,7 @@ def tell_to_end(folder, when, event, step):
     return happened.events
 
 
-@pytest.mark.fast_sample(3)
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS)
 def test_how_it_ends(tmp_path, when, event, step, stopped):
     """After a SIGTERM, a run finishes its step and saves once, without an extra evaluation."""
@@ -180,7 +180,7 @@ def test_how_it_ends(tmp_path, when, event, step, stopped):
     assert f"evaluated {stopped}" not in events
 
 
-@pytest.mark.fast_sample(4)
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS + EVALUATION_IS_DUE)
 def test_how_it_goes_on(evaluated_alone, tmp_path, when, event, step, stopped):
     """A run resumed after a SIGTERM at any moment ends like an uninterrupted run."""

@@ -61,7 +61,7 @@ def unbroken(tmp_path_factory):
     return run
 
 
-@pytest.mark.fast_sample(5)
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(("name", "step"), FAST)
 def test_a_resumed_run_is_the_unbroken_run(unbroken, tmp_path, name, step):
     """A run resumed after any step ends bitwise like the uninterrupted run."""
@@ -157,6 +157,7 @@ def test_a_finished_run_makes_no_further_update(tmp_path, last_step):
     assert_same_state(expected, found)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("value", [None, False, ""])
 def test_not_resumed(unbroken, tmp_path, value):
     """Without ``resume_from_checkpoint``, training ignores checkpoints in its folder."""
@@ -232,7 +233,7 @@ UNEVEN = 5
 """An accumulation that leaves four micro-batches for the last update of an epoch."""
 
 
-@pytest.mark.fast_sample(4)
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(
     ("accumulation", "step"),
     [*((4, step) for step in (1, 5, 6, 7, 11)), *((UNEVEN, step) for step in (1, 4, 5, 6, 9))],
@@ -320,7 +321,7 @@ def losses(trainer):
     return [(entry["loss"], entry["learning_rate"]) for entry in logged(trainer)]
 
 
-@pytest.mark.fast_sample(2)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.filterwarnings("ignore:no state of the step")
@@ -379,7 +380,7 @@ def test_the_average_after_a_stock_checkpoint(tmp_path):
     assert torch.equal(begin.averages["transformer.wpe.weight"], saved["transformer.wpe.weight"])
 
 
-@pytest.mark.fast_sample(2)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("step", [4, EPOCH_END, 9])
 @pytest.mark.parametrize("precision", KINDS)
 def test_our_checkpoint_is_resumed_by_the_stock_trainer(plain, tmp_path, precision, step):

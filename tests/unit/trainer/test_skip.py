@@ -86,6 +86,7 @@ def at(*updates: int, bad: float = NAN) -> list[float]:
     return factors
 
 
+@pytest.mark.fast_sample(4)
 @each_precision
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_path):
@@ -108,6 +109,7 @@ def test_weights_state_and_average_stay_the_same_bits(optimizer, precision, tmp_
     assert values(run, "skipped_updates") == [1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -129,6 +131,7 @@ def test_the_schedule_waits_for_a_skipped_update(settings, tmp_path):
     assert run.trainer.state.global_step == 6
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
 def test_the_schedule_waits_for_a_skip_that_nobody_asks_about(optimizer, late, tmp_path):

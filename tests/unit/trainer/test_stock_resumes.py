@@ -85,6 +85,7 @@ def state_of(trainer):
     return trainer.model.state_dict()
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("network", [Method, Hook])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_the_data_in_a_buffer_that_grows(tmp_path, kind, network):
@@ -160,6 +161,7 @@ def split(checkpoint):
     return str(checkpoint)
 
 
+@pytest.mark.fast_sample(5)
 @pytest.mark.parametrize(
     "prepare", [renamed, linked, relative, with_slash, Path, with_other_files, split]
 )

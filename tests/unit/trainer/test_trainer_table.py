@@ -28,6 +28,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 CELLS = read_cells(TEXT)
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.timeout(900)  # torch.compile and torchao compile C++
 @pytest.mark.parametrize(
     "row",

@@ -62,6 +62,7 @@ def test_the_average(runs, kind):
     assert_same_state(follower.averages[NUM_STEPS], dict(callback.ema.named_averages()))
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [False, True], ids=["steps", "epochs"])
 def test_evaluation(runs, tmp_path, kind, epochs):
@@ -88,6 +89,7 @@ def test_raw_weights(runs, kind, epochs):
         assert_same_state(follower.raw[step], load_file(f"{checkpoint}/model.safetensors"))
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_itself(runs, tmp_path, kind):
     """Losses and weights of the training equal those of a training without the callback."""
@@ -115,6 +117,7 @@ def test_export(runs, kind, epochs):
         assert_same_state(follower.averages[step], weights_of(loaded))
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_best_model(runs, kind):
     """The metric of the averages selects the best checkpoint, and its averages are loaded."""

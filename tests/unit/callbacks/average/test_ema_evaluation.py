@@ -109,6 +109,7 @@ def losses(trainer):
     return [entry["loss"] for entry in logged(trainer) if "loss" in entry]
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 @pytest.mark.parametrize("arguments", [{}, BEST, SHORT_EPOCHS], ids=["steps", "best", "epochs"])
 def test_several_datasets(tmp_path, kind, arguments):
@@ -125,6 +126,7 @@ def test_several_datasets(tmp_path, kind, arguments):
     assert_same_state(follower.averages[best], weights_of(trainer.model))
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
     """Training continues from the raw weights, even if nothing is saved in between."""
@@ -135,6 +137,7 @@ def test_training_between_evaluations_of_several_datasets(tmp_path, kind):
     assert losses(trainer) == losses_without_callback(tmp_path / "without", kind, **arguments)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
     """The raw weights that were put aside do not overwrite the loaded best model."""
@@ -149,6 +152,7 @@ def test_the_best_model_is_loaded_while_averages_are_held(tmp_path, kind):
     assert_same_state(follower.averages[6], weights_of(trainer.model))
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("data", [None, TWO], ids=["one dataset", "two datasets"])
 def test_at_the_start(tmp_path, kind, data):
@@ -183,6 +187,7 @@ def test_at_the_start_without_averages(tmp_path):
     assert_same_state(begun, seen.evaluated[0][1])
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_that_is_called_off(tmp_path, kind):
     """If a later callback cancels an evaluation, saving and training use the raw weights."""
@@ -204,6 +209,7 @@ def interrupt(_control, _model):
     raise KeyboardInterrupt
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_that_is_interrupted(tmp_path, kind):
     """After an interrupted evaluation the same trainer resumes exactly from its checkpoint."""
@@ -263,6 +269,7 @@ def test_a_state_that_is_asked_for_between_two_datasets(tmp_path):
     assert torch.equal(asked[0], follower.raw[2][WEIGHT])
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_an_evaluation_by_hand_in_the_middle(tmp_path, kind):
     """``trainer.evaluate()`` in a callback uses the raw weights and leaves them in place."""
@@ -280,6 +287,7 @@ def test_an_evaluation_by_hand_in_the_middle(tmp_path, kind):
     assert_same_state(follower.raw[6], weights_of(trainer.model))
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_evaluation_and_prediction_after_training(tmp_path, kind):
     """After training, ``evaluate`` and ``predict`` use the best averages, bit for bit."""
@@ -295,6 +303,7 @@ def test_evaluation_and_prediction_after_training(tmp_path, kind):
     assert_same_state(best, weights_of(trainer.model))
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_trainings(tmp_path, kind):
     """A second training starts a new average from the final weights of the first training."""
@@ -309,6 +318,7 @@ def test_two_trainings(tmp_path, kind):
     assert not torch.equal(first, follower.averages[6][WEIGHT])
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_callbacks(tmp_path, kind):
     """Two EMACallbacks in one Trainer raise an error at the start of training."""
