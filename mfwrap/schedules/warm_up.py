@@ -78,7 +78,8 @@ class LinearWithWarmUpLR(WarmUpLR):
         super().__init__(optimizer, run_length(total_steps), **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
-        return learning_rate * max(0.0, 1 - self.progress(step))
+        length = run_length(self.total_steps)
+        return learning_rate * max(0, length - step) / max(1, length - self.warmup_steps)
 
 
 @final
