@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from mfwrap.arguments import check_number
+from mfwrap.optimizers.closure import evaluated
 
 _MANY_STEPS = 2.0**126
 """Step count that is passed to torch's kernels. They divide by ``1 - beta**step``, which is exactly
@@ -116,10 +117,7 @@ class AdamWeightDecay(Optimizer):
         Returns:
             Result of `closure`; ``None`` without a closure.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             exact: list[Tensor] = []
             mixed: list[Tensor] = []

@@ -7,6 +7,8 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from mfwrap.optimizers.closure import evaluated
+
 
 @final
 class ChainedOptimizer(Optimizer):
@@ -78,10 +80,7 @@ class ChainedOptimizer(Optimizer):
         Returns:
             Result of `closure`; ``None`` without a closure.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
