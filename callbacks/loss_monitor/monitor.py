@@ -46,6 +46,10 @@ class MFLossMonitor(MonitorCallback, ExportableState):
     - Named losses that the network returns beside their sum (``lm_loss``, ``load_balancing_loss``,
       ``mtp_loss``, ...) follow as ``lm_loss: 2.300000, ``. They are those of the main process, and
       need the ``step_report``.
+    - If the parameter groups have names (their entry ``name``) and there are several, a line for
+      each name follows: ``default_lr: 1.000000e-03, equal to `lr:` above.`` for the first, here
+      named ``default``, and ``group_0_lr: 2.000000e-04, group_0_params: *.bias`` for the others.
+      The lines need the ``step_report``.
     - ``per_step_time``: mean over the steps since the last record. A step's time runs from
       ``on_step_begin`` to ``on_step_end``, so evaluation, checkpoints and logging are not included.
     - The time at the end of the second line: estimate of the time left, from an exponential mean of
@@ -157,7 +161,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             state.global_step,
             step_output,
             self._flops,
-            losses=None if step_report is None else step_report.losses,
+            report=step_report,
             sends=_needs_mean_now(control),
         )
         if state.is_world_process_zero and not self._run.has_outputs:

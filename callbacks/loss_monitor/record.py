@@ -1,5 +1,6 @@
-"""Format the record of a step as the two lines that MindFormers prints and scripts parse."""
+"""Format the record of a step as the lines that MindFormers prints and scripts parse."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,12 +43,21 @@ class StepRecord:
         return self.global_batch_size / self.num_processes / self.seconds
 
 
-def record_lines(record: StepRecord) -> tuple[str, str]:
-    """Format a record as two lines.
+def record_lines(record: StepRecord) -> tuple[str, ...]:
+    """Format a record as two lines, and a line for each learning rate if there are several.
 
-    Source: MindFormers, ``MFLossMonitor.print_output_info``; the ``mfu`` is ours.
+    Source: MindFormers, ``MFLossMonitor.print_output_info``; the ``mfu`` is ours. MindFormers
+    prints the names of all parameters of a group instead of the group's name.
     """
-    return _numbers(record), _progress(record)
+    return (_numbers(record), _progress(record), *_rates(record.values.learning_rates))
+
+
+def _rates(rates: Mapping[str, float]) -> Iterator[str]:
+    if len(rates) > 1:
+        (first, rate), *others = rates.items()
+        yield f"{first}_lr: {rate:.6e}, equal to `lr:` above."
+        for number, (name, rate) in enumerate(others):
+            yield f"group_{number}_lr: {rate:.6e}, group_{number}_params: {name}"
 
 
 def _numbers(record: StepRecord) -> str:

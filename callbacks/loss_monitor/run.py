@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
-from mfwrap import DeferredReads
+from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.loss_monitor.flops import device_peak_tflops
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
@@ -131,7 +131,7 @@ class MonitoredRun:
         output: Any,
         flops: float | None,
         *,
-        losses: Mapping[str, Tensor] | None = None,
+        report: StepReport | None = None,
         sends: bool = False,
     ) -> None:
         """Print the previous step if it is due, and begin to copy the values of this step.
@@ -140,7 +140,7 @@ class MonitoredRun:
             global_step: Finished steps, this one included.
             output: Output of the step; ``None`` if the loop passes none.
             flops: FLOPs of one update; ``None`` if unknown.
-            losses: Named losses of the step, as in `mfwrap.StepReport`.
+            report: Report of the step, with its named losses and the rates of named groups.
             sends: Average the losses over ranks now even if this step is not printed.
         """
         # Flush before reading the clock: the wait for the previous step's values is step time.
@@ -152,7 +152,7 @@ class MonitoredRun:
             return
         self.has_outputs = True
         moment = self._moment(global_step, flops)
-        self._unsent.append(_Step(pack(output, losses=losses), moment))
+        self._unsent.append(_Step(pack(output, report=report), moment))
         if sends or moment.rates is not None or not self._averages_loss:
             self.send()
 

@@ -31,10 +31,13 @@ class StepValues:
     losses: Mapping[str, float] = field(default_factory=dict)
     """Losses that the network has reported beside `loss`, by name."""
 
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rates by the name of the parameter group; empty unless all groups have names."""
+
     def to_record(self) -> dict[str, float | bool]:
         """Return the known values, by their names in `StepOutput` and `StepReport`.
 
-        Neither has a field for `scale_before`, so it is left out. So are `losses`.
+        Neither has a field for `scale_before`, so it is left out. So are the mappings.
         """
         values: dict[str, float | bool | None] = {
             "loss": self.loss,
@@ -56,10 +59,14 @@ class PackedValues:
     """Fields of `StepValues`."""
 
     tensor: Tensor
-    """Shape ``(len(names) + len(loss_names),)``, float32."""
+    """Shape ``(len(names) + len(loss_names) + len(rate_names),)``, float32."""
 
     loss_names: tuple[str, ...] = ()
     """Names of the losses of `StepValues.losses`, whose values follow those of the fields."""
+
+    rate_names: tuple[str, ...] = ()
+    """Names of the parameter groups, whose learning rates follow the losses. Groups with the same
+    name have the same rate."""
 
     def unpack(self, host_values: Sequence[float]) -> StepValues:
         """Return the values of the step.
@@ -72,8 +79,12 @@ class PackedValues:
         for name, kind in (("overflow", bool), ("skipped", bool), ("consecutive_skips", int)):
             if name in values:
                 values[name] = kind(values[name])
-        losses = dict(zip(self.loss_names, host_values[number:], strict=True))
-        return StepValues(**values, losses=losses)
+        names = (*self.loss_names, *self.rate_names)
+        others = list(zip(names, host_values[number:], strict=True))
+        split = len(self.loss_names)
+        return StepValues(
+            **values, losses=dict(others[:split]), learning_rates=dict(others[split:])
+        )
 
 
 def pack(
@@ -82,7 +93,7 @@ def pack(
     skipped: Tensor | None = None,
     consecutive_skips: Tensor | None = None,
     scale_before: Tensor | None = None,
-    losses: Mapping[str, Tensor] | None = None,
+    report: StepReport | None = None,
 ) -> PackedValues:
     """Copy the values of a step into one new tensor, without synchronizing with the device.
 
@@ -92,7 +103,7 @@ def pack(
         skipped: Shape ``()``: whether the update was skipped; ``None`` if unknown.
         consecutive_skips: Shape ``()``: skipped updates in a row; ``None`` if unknown.
         scale_before: Shape ``()`` or ``(1,)``: loss scale that the step used; ``None`` if unknown.
-        losses: As in `mfwrap.StepReport`.
+        report: Report of the step, whose named losses and rates of named groups are packed, too.
 
     Raises:
         TypeError: If `output` is neither a tensor nor a named tuple with a loss.
@@ -106,15 +117,22 @@ def pack(
     }
     known = {name: value for name, value in values.items() if value is not None}
     device = next(iter(known.values())).device
+    losses = {} if report is None else report.losses
+    rate_names = () if report is None else report.learning_rate_names
     # `stack` makes a copy. The copy is needed because the caller may overwrite its tensors before
     # the values are read.
     tensor = torch.stack(
         [
             value.detach().float().mean().to(device, non_blocking=True)
-            for value in [*known.values(), *(losses or {}).values()]
+            for value in [*known.values(), *losses.values()]
         ]
     )
-    return PackedValues(names=tuple(known), tensor=tensor, loss_names=tuple(losses or ()))
+    if report is not None and rate_names:
+        rates = report.learning_rates.float().to(device, non_blocking=True)
+        tensor = torch.cat([tensor, rates])
+    return PackedValues(
+        names=tuple(known), tensor=tensor, loss_names=tuple(losses), rate_names=rate_names
+    )
 
 
 def skip_flag(output: Any, report: StepReport | None) -> Tensor | None:

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from mfwrap import MFTrainOneStepCell
 from support.monitored_loop import Loop, output, records, shown
+from support.small_networks import Classifier, labelled_batches
 
 NAN = math.nan
 
@@ -193,6 +195,30 @@ def test_a_loss_alone(caplog):
             "{ Epoch:[  1/  2], step:[    1/    3], loss:[1.500/1.500], per_step_time: 1000ms, "
             "overflow cond: unavailable, loss_scale: unavailable, global_norm: None"
         )
+    ]
+
+
+def test_learning_rates_of_several_groups(caplog):
+    """Each named group of the optimizer has its own line, as in MindFormers."""
+    network = Classifier()
+    rates = {"default": (0.5, network.layers[0]), "layers.2": (0.25, network.layers[2])}
+    groups = [
+        {"name": name, "params": [parameter], "lr": rate}
+        for name, (rate, layer) in rates.items()
+        for parameter in layer.parameters()
+    ]
+    cell = MFTrainOneStepCell(network, torch.optim.SGD(groups))
+    loop = Loop()
+    loop.send("on_train_begin")
+    for batch in labelled_batches(2):
+        loop.step(cell(*batch), step_report=cell.last_report)
+    loop.send("on_train_end")
+    lines = [record.getMessage() for record in caplog.records if "_lr: " in record.getMessage()]
+
+    assert shown(caplog, r"lr: ([\d.]+)") == ["0.5", "0.5"]
+    assert lines == 2 * [
+        "default_lr: 5.000000e-01, equal to `lr:` above.",
+        "group_0_lr: 2.500000e-01, group_0_params: layers.2",
     ]
 
 
