@@ -16,8 +16,9 @@ from mfwrap.recipe.mindformers.architectures import (
 from mfwrap.recipe.mindformers.losses import LOSSES, Loss
 from mfwrap.recipe.mindformers.monitors import saves_by_callback, take_monitors
 from mfwrap.recipe.mindformers.precision import take_precision
+from mfwrap.recipe.mindformers.schedules import take_schedules
 from mfwrap.recipe.mindformers.source import SourceFile
-from mfwrap.recipe.mindformers.step import take_optimizer, take_schedule, take_wrapper
+from mfwrap.recipe.mindformers.step import take_optimizer, take_wrapper
 from mfwrap.recipe.mindformers.training import launch_note, take_layout, take_training
 from mfwrap.recipe.mindformers.weights import take_weights
 from mfwrap.recipe.recipe import read_document
@@ -150,6 +151,9 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         training["save_strategy"] = "no"
     has_local_norms = wrapper.get("local_norm") or shows_local_norms(monitors["monitor_config"])
     _shard_accumulation(source, training, has_local_norms=bool(has_local_norms))
+    schedules = take_schedules(
+        source, training, layout, converted.config, task, is_adapted=peft is not None
+    )
     sections = {
         "task": task,
         "model": {
@@ -160,7 +164,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         "training": training,
         "runner_wrapper": wrapper,
         "optimizer": take_optimizer(source),
-        "lr_schedule": take_schedule(source, training, layout),
+        **schedules,
         "data_skip_steps": source.integer("data_skip_steps", default=0, minimum=0),
         "peft": peft,
         **monitors,

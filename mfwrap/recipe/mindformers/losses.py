@@ -16,7 +16,7 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "layer_decay": "learning rates that differ by layer",
         "lora": "the adapter, or its exact form",
         "moe": "how experts are chosen, balanced or skipped",
-        "lr_groups": "learning rates of groups of parameters, by MindFormers' names of them",
+        "lr_groups": "learning rates of groups of parameters whose names are unknown",
         "mtp": "the prediction of several tokens",
         "precision": "a dtype that torch cannot compute in",
         "quantization": "quantized weights",

@@ -1,6 +1,5 @@
-"""Convert the sections ``runner_wrapper``, ``optimizer`` and ``lr_schedule``."""
+"""Convert the sections ``runner_wrapper`` and ``optimizer``."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,23 +93,22 @@ def _fixed(scale: Any) -> Any:
 
 
 def take_optimizer(source: SourceFile) -> dict[str, Any]:
-    """Return the section ``optimizer``; an empty one if the file has none.
+    """Return the section ``optimizer``.
 
     Args:
         source: File, whose section is taken.
 
     Raises:
-        RecipeError: If the section is not a mapping, or a number is none.
+        RecipeError: If the section is missing or not a mapping, or a number is none.
     """
     section = ("optimizer",)
     sens = _unscaled_sens(source)
     source.ignore_keys(section, OPTIMIZER_KEYS_WITHOUT_MEANING)
-    if ("lr_schedule",) in source:  # which MindFormers uses in the place of `learning_rate`
-        source.ignore("optimizer", "learning_rate")
-    if section not in source:
-        return {}
     optimizer = source.mapping("optimizer")
     kind = optimizer.get("type")
+    if kind is None:
+        says = "required, because the optimizer determines the numbers; add the section to the file"
+        raise source.document.error(section, says)
     if isinstance(kind, str):
         optimizer["type"] = _OPTIMIZER_NAMES.get(kind, kind)
     is_undecayed = str(optimizer.get("type")).endswith("AdamWeightDecay")
@@ -138,67 +136,3 @@ def _number(source: SourceFile, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise source.document.error(("optimizer", "eps"), f"expected a number, got {shown(value)}")
     return value
-
-
-def take_schedule(
-    source: SourceFile, training: Mapping[str, Any], layout: Layout
-) -> dict[str, Any]:
-    """Return the section ``lr_schedule``.
-
-    Args:
-        source: File, whose section is taken, and its keys that scale learning rates.
-        training: Section ``training`` of the recipe.
-        layout: How the batch of an update is divided.
-
-    Raises:
-        RecipeError: If the section is missing or not a mapping, or the learning rate depends on a
-            number of devices that the file does not say.
-    """
-    schedule = source.mapping("lr_schedule")
-    if grouped := source.mapping("grouped_lr_schedule"):
-        says = "the file has learning rates for groups of MindFormers' parameters"
-        place = ("grouped_lr_schedule", "grouped")
-        source.lose("lr_groups", place, f"{says}; the recipe has the default one for all")
-        schedule = grouped.get("default") or schedule
-    if not schedule:
-        says = "required, because versions of MindFormers differ in what they do without it"
-        raise source.document.error(("lr_schedule",), f"{says}; add the section to the file")
-    epochs = schedule.pop("warmup_epochs", None)
-    if epochs is not None and schedule.get("warmup_ratio") is None:
-        schedule |= _warm_up(source, epochs, training.get("num_train_epochs"))
-    factor = source.number("lr_scale_factor", default=256)
-    if source.flag("lr_scale"):
-        size = training.get("per_device_train_batch_size")
-        rate = schedule.get("learning_rate")
-        if layout.is_automatic or not isinstance(rate, (int, float)) or not size or factor <= 0:
-            says = "expected false; set lr_schedule.learning_rate to the scaled learning rate"
-            raise source.document.error(("lr_scale",), f"{says}, got true")
-        schedule["learning_rate"] = rate * layout.processes * size / factor
-        says = f"scaled for {layout.processes} x {size} rows, as lr_scale asks"
-        source.notes.append(f"lr_schedule.learning_rate: {says}")
-    _take_layer_decay(source)
-    return schedule
-
-
-def _warm_up(source: SourceFile, warm_up: object, epochs: object) -> dict[str, Any]:
-    """Return ``warmup_ratio`` for a number of epochs, which sets the same number of steps."""
-    is_number = isinstance(warm_up, (int, float)) and not isinstance(warm_up, bool)
-    if not is_number or not isinstance(epochs, int) or not 0 <= float(str(warm_up)) <= epochs:
-        says = f"expected a number of epochs in [0, {shown(epochs)}], got {shown(warm_up)}"
-        raise source.document.error(("lr_schedule", "warmup_epochs"), says)
-    ratio = float(str(warm_up)) / epochs
-    # The schedule rounds down. If floating point had rounded the ratio down, a step would be lost.
-    return {"warmup_ratio": min(1.0, math.nextafter(ratio, 1.0))}
-
-
-def _take_layer_decay(source: SourceFile) -> None:
-    """Take the keys of learning rates by layer, which only ViT and Swin have in MindFormers."""
-    decay = source.number("layer_decay", default=1.0)
-    scales = source.flag("layer_scale")
-    arch = source.document.data.get("model")
-    name = str(arch.get("arch")) if isinstance(arch, dict) else ""
-    if scales and decay != 1 and ("ViT" in name or "Swin" in name):
-        says = (
-            f"the file multiplies the learning rate by {decay:g} from each layer to the one below"
-        )
-        source.lose("layer_decay", ("layer_scale",), f"{says}; the recipe has one learning rate")

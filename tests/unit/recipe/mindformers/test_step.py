@@ -1,9 +1,9 @@
-"""The step, optimizer and schedule of a MindFormers file keep their numbers."""
+"""The step and the optimizer of a MindFormers file keep their numbers."""
 
 import pytest
 
 from mfwrap.recipe import RecipeError
-from support.mindformers_files import ABSENT, imported, imported_recipe, lost
+from support.mindformers_files import ABSENT, imported, imported_recipe
 
 DYNAMIC = {
     "type": "DynamicLossScaleUpdateCell",
@@ -96,41 +96,10 @@ def test_registered_names(name, kind):
     assert recipe["optimizer"] == {"type": kind, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6}
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 5, 20])
-def test_warm_up_epochs(epochs):
-    """A warm-up of whole epochs has the same number of steps, whatever the length of an epoch."""
-    _, recipe = imported({
-        "runner_config.epochs": 100,
-        "lr_schedule": {
-            "type": "cosine", "learning_rate": 1e-3, "warmup_epochs": epochs, "total_steps": -1
-        },
-    })  # fmt: skip
-    ratio = recipe["lr_schedule"]["warmup_ratio"]
-
-    assert all(int(100 * steps * ratio) == epochs * steps for steps in (1, 3, 7, 1251, 99991))
-
-
-def test_a_scaled_learning_rate():
-    """``lr_scale`` multiplies the learning rate by the share of the batch in the factor."""
-    changes = {
-        "lr_scale": True,
-        "lr_scale_factor": 256,
-        "parallel": {"parallel_mode": 0, "gradients_mean": True},
-        "parallel_config": {"data_parallel": 8},
-        "runner_config.batch_size": 64,
-    }
-
-    assert imported(changes)[1]["lr_schedule"]["learning_rate"] == 2e-3
-    with pytest.raises(RecipeError, match="lr_scale: expected false; set lr_schedule"):
-        imported({"lr_scale": True})
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"lr_schedule": ABSENT}, "lr_schedule: required"),
-        ({"lr_schedule.type": "MegatronLR"}, r"m.yaml:\d+: lr_schedule.type: expected one of"),
-        ({"lr_schedule.warmup_epochs": 5, "lr_schedule.warmup_ratio": ABSENT}, "warmup_epochs: ex"),
+        ({"optimizer": ABSENT}, "optimizer: required"),
         ({"optimizer.type": "CAME"}, r"m.yaml:\d+: optimizer.type: expected one of"),
         ({"runner_wrapper.max_grad_nor": 1}, r"m.yaml:\d+: runner_wrapper.max_grad_nor: unknown"),
     ],
@@ -139,37 +108,3 @@ def test_what_is_refused(changes, says):
     """What mfwrap does not have is an error with the line of the file."""
     with pytest.raises(RecipeError, match=says):
         imported(changes)
-
-
-def test_learning_rates_by_group_are_a_loss():
-    """The names of parameters in groups are MindFormers'; the default schedule is kept."""
-    default = {"type": "ConstantWarmUpLR", "learning_rate": 1e-4, "warmup_steps": 1}
-    grouped = {"default": default, "grouped": [default | {"params": ["embedding.*"]}]}
-    changes = {"lr_schedule": ABSENT, "grouped_lr_schedule": grouped}
-    result, recipe = imported(changes, ("lr_groups",))
-
-    assert [loss.name for loss in result.losses] == ["lr_groups"]
-    assert recipe["lr_schedule"] == default
-
-
-def test_learning_rates_by_layer_are_a_loss():
-    """Learning rates by layer, which MindFormers has for ViT and Swin, are a loss."""
-    vit = {
-        "trainer.type": "image_classification",
-        "model": {
-            "arch": {"type": "ViTForImageClassification"},
-            "model_config": {
-                "type": "ViTConfig",
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "intermediate_size": 64,
-                "patch_size": 2,
-                "image_size": 8,
-            },
-        },
-    }
-    scales = {"layer_scale": True, "layer_decay": 0.65}
-
-    assert "layer_decay" in lost(vit | scales, "layer_decay", "dropout", "architecture")
-    assert lost(scales) == []

@@ -1,0 +1,78 @@
+"""Convert the parameter names of MindFormers' ``grouped_lr_schedule`` to those of transformers."""
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+MODEL_TYPES = frozenset({"deepseek_v3", "qwen2", "qwen3", "qwen3_moe"})
+"""Types of transformers' models whose parameters have names in MindFormers below."""
+
+_NAMES = (
+    (r"^model\.embed_tokens\.", "embedding.word_embeddings."),
+    (r"^lm_head\.", "output_layer."),
+    (r"^model\.norm\.", "decoder.final_layernorm."),
+    (r"^model\.layers\.", "decoder.layers."),
+    (r"\.self_attn\.(q|k|v|q_a)_proj\.", ".self_attention.linear_qkv."),
+    (r"\.self_attn\.kv_a_proj_with_mqa\.", ".self_attention.linear_qkv."),
+    (r"\.self_attn\.(q|kv)_b_proj\.", r".self_attention.linear_\1b."),
+    (r"\.self_attn\.q_a_layernorm\.", ".self_attention.q_layernorm."),
+    (r"\.self_attn\.kv_a_layernorm\.", ".self_attention.k_layernorm."),
+    (r"\.self_attn\.(q|k)_norm\.", r".self_attention.\1_layernorm."),
+    (r"\.self_attn\.o_proj\.", ".self_attention.linear_proj."),
+    (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
+    (r"\.mlp\.gate\.", ".mlp.router."),
+    (r"\.experts\.gate_up_proj$", ".experts.weight1"),
+    (r"\.experts\.down_proj$", ".experts.weight2"),
+    (r"\.(gate|up)_proj\.", ".linear_fc1."),
+    (r"\.down_proj\.", ".linear_fc2."),
+)
+"""Parts of the names in transformers, and what MindFormers has there. MindFormers has one weight
+for queries, keys and values, and one for the two inner projections of an MLP."""
+
+
+def converted_patterns(
+    names: Iterable[str], groups: Sequence[Sequence[str]]
+) -> list[list[str]] | None:
+    """Return patterns of transformers' names for groups of patterns of MindFormers' names.
+
+    A parameter belongs to the first group that has a part of its name in MindFormers, or a shell
+    pattern of all of it.
+
+    Source: MindFormers, ``get_optimizer_grouped_parameters``.
+
+    Args:
+        names: Names of the model's trainable parameters in transformers.
+        groups: MindFormers' patterns of each group.
+
+    Returns:
+        For each group, names, with ``*`` for the number of the layer if all layers belong to the
+        group; ``None`` if a group has no parameter.
+    """
+    numbers = {name: _group_of(_mindformers_name(name), groups) for name in names}
+    of_template: dict[str, set[int | None]] = {}
+    for name, number in numbers.items():
+        of_template.setdefault(_template(name), set()).add(number)
+    converted: list[dict[str, None]] = [{} for _ in groups]
+    for name, number in numbers.items():
+        if number is not None:
+            template = _template(name)
+            is_whole = len(of_template[template]) == 1
+            converted[number][template if is_whole else name] = None
+    return [list(patterns) for patterns in converted] if all(converted) else None
+
+
+def _mindformers_name(name: str) -> str:
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _template(name: str) -> str:
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+
+
+def _group_of(name: str, groups: Sequence[Sequence[str]]) -> int | None:
+    for number, patterns in enumerate(groups):
+        if any(pattern in name or fnmatchcase(name, pattern) for pattern in patterns):
+            return number
+    return None
