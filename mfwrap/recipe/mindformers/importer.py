@@ -239,8 +239,8 @@ def _converted(
             source.notes.append(f"model: {number:,} parameters")
     except ModelConfigError as error:
         raise source.document.error(error.path, error.says) from error
-    for key in converted.unknown:
-        raise source.document.error((*path, key), "unknown key; no class of MindFormers reads it")
+    for place in converted.unknown:
+        raise source.document.error(place, "unknown key; no class of MindFormers reads it")
     source.losses += converted.losses
     source.without_effect += converted.without_effect
     source.without_effect += [

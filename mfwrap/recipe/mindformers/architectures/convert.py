@@ -49,8 +49,8 @@ class ConvertedModel(NamedTuple):
     left: dict[str, Any]
     """Keys that other sections of a recipe express, with their values."""
 
-    unknown: list[str]
-    """Keys that no class of MindFormers reads."""
+    unknown: list[Path]
+    """Places of keys that no class of MindFormers reads."""
 
 
 class _Family(NamedTuple):
@@ -165,17 +165,20 @@ def convert_model(
     Raises:
         ModelConfigError: If transformers has no such network, or a value is wrong.
     """
+    network = _network(model)
+    if not settings and network is None:
+        says = "expected a section model with model_config; if MindFormers merges several files"
+        raise ModelConfigError(("model",), f"{says} (base_config), import the merged file")
     keys = Keys(settings, path)
     experts_path = ("moe_config",) if moe else (*path, "moe_config")
     experts = Keys(moe or keys.mapping("moe_config"), experts_path)
     name, kind = keys.value("type"), keys.value("model_type")
-    network = _network(model)
     for asked in (network, name, kind):
         if isinstance(asked, str) and asked in _NO_NETWORK:
             says = f"transformers has no class for {_NO_NETWORK[asked]}"
             keys.refuse("type", f"{says}; expected one of {sorted(_FAMILIES)}")
     _lose_quantization(keys)
-    unknown: list[str] = []
+    unknown: list[Path] = []
     if isinstance(name, str) and name in _FAMILIES:
         family = _FAMILIES[name]
         if network is not None and network not in family.networks:
@@ -219,8 +222,9 @@ def overriding_keys(
     keys = Keys(settings, path)
     left, others = keys.rest(core_no_effect() | CORE_EXPERTS_NO_EFFECT, with_vocabulary=False)
     if others:
-        says = f"the file sets {', '.join(others)} over the checkpoint's config.json"
-        keys.lose("architecture", others[0], f"{says}; the recipe trains the checkpoint as it is")
+        names = [str(other[-1]) for other in others]
+        says = f"the file sets {', '.join(names)} over the checkpoint's config.json"
+        keys.lose("architecture", names[0], f"{says}; the recipe trains the checkpoint as it is")
     return ConvertedModel({}, keys.losses, keys.without_effect, left, [])
 
 
@@ -241,7 +245,7 @@ def num_parameters(
         return ModelSettings(config=dict(config)).count_parameters(TASKS[task].auto_class)
     except Exception as error:
         # transformers raises errors of many types for sizes that do not fit together.
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())
         says = f"transformers cannot build this {config.get('model_type')}: {reason}"
         raise ModelConfigError(path, says) from error
 

@@ -105,12 +105,12 @@ def convert_core(keys: Keys, kind: str, known: AbstractSet[str]) -> dict[str, An
     rope = _rope_parameters(keys, kind) if "rope_parameters" in known else None
     if rope is not None:
         config["rope_parameters"] = rope
-    if "untie_embeddings_and_output_weights" in keys:
-        unties = keys.flag("untie_embeddings_and_output_weights", default=True)
-        config["tie_word_embeddings"] = not unties
     if keys.is_null("q_lora_rank") and "q_lora_rank" in known:
         config["q_lora_rank"] = None
     config |= keys.carried(known - {"rope_parameters", "dtype", "use_cache"})
+    # MindFormers' networks read tie_word_embeddings alone.
+    is_tied = config.get("tie_word_embeddings", False)
+    keys.unread({"untie_embeddings_and_output_weights": not is_tied})
     activation = config.get("hidden_act")
     if kind in _CORE_KINDS and isinstance(activation, str):
         config["hidden_act"] = _ACTIVATIONS.get(activation, activation)

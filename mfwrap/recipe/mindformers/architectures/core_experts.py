@@ -57,6 +57,15 @@ _MAX_LAYERS = 1_000
 _WITH_SIGMOID = frozenset({"deepseek_v3", "glm4_moe"})
 """Model types whose router computes sigmoids and has a correction bias."""
 
+_GROUPS = {"deepseek_v3": (8, 4)}
+"""Defaults of ``n_group`` and ``topk_group`` that differ from 1."""
+
+_CHOSEN = 8
+"""Default of ``num_experts_per_tok`` of all model types."""
+
+_ADDED_SCORES = 2
+"""Number of scores that transformers adds to rank a group of experts."""
+
 
 def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, Any]:
     """Take the keys of experts that transformers names differently or does not have.
@@ -90,6 +99,7 @@ def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, 
     keys.is_equal(score, expected, f"the recipe's router computes a {expected}", "moe")
     method = "noaux_tc" if has_sigmoid else "greedy"
     keys.is_equal("topk_method", method, f"the recipe chooses experts by {method}", "moe")
+    _lose_group_score(keys, kind)
     keys.is_equal("use_shared_expert_gating", expected=False, says="the recipe has no such gate")
     if "n_shared_experts" not in known:
         says = f"transformers' {kind} has no shared experts"
@@ -99,6 +109,21 @@ def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, 
         says = f"transformers' {kind} does not scale the routed experts' output"
         keys.is_equal("routed_scaling_factor", 1.0, says, "moe")
     return _dense_layers(keys, known)
+
+
+def _lose_group_score(keys: Keys, kind: str) -> None:
+    """Add a loss if groups of experts are not ranked by the sum of their two best scores.
+
+    Source: MindFormers, ``TopKRouter``, which adds as many scores as a group has chosen experts.
+    """
+    groups, chosen_groups = _GROUPS.get(kind, (1, 1))
+    if keys.peek_size("n_group", groups) == 1:
+        return
+    chosen = keys.peek_size("num_experts_per_tok", _CHOSEN)
+    number = chosen // keys.peek_size("topk_group", chosen_groups)
+    if number != _ADDED_SCORES:
+        says = f"the file ranks groups of experts by their {number} best; the recipe by the 2 best"
+        keys.lose("moe", "topk_group", says)
 
 
 def _lose_balance(keys: Keys, kind: str) -> None:

@@ -92,6 +92,11 @@ def _attention(
         says = f"the recipe's norms inside the attention have an eps of {_EPS:g}, not {eps:g}"
         keys.lose("architecture", "rms_norm_eps", says)
     keys.is_equal("qkv_has_bias", expected=False, says="transformers' model has no such bias")
+    scales = "scaling_factor" in keys
+    rope = rope_parameters(keys, method="YARN")
+    if scales and rope["rope_type"] == "default":
+        says = "expected null with extend_method None: MindFormers would scale the attention's"
+        keys.refuse("scaling_factor", f"{says} scores by it, and not the positions")
     keys.drop("n_kv_heads")  # latent attention has as many as heads
     lose_document_masks(keys)
     # Without a rank (null or 0), one matrix computes the queries.
@@ -110,7 +115,7 @@ def _attention(
         "max_position_embeddings": positions(keys, "max_position_embeddings"),
         "rms_norm_eps": eps,
         "initializer_range": keys.number("init_method_std", default_std),
-        "rope_parameters": rope_parameters(keys, method="YARN"),
+        "rope_parameters": rope,
         **keys.token_ids(vocab_size),
     }
 

@@ -45,6 +45,7 @@ def convert_glm(keys: Keys) -> dict[str, Any]:
             "n_kv_heads": groups if shares_heads else heads,
         }
     )
+    _lose_unscaled_scores(keys)
     keys.lose_dropout("hidden_dropout")
     lose_document_masks(keys)
     mask = keys.value("mask_generate")
@@ -72,6 +73,17 @@ def convert_glm(keys: Keys) -> dict[str, Any]:
         },
         **keys.token_ids(vocab_size, pad_token_id=0),
     }
+
+
+def _lose_unscaled_scores(keys: Keys) -> None:
+    """Add a loss for attention scores that are not divided by the root of the heads' width.
+
+    Source: MindFormers, ``CoreAttention``. With flash attention, scores are always divided.
+    """
+    key = "apply_query_key_layer_scaling"
+    if not keys.flag(key, default=True) and not keys.flag("use_flash_attention", default=False):
+        says = f"with {key}: false, the file does not scale the scores of the attention"
+        keys.lose("attention", key, f"{says} by 1 / sqrt(kv_channels); the recipe does")
 
 
 def _model_type(keys: Keys) -> str:

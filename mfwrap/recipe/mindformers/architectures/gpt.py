@@ -16,6 +16,10 @@ _ACTIVATIONS = {
 _LAYER_NORM_EPS = 1e-5
 """The eps of MindFormers' ``LayerNorm``, unless a key sets it."""
 
+_INITIAL_STD = 0.01
+"""Standard deviation of MindSpore's ``normal``, which initializes each matrix of GPT-2, Bloom and
+WizardCoder."""
+
 _TOKEN = 50_256
 """First and last token of a text by default, in transformers, too."""
 
@@ -56,6 +60,7 @@ def convert_gpt2(keys: Keys) -> dict[str, Any]:
         "embd_pdrop": keys.number("embedding_dropout_prob", 0.1),
         "attn_pdrop": keys.number("attention_dropout_rate", 0.1),
         "layer_norm_epsilon": _LAYER_NORM_EPS,
+        "initializer_range": _INITIAL_STD,
         **keys.token_ids(vocab_size, bos_token_id=_TOKEN, eos_token_id=_TOKEN),
     }
     norms_first(keys)
@@ -72,7 +77,7 @@ def convert_wizard_coder(keys: Keys) -> dict[str, Any]:
     """
     hidden_size = keys.size("hidden_size", 768)
     vocab_size = keys.size("vocab_size", 50_257)
-    keys.drop("eos_token", "pad_token")
+    keys.drop("eos_token", "initializer_range", "pad_token")
     return {
         "model_type": "gpt_bigcode",
         "vocab_size": vocab_size,
@@ -80,13 +85,13 @@ def convert_wizard_coder(keys: Keys) -> dict[str, Any]:
         "n_layer": keys.size("num_layers", 12),
         "n_head": keys.size("num_heads", 12),
         "n_inner": hidden_size * keys.size("expand_ratio", 4),
-        "n_positions": positions(keys, "n_position", 1024),
+        "n_positions": keys.size("n_position", 8192),
         "activation_function": activation(keys),
         "resid_pdrop": keys.number("hidden_dropout_prob", 0.1),
         "embd_pdrop": keys.number("dropout_prob", 0.1),
         "attn_pdrop": keys.number("attention_probs_dropout_prob", 0.1),
         "layer_norm_epsilon": _LAYER_NORM_EPS,
-        "initializer_range": keys.number("initializer_range", 0.02),
+        "initializer_range": _INITIAL_STD,
         "multi_query": True,
         **keys.token_ids(vocab_size, bos_token_id=_TOKEN, eos_token_id=_TOKEN),
     }
@@ -99,12 +104,15 @@ def convert_bloom(keys: Keys) -> dict[str, Any]:
         ModelConfigError: If a value has a wrong type, or transformers has no such network.
     """
     vocab_size = keys.size("vocab_size", 250_880)
-    for key, expected in (("expand_ratio", 4), ("hidden_act", "gelu")):
-        if (value := keys.value(key, expected)) != expected:
-            says = f"expected {expected}, the only value that transformers' Bloom has"
-            keys.refuse(key, f"{says}, got {shown(value)}")
+    if (ratio := keys.size("expand_ratio", 4)) != 4:
+        says = f"expected 4, the only value that transformers' Bloom has, got {ratio}"
+        keys.refuse("expand_ratio", says)
+    if (function := activation(keys)) != _ACTIVATIONS["gelu"]:
+        says = f"the file computes {function}; the recipe, the only activation that Bloom has, gelu"
+        keys.lose("architecture", "hidden_act", says)
     keys.lose_dropout("embedding_dropout_prob")
     norms_first(keys)
+    keys.drop("initializer_range")
     return {
         "model_type": "bloom",
         "vocab_size": vocab_size,
@@ -114,7 +122,7 @@ def convert_bloom(keys: Keys) -> dict[str, Any]:
         "hidden_dropout": keys.number("hidden_dropout_rate", 0.1),
         "attention_dropout": keys.number("attention_dropout_rate", 0.1),
         "layer_norm_epsilon": _LAYER_NORM_EPS,
-        "initializer_range": keys.number("initializer_range", 0.02),
+        "initializer_range": _INITIAL_STD,
         **keys.token_ids(vocab_size),
     }
 

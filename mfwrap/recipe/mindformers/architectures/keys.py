@@ -203,7 +203,7 @@ class Keys:
 
     def rest(
         self, known: Collection[str] = (), *, with_vocabulary: bool = True
-    ) -> tuple[dict[str, Any], list[str]]:
+    ) -> tuple[dict[str, Any], list[Path]]:
         """Sort the keys that were not taken.
 
         Args:
@@ -211,17 +211,18 @@ class Keys:
             with_vocabulary: Whether keys that other models read have no effect on this one.
 
         Returns:
-            Keys that belong to other sections of a recipe, and unknown keys.
+            Keys that belong to other sections of a recipe, and the places of unknown keys.
         """
         ignored = {*NO_EFFECT, *known, *(VOCABULARY if with_vocabulary else ())}
-        elsewhere, unknown = {}, []
+        elsewhere: dict[str, Any] = {}
+        unknown: list[Path] = []
         for key, value in self._left.items():
             if key in ELSEWHERE:
                 elsewhere[key] = value
             elif value is None or key in ignored:
                 self.without_effect.append(self._dotted(key))
             else:
-                unknown.append(str(key))
+                unknown.append((*self._path, key))
         return elsewhere, unknown
 
     def _dotted(self, key: object) -> str:

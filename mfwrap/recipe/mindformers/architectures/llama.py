@@ -103,6 +103,7 @@ def _converted(keys: Keys, moe: Keys, defaults: _Defaults, biases: _Biases) -> d
             "num_key_value_heads": groups,
             "ffn_hidden_size": width,
             "head_dim": hidden_size // heads,
+            "kv_channels": hidden_size // heads,
             "rope_theta": config["rope_parameters"]["rope_theta"],
         }
     )

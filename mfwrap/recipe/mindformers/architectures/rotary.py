@@ -19,6 +19,9 @@ _LLAMA3 = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+_PRETRAINED = 2048
+"""Default of ``pretrain_seqlen`` and of ``seq_length``."""
+
 _METHODS = ("None", "PI", "NTK", "linear", "YARN", "LLAMA3")
 
 
@@ -45,16 +48,29 @@ def rope_parameters(keys: Keys, *, theta: float = 10_000.0, method: str = "None"
             keys.drop("scaling_factor")
             return {"rope_type": "default", "rope_theta": base}
         case "NTK":  # a larger base, for all lengths
-            factor = keys.number("scaling_factor", 1.0)
-            return {"rope_type": "default", "rope_theta": base * factor}
+            return {"rope_type": "default", "rope_theta": base * _extension(keys)}
         case "PI":  # positions are divided by the factor
-            factor = keys.number("scaling_factor", 1.0)
-            return {"rope_type": "linear", "rope_theta": base, "factor": float(factor)}
+            return {"rope_type": "linear", "rope_theta": base, "factor": _extension(keys)}
         case "linear":
             return {"rope_type": "linear", "rope_theta": base, **_numbers(keys, ("factor",))}
         case "YARN":
             return {"rope_type": "yarn", "rope_theta": base, **_numbers(keys, _YARN)}
     return {"rope_type": "llama3", "rope_theta": base, **_numbers(keys, _LLAMA3)}
+
+
+def _extension(keys: Keys) -> float:
+    """Return by how much the positions of ``NTK`` and ``PI`` exceed those of the pretraining.
+
+    Source: MindFormers. Since 1.0, ``scaling_factor`` is this number. Before, it was the length of
+    the sequences in units of ``pretrain_seqlen``, if they were longer than that.
+    """
+    length = keys.peek_size("seq_length", _PRETRAINED)
+    if "scaling_factor" in keys:
+        return float(keys.number("scaling_factor", 1.0))
+    if "pretrain_seqlen" not in keys and length > _PRETRAINED:
+        says = "required, because versions of MindFormers differ in what they do without it"
+        keys.refuse("scaling_factor", says)
+    return max(1.0, length / keys.size("pretrain_seqlen", _PRETRAINED))
 
 
 def _numbers(keys: Keys, names: tuple[str, ...]) -> dict[str, Any]:

@@ -8,17 +8,17 @@ _GENERATION = """
     assistant_token_id block_size boost_model_name chunk_prefill dispatch_global_max_bs do_sample
     enable_micro_batch gmask_token_id is_dynamic is_encoder_decoder is_flexible_shape is_mtp_model
     is_npu_acceleration is_sample_acceleration is_training length_penalty_weight llm_backend
-    mask_token_id max_decode_length max_length max_new_tokens min_length min_new_tokens num_blocks
-    parallel_decoding_params phase repetition_penalty return_hidden_states run_mode start_token_id
-    temperature top_k top_p unk_token_id use_cache use_incre_flash_attention use_kbk_infer
-    use_kvcache_op use_paged_attention use_past use_past_shard use_prompt_flash_attention
-    user_token_id
+    mask_token_id max_decode_length max_length max_new_tokens min_length min_new_tokens num_block
+    num_blocks parallel_decoding_params phase repetition_penalty return_hidden_states run_mode
+    start_token_id temperature top_k top_p unk_token_id use_cache use_incre_flash_attention
+    use_kbk_infer use_kvcache_op use_paged_attention use_past use_past_shard
+    use_prompt_flash_attention user_token_id
 """
 _LAYOUT = """
     embedding_parallel_optimizer enable_emb_opt enable_slice_dp ffn_concat fine_grain_interleave
-    lm_head_dp mla_qkv_concat mlp_concat offset parallel_optimizer pipeline_stage
-    pp_interleave_num qkv_concat seq_parallel seq_split_num sequence_parallel stage_num
-    start_stage tp_x tp_y tp_z use_3d_tensor_parallel use_contiguous_weight_layout_attention
+    lm_head_dp mla_qkv_concat mlp_concat offset parallel_optimizer pipeline_stage pp_interleave_num
+    qkv_concat seq_parallel seq_split_num sequence_parallel stage_num start_stage tp_x tp_y tp_z
+    use_3d_tensor_parallel use_contiguous_weight_layout use_contiguous_weight_layout_attention
     use_interleaved_weight_layout_mlp use_select_recompute use_seq_parallel
 """
 _KERNELS = """

@@ -56,7 +56,7 @@ def test_the_number_of_parameters_is_noted():
         ({"runner_config": 3}, "runner_config: expected a mapping, got 3"),
         ({"runner_wrapper.type": ["x"]}, "runner_wrapper.type: expected a string, got"),
         ({"callbacks": [{"hub_token": "x"}]}, "callbacks.0.hub_token: expected no secret"),
-        ({"model": ABSENT}, "got neither"),
+        ({"model": ABSENT}, "expected a section model"),
         ({"resume_training": True, "run_mode": "finetune"}, "--accept resume --accept weights$"),
     ],
 )

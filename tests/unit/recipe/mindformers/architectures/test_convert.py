@@ -172,9 +172,20 @@ PUBLISHED = {
 }
 """Keys of a MindFormers file, and the number of parameters of the published checkpoint.
 
-The numbers are the totals that the Hugging Face hub shows for the checkpoints' safetensors files.
-That of DeepSeek V3 is without the 58 x 256 correction biases of its routers, which are no
-parameters in transformers, and without the layer that predicts a second token.
+Sources, each independent of a count by this test's own means:
+
+- The Hugging Face hub's count of a checkpoint's safetensors: Llama 3, 3.1 and 3.2, Qwen 2.5,
+  Qwen 3, Mixtral, Bloom (the last one also in the tests of huggingface_hub).
+- KerasHub's presets (``params``): Llama 7B, which has the size of Llama 2 7B, Mixtral 8x7B,
+  Qwen 1.5 MoE, Bloom 560M.
+- The logs in chatllm.cpp's documentation: Qwen 7B, Qwen 1.5 MoE, GLM 4 9B, DeepSeek V2 Lite,
+  InternLM 2 7B.
+- Counts of the loaded checkpoints that their users published: Llama 2 13B and 70B, ChatGLM 3 6B,
+  GPT-2; WizardCoder 15B in a provider's list of models.
+- DeepSeek V3: 671,026,419,200 elements of the published tensors, without the layer that predicts a
+  second token. 58 x 256 of them are correction biases of the routers, which are no parameters in
+  transformers.
+- InternLM 7B: no published count was found; the number is `ARITHMETIC`'s.
 """
 
 CLASSIFIERS = {
@@ -186,7 +197,11 @@ CLASSIFIERS = {
     "ViT B/16": ("image_classification", "{type: ViTConfig, num_classes: 1000}", 86_567_656),
     "Swin B": ("image_classification", "{type: SwinConfig, num_labels: 1000}", 87_768_224),
 }
-"""Classifiers: task, keys of a file and number of parameters (BERT: the checkpoint and a head)."""
+"""Classifiers: task, keys of a file and number of parameters.
+
+Sources: torchvision's ``num_params`` of ``vit_b_16`` and ``swin_b``; for BERT, Keras' summary of
+the published checkpoint (109,482,240), and a head.
+"""
 
 
 @pytest.mark.parametrize(("text", "number"), PUBLISHED.values(), ids=PUBLISHED.keys())
@@ -211,7 +226,7 @@ def test_a_classifier_has_its_published_size(task, text, number):
 
 @pytest.mark.slow
 def test_t5_small_has_its_published_size():
-    """The keys of T5 describe the published T5 small."""
+    """The keys of T5 describe the published T5 small (source of its size: KerasHub)."""
     config = AutoConfig.for_model(**converted("{type: T5Config}").config)
     network = AutoModelForSeq2SeqLM.from_config(config)
 
@@ -305,7 +320,8 @@ def test_a_published_size_is_that_of_its_architecture(name, number):
         ),
         ({"type": "LlamaConfig"}, {"arch": {"type": 3}}, "expected a name, got 3"),
         ({"type": "LamaConfig"}, {}, "expected one of ['BertConfig', "),
-        ({}, {}, "got neither"),
+        ({}, {}, "expected a section model"),
+        ({"hidden_size": 8}, {}, "got neither"),
         ({"model_type": "llamma"}, {}, "expected a model type of transformers, got 'llamma'"),
         ({"type": "BertConfig", "moe_config": {"expert_num": 2}}, {}, "with experts"),
     ],
@@ -334,8 +350,20 @@ def test_each_key_is_sorted():
         "compute_dtype": "bfloat16",
         "checkpoint_name_or_path": "llama2_7b",
     }
-    assert model.unknown == ["hiden_act"]
+    assert model.unknown == [("model", "model_config", "hiden_act")]
     assert model.losses == []
+
+
+@pytest.mark.parametrize("place", [("moe_config",), ("model", "model_config", "moe_config")])
+def test_an_unknown_key_of_experts_has_its_own_place(place):
+    """The error points to the line of the key, in the section of experts."""
+    experts = {"expert_num": 4, "num_expert_chosen": 2}
+    inside = len(place) > 1
+    settings = {"type": "LlamaConfig"} | ({"moe_config": experts} if inside else {})
+
+    model = convert_model(settings, {}, "causal_lm", None if inside else experts)
+
+    assert model.unknown == [(*place, "num_expert_chosen")]
 
 
 @pytest.mark.parametrize("key", ["quant_config", "quantization_config"])
@@ -384,6 +412,7 @@ def test_sizes_that_do_not_fit_are_an_error():
     """A network that transformers cannot build is an error at the place of the model."""
     config = converted("{type: LlamaConfig, hidden_size: 100, num_heads: 3}").config
 
-    with pytest.raises(ModelConfigError, match="cannot build this llama") as raised:
+    says = "cannot build this llama: .* hidden size .100. is not a multiple"
+    with pytest.raises(ModelConfigError, match=says) as raised:
         num_parameters(config, "causal_lm")
     assert raised.value.path == ("model", "model_config")

@@ -45,7 +45,7 @@ def test_the_names_of_the_core():
     config = converted(
         "{model_type: qwen2, num_layers: 3, n_head: 4, num_query_groups: 2, ffn_hidden_size: 96,"
         " layernorm_epsilon: 1.0e-5, rotary_base: 500.0, init_method_std: 0.006,"
-        " untie_embeddings_and_output_weights: false, add_qkv_bias: true, hidden_act: swiglu}"
+        " untie_embeddings_and_output_weights: true, add_qkv_bias: true, hidden_act: swiglu}"
     ).config
 
     assert config == {
@@ -57,9 +57,19 @@ def test_the_names_of_the_core():
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         "initializer_range": 0.006,
-        "tie_word_embeddings": True,
         "hidden_act": "silu",
     }
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_embeddings_are_tied_by_one_key(tied):
+    """MindFormers ignores the key of Megatron; one that contradicts the other is an error."""
+    key = "untie_embeddings_and_output_weights"
+    text = f"model_type: qwen3, tie_word_embeddings: {tied}, {key}"
+
+    with pytest.raises(ModelConfigError, match="MindFormers ignores this key") as raised:
+        converted(f"{{{text}: {tied}}}")
+    assert raised.value.path[-1] == key
 
 
 @pytest.mark.parametrize("name", ["type: Qwen3Config", "architectures: Qwen3ForCausalLM"])
@@ -144,7 +154,7 @@ def test_other_model_types_have_the_names_of_transformers():
     model = converted("{model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2, n_lyer: 3}")
 
     assert model.config == {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2}
-    assert model.unknown == ["n_lyer"]
+    assert model.unknown == [("model", "model_config", "n_lyer")]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe"])

@@ -8,7 +8,7 @@ from support.model_config import converted
 
 def test_the_names_of_the_core():
     """Each name of MindFormers' core becomes that of the class."""
-    text = "num_moe_experts: 8, moe_router_topk: 2, moe_ffn_hidden_size: 16, norm_topk_prob: true"
+    text = "num_moe_experts: 8, moe_router_topk: 4, moe_ffn_hidden_size: 16, norm_topk_prob: true"
 
     qwen = converted(f"{{model_type: qwen3_moe, {text}}}")
     glm = converted(
@@ -20,14 +20,14 @@ def test_the_names_of_the_core():
     assert qwen.config == {
         "model_type": "qwen3_moe",
         "num_experts": 8,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,
         "moe_intermediate_size": 16,
         "norm_topk_prob": True,
     }
     assert glm.config == {
         "model_type": "glm4_moe",
         "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,
         "moe_intermediate_size": 16,
         "norm_topk_prob": True,
         "n_shared_experts": 2,
@@ -74,6 +74,24 @@ def test_losses(setting, name):
 
     assert [loss.name for loss in model.losses] == [name]
     assert model.unknown == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "lost"),
+    [
+        ("num_experts_per_tok: 8, n_group: 8, topk_group: 4", []),
+        ("num_experts_per_tok: 8, n_group: 8, topk_group: 2", ["topk_group"]),
+        ("num_experts_per_tok: 6, n_group: 1, topk_group: 1", []),
+        ("num_experts_per_tok: 4", ["topk_group"]),
+        ("offset: 0", []),
+    ],
+)
+def test_groups_that_are_ranked_by_other_scores(setting, lost):
+    """MindFormers adds as many scores as a group has chosen experts; transformers adds two."""
+    text = "num_nextn_predict_layers: 0, moe_router_bias_update_rate: 0.0"
+    losses = converted(f"{{model_type: deepseek_v3, {text}, {setting}}}").losses
+
+    assert [loss.path[-1] for loss in losses] == lost
 
 
 def test_the_choice_of_a_balancing_loss_without_its_factor_has_no_effect():

@@ -112,6 +112,12 @@ def test_a_network_that_transformers_lacks_is_refused(experts):
         deepseek("V3", experts)
 
 
+def test_scores_that_are_scaled_without_yarn_are_refused():
+    """MindFormers reads the scaling in the attention, whatever the method of the positions."""
+    with pytest.raises(ModelConfigError, match="expected null with extend_method None"):
+        deepseek("V3", V3, "scaling_factor: {factor: 40.0, mscale_all_dim: 1.0}")
+
+
 def test_an_unknown_method_of_v2_is_refused():
     """A method that transformers' DeepSeek V2 does not have is an error."""
     with pytest.raises(ModelConfigError, match="expected greedy or group_limited_greedy"):

@@ -78,6 +78,7 @@ def test_a_network_that_transformers_lacks_is_refused(setting):
         ("hidden_dropout: 0.1", "dropout"),
         ("quantization_bit: 8", "quantization"),
         ("mask_generate: inmap", "attention"),
+        ("apply_query_key_layer_scaling: false", "attention"),
     ],
 )
 def test_losses(setting, name):
@@ -85,6 +86,13 @@ def test_losses(setting, name):
     model = converted(f"{{type: ChatGLM2Config, {setting}}}")
 
     assert [loss.name for loss in model.losses] == [name]
+
+
+def test_flash_attention_always_scales_the_scores():
+    """MindFormers' key for the scaling concerns its other kernel only."""
+    scaling = "apply_query_key_layer_scaling: false, use_flash_attention: true"
+
+    assert converted(f"{{type: ChatGLM2Config, {scaling}}}").losses == []
 
 
 def test_dropout_of_the_attention_is_kept():

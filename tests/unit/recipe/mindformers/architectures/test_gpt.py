@@ -27,6 +27,7 @@ def test_the_keys_of_gpt2():
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.3,
         "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.01,
         "bos_token_id": 50_256,
         "eos_token_id": 50_256,
     }
@@ -62,14 +63,32 @@ def test_wizard_coder_shares_keys_and_values():
     assert (model.config["bos_token_id"], model.config["eos_token_id"]) == (None, 0)
 
 
+def test_wizard_coder_has_8192_positions_by_default():
+    """The table of positions does not follow the length of the sequences."""
+    model = converted("{type: WizardCoderConfig, seq_length: 2048}")
+
+    assert model.config["n_positions"] == 8192
+
+
+@pytest.mark.parametrize("name", ["BloomConfig", "WizardCoderConfig"])
+def test_matrices_start_with_the_deviation_of_mindspore(name):
+    """These networks ignore `initializer_range` and draw from MindSpore's `normal`."""
+    model = converted(f"{{type: {name}, initializer_range: 0.02}}")
+
+    assert model.config["initializer_range"] == 0.01
+    assert model.without_effect == ["model.model_config.initializer_range"]
+
+
 def test_bloom():
-    """Bloom's dropout arrives; another width or activation is refused."""
-    model = converted("{type: BloomConfig, hidden_dropout_rate: 0.0}")
+    """Bloom's dropout arrives; another width is refused; another activation is a loss."""
+    model = converted("{type: BloomConfig, hidden_dropout_rate: 0.0, hidden_act: gelu}")
 
     assert (model.config["hidden_dropout"], model.config["attention_dropout"]) == (0.0, 0.1)
-    for setting in ("expand_ratio: 2", "hidden_act: relu"):
-        with pytest.raises(ModelConfigError, match="the only value"):
-            converted(f"{{type: BloomConfig, {setting}}}")
+    assert model.losses == []
+    with pytest.raises(ModelConfigError, match="the only value"):
+        converted("{type: BloomConfig, expand_ratio: 2}")
+    (loss,) = converted("{type: BloomConfig, hidden_act: fast_gelu}").losses
+    assert (loss.name, loss.path[-1]) == ("architecture", "hidden_act")
 
 
 def test_t5():

@@ -100,7 +100,7 @@ def test_the_rest_is_sorted():
     """Keys are without effect, part of other sections, or unknown."""
     section = keys(offset=0, compute_dtype="float16", num_labels=2, hiden=1, more=3, gone=None)
 
-    assert section.rest({"more"}) == ({"compute_dtype": "float16"}, ["hiden"])
+    assert section.rest({"more"}) == ({"compute_dtype": "float16"}, [(*PLACE, "hiden")])
     assert section.without_effect == [
         f"model.model_config.{key}" for key in ("offset", "num_labels", "more", "gone")
     ]

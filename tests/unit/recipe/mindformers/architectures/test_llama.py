@@ -142,7 +142,7 @@ def test_an_unknown_key_of_experts_is_reported():
     """A key of `moe_config` that no class of MindFormers reads is unknown."""
     text = f"{{type: LlamaConfig, {SIZES}, moe_config: {{expert_num: 4, exprt: 1}}}}"
 
-    assert converted(text).unknown == ["exprt"]
+    assert converted(text).unknown == [("moe_config", "exprt")]
 
 
 def test_a_size_under_a_name_that_is_ignored_is_refused():

@@ -51,6 +51,20 @@ def test_ntk_multiplies_the_base():
 
 
 @pytest.mark.parametrize(
+    ("length", "trained", "factor"), [(8192, 2048, 4.0), (1024, 2048, 1.0), (8192, 8192, 1.0)]
+)
+def test_before_1_0_the_factor_follows_from_the_length(length, trained, factor):
+    """It is the length in units of that of the pretraining, and at least 1."""
+    sizes = f"{SIZES}, seq_length: {length}, pretrain_seqlen: {trained}"
+
+    linear = converted(f"{{{sizes}, extend_method: PI}}").config["rope_parameters"]
+    larger_base = converted(f"{{{sizes}, extend_method: NTK}}").config["rope_parameters"]
+
+    assert linear["factor"] == factor
+    assert larger_base["rope_theta"] == 1000.0 * factor
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         "extend_method: PI, scaling_factor: 4.0",
@@ -109,6 +123,7 @@ def test_yarn_scales_by_turns_and_temperature():
             "expected a number for factor, got 'large'",
         ),
         ("extend_method: PI, scaling_factor: [2]", "scaling_factor", "expected a number"),
+        ("extend_method: PI, seq_length: 4096", "scaling_factor", "versions of MindFormers differ"),
         ("theta: large", "theta", "expected a number, got 'large'"),
     ],
 )
