@@ -39,6 +39,14 @@ _LLAMA = {
     "initializer_range": 0.01,
     "max_position_embeddings": 64,
 }
+_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_labels": 3,
+}
 _SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -110,29 +118,26 @@ def gpt2():
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     activation = "gelu_pytorch_tanh"
+    sizes |= {"initializer_range": 0.01}
     return GPT2LMHeadModel(GPT2Config(**sizes, **rates, activation_function=activation))
 
 
 def bloom():
     """Return Bloom without dropout."""
-    return BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4))
+    sizes = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.01))
 
 
 def bert():
     """Return BERT with MindFormers' GELU and eps, without dropout."""
     config = BertConfig(
         vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        hidden_act="gelu_pytorch_tanh",
+        **_ENCODER,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         classifier_dropout=0.0,
         layer_norm_eps=1e-5,
         max_position_embeddings=64,
-        num_labels=3,
     )
     return BertForSequenceClassification(config)
 
@@ -142,13 +147,8 @@ def vit():
     config = ViTConfig(
         image_size=16,
         patch_size=4,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        hidden_act="gelu_pytorch_tanh",
+        **_ENCODER,
         layer_norm_eps=1e-6,
-        num_labels=3,
     )
     return ViTForImageClassification(config)
 

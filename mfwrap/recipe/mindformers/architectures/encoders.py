@@ -71,18 +71,11 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
         keys.lose("architecture", "init_values", says)
     return {
         "model_type": "vit",
-        "image_size": keys.size("image_size", 224),
-        "patch_size": keys.size("patch_size", 16),
-        "num_channels": keys.size("num_channels", 3),
+        **_of_images(keys, patch_size=16, eps=1e-12),
         "hidden_size": keys.size("hidden_size", 768),
         "num_hidden_layers": keys.size("num_hidden_layers", 12),
         "num_attention_heads": keys.size("num_attention_heads", 12),
         "intermediate_size": keys.size("intermediate_size", 3072),
-        "hidden_act": activation(keys),
-        "qkv_bias": keys.flag("qkv_bias", default=True),
-        "layer_norm_eps": keys.number("layer_norm_eps", 1e-12),
-        "hidden_dropout_prob": keys.number("hidden_dropout_prob", 0.0),
-        "attention_probs_dropout_prob": keys.number("attention_probs_dropout_prob", 0.0),
         "initializer_range": keys.number("initializer_range", 0.02),
         **_labels(keys, "num_classes", "num_labels", default=1000),
     }
@@ -99,22 +92,29 @@ def convert_swin(keys: Keys) -> dict[str, Any]:
     keys.is_equal("shift_size", 0, "the recipe shifts every second window by half of its size")
     return {
         "model_type": "swin",
-        "image_size": keys.size("image_size", 224),
-        "patch_size": keys.size("patch_size", 4),
-        "num_channels": keys.size("num_channels", 3),
+        **_of_images(keys, patch_size=4, eps=1e-5),
         "embed_dim": keys.size("embed_dim", 128),
         "depths": _sizes(keys, "depths", [2, 2, 18, 2]),
         "num_heads": _sizes(keys, "num_heads", [4, 8, 16, 32]),
         "window_size": keys.size("window_size", 7),
         "mlp_ratio": keys.number("mlp_ratio", 4.0),
-        "hidden_act": activation(keys),
-        "qkv_bias": keys.flag("qkv_bias", default=True),
-        "layer_norm_eps": keys.number("layer_norm_eps", 1e-5),
-        "hidden_dropout_prob": keys.number("hidden_dropout_prob", 0.0),
-        "attention_probs_dropout_prob": keys.number("attention_probs_dropout_prob", 0.0),
         "drop_path_rate": keys.number("drop_path_rate", 0.1),
         "use_absolute_embeddings": keys.flag("use_absolute_embeddings", default=False),
         **_labels(keys, "num_labels", default=1000),
+    }
+
+
+def _of_images(keys: Keys, *, patch_size: int, eps: float) -> dict[str, Any]:
+    """Take the keys of both networks for images, with the defaults that differ."""
+    return {
+        "image_size": keys.size("image_size", 224),
+        "patch_size": keys.size("patch_size", patch_size),
+        "num_channels": keys.size("num_channels", 3),
+        "hidden_act": activation(keys),
+        "qkv_bias": keys.flag("qkv_bias", default=True),
+        "layer_norm_eps": keys.number("layer_norm_eps", eps),
+        "hidden_dropout_prob": keys.number("hidden_dropout_prob", 0.0),
+        "attention_probs_dropout_prob": keys.number("attention_probs_dropout_prob", 0.0),
     }
 
 
