@@ -24,6 +24,7 @@ from mfwrap.recipe.mindformers.architectures.gpt import (
 )
 from mfwrap.recipe.mindformers.architectures.keys import Keys, ModelConfigError
 from mfwrap.recipe.mindformers.architectures.llama import (
+    convert_early_internlm,
     convert_internlm,
     convert_internlm2,
     convert_llama,
@@ -89,6 +90,9 @@ _FAMILIES: Mapping[str, _Family] = {
         ),
     ),
     "BloomConfig": _Family(_dense(convert_bloom), frozenset({"BloomLMHeadModel"})),
+    "ChatGLM32kConfig": _Family(
+        _dense(convert_glm), frozenset({"ChatGLM32kForConditionalGeneration"})
+    ),
     "ChatGLM2Config": _Family(_dense(convert_glm), frozenset({"ChatGLM2ForConditionalGeneration"})),
     "DeepseekV2Config": _Family(convert_deepseek_v2, frozenset({"DeepseekV2ForCausalLM"})),
     "DeepseekV3Config": _Family(
@@ -112,6 +116,13 @@ _FAMILIES: Mapping[str, _Family] = {
         _dense(convert_wizard_coder), frozenset({"WizardCoderLMHeadModel"})
     ),
 }
+
+_EARLY: Mapping[tuple[str, str | None], _Family] = {
+    ("LlamaConfig", "InternLMForCausalLM"): _Family(
+        convert_early_internlm, frozenset({"InternLMForCausalLM"})
+    ),
+}
+"""Networks of releases before 1.0 that are configured by the class of another network."""
 
 _NO_NETWORK = {
     "Baichuan13BForCausalLM": "Baichuan 13B (ALiBi)",
@@ -180,7 +191,7 @@ def convert_model(
     _lose_quantization(keys)
     unknown: list[Path] = []
     if isinstance(name, str) and name in _FAMILIES:
-        family = _FAMILIES[name]
+        family = _EARLY.get((name, network), _FAMILIES[name])
         if network is not None and network not in family.networks:
             says = f"expected a network of {sorted(family.networks)} for {name}"
             raise ModelConfigError(("model", "arch"), f"{says}, got {shown(network)}")

@@ -51,7 +51,7 @@ def convert_bert(keys: Keys) -> dict[str, Any]:
         "initializer_range": keys.number("initializer_range", 0.02),
         "layer_norm_eps": 1e-5,
         **keys.token_ids(vocab_size),
-        **_labels(keys, "num_labels"),
+        **_labels(keys),
     }
 
 
@@ -62,6 +62,7 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
         ModelConfigError: If a value has a wrong type, or transformers has no such network.
     """
     norms_first(keys)
+    keys.merge("num_classes", "num_labels")  # before and since 1.1
     keys.lose_dropout("drop_path_rate", 0.1)
     if keys.flag("use_mean_pooling", default=True):
         says = "the file classifies the mean of the patches; the recipe, the class token"
@@ -77,7 +78,7 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
         "num_attention_heads": keys.size("num_attention_heads", 12),
         "intermediate_size": keys.size("intermediate_size", 3072),
         "initializer_range": keys.number("initializer_range", 0.02),
-        **_labels(keys, "num_classes", "num_labels", default=1000),
+        **_labels(keys, default=1000),
     }
 
 
@@ -100,7 +101,7 @@ def convert_swin(keys: Keys) -> dict[str, Any]:
         "mlp_ratio": keys.number("mlp_ratio", 4.0),
         "drop_path_rate": keys.number("drop_path_rate", 0.1),
         "use_absolute_embeddings": keys.flag("use_absolute_embeddings", default=False),
-        **_labels(keys, "num_labels", default=1000),
+        **_labels(keys, default=1000),
     }
 
 
@@ -118,11 +119,10 @@ def _of_images(keys: Keys, *, patch_size: int, eps: float) -> dict[str, Any]:
     }
 
 
-def _labels(keys: Keys, *names: str, default: int | None = None) -> dict[str, int]:
+def _labels(keys: Keys, default: int = 1) -> dict[str, int]:
     """Take the number of classes; none if it follows from the data (1 or left out)."""
-    numbers = [keys.size(name) for name in names if name in keys]
-    number = max(numbers) if numbers else default
-    return {} if number is None or number < 2 else {"num_labels": number}
+    number = keys.size("num_labels", default)
+    return {} if number == 1 else {"num_labels": number}
 
 
 def _sizes(keys: Keys, key: str, default: list[int]) -> list[int]:

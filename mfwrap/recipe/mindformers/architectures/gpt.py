@@ -140,6 +140,7 @@ def convert_t5(keys: Keys) -> dict[str, Any]:
         keys.lose("dropout", "attention_dropout_rate", f"{says}, as in hidden_dropout_rate")
     keys.is_equal("scale_output", expected=True, says="the recipe scales the decoder's output")
     norms_first(keys)
+    keys.unread({"num_hidden_layers": layers})
     keys.drop("embedding_dropout_prob")  # built and not called
     return {
         "model_type": "t5",

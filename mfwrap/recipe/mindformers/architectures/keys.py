@@ -37,6 +37,7 @@ class Keys:
     def __init__(self, section: Mapping[str, Any], path: Path) -> None:
         self._left = dict(section)
         self._path = path
+        self._written: dict[str, str] = {}  # names in the file, by the usual name of the key
         self.losses: list[Loss] = []
         self.without_effect: list[str] = []
 
@@ -46,7 +47,7 @@ class Keys:
 
     def refuse(self, key: str, says: str) -> NoReturn:
         """Raise a `ModelConfigError` about a key."""
-        raise ModelConfigError((*self._path, key), says)
+        raise ModelConfigError(self._place(key), says)
 
     def is_null(self, key: str) -> bool:
         """Return whether a key is set to ``None``, for which some keys have a meaning."""
@@ -76,7 +77,7 @@ class Keys:
         return taken
 
     def merge(self, alias: str, name: str) -> None:
-        """Give a key its usual name.
+        """Give a key its usual name. Errors and losses keep the name in the file.
 
         Raises:
             ModelConfigError: If the key under its usual name has another value.
@@ -87,6 +88,7 @@ class Keys:
             says = f"expected the same value as {name} ({shown(self._left[name])})"
             self.refuse(alias, f"{says}, got {shown(self._left[alias])}")
         self._left[name] = self._left.pop(alias)
+        self._written[name] = alias
 
     def carried(self, names: Collection[str]) -> dict[str, Any]:
         """Take the keys in `names` with their values, in the file's order."""
@@ -176,13 +178,13 @@ class Keys:
 
     def lose(self, name: str, key: str, says: str) -> None:
         """Add a loss."""
-        self.losses.append(Loss(name, (*self._path, key), says))
+        self.losses.append(Loss(name, self._place(key), says))
 
     def drop(self, *keys: str) -> None:
         """Take keys that do not change the numbers of this model."""
         for key in keys:
             if self._left.pop(key, None) is not None:
-                self.without_effect.append(self._dotted(key))
+                self.without_effect.append(_dotted(self._place(key)))
 
     def unread(self, sizes: Mapping[str, object]) -> None:
         """Take size keys that MindFormers' class of this model ignores.
@@ -199,7 +201,7 @@ class Keys:
                 says = f"MindFormers ignores this key and trains with {shown(trained)}"
                 self.refuse(key, f"{says}, got {shown(value)}; correct or remove it")
             if value is not None:
-                self.without_effect.append(self._dotted(key))
+                self.without_effect.append(_dotted(self._place(key)))
 
     def rest(
         self, known: Collection[str] = (), *, with_vocabulary: bool = True
@@ -220,10 +222,15 @@ class Keys:
             if key in ELSEWHERE:
                 elsewhere[key] = value
             elif value is None or key in ignored:
-                self.without_effect.append(self._dotted(key))
+                self.without_effect.append(_dotted(self._place(key)))
             else:
-                unknown.append((*self._path, key))
+                unknown.append(self._place(key))
         return elsewhere, unknown
 
-    def _dotted(self, key: object) -> str:
-        return ".".join(map(str, (*self._path, key)))
+    def _place(self, key: str) -> Path:
+        """Return the place of a key in the file."""
+        return (*self._path, self._written.get(key, key))
+
+
+def _dotted(place: Path) -> str:
+    return ".".join(map(str, place))

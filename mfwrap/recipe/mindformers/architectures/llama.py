@@ -61,6 +61,14 @@ def convert_internlm(keys: Keys, moe: Keys) -> dict[str, Any]:
     return _converted(keys, moe, defaults, _Biases(has_bias, has_bias))
 
 
+def convert_early_internlm(keys: Keys, moe: Keys) -> dict[str, Any]:
+    """Convert the ``LlamaConfig`` of an InternLM before MindFormers 1.0; see `convert_llama`.
+
+    All projections of the attention have a bias, which no key describes.
+    """
+    return _converted(keys, moe, _Defaults(), _Biases(of_inputs=True, of_output=True))
+
+
 def convert_internlm2(keys: Keys, moe: Keys) -> dict[str, Any]:
     """Convert an ``InternLM2Config``; see `convert_llama`.
 
@@ -103,7 +111,6 @@ def _converted(keys: Keys, moe: Keys, defaults: _Defaults, biases: _Biases) -> d
             "num_key_value_heads": groups,
             "ffn_hidden_size": width,
             "head_dim": hidden_size // heads,
-            "kv_channels": hidden_size // heads,
             "rope_theta": config["rope_parameters"]["rope_theta"],
         }
     )

@@ -45,6 +45,16 @@ def test_vit_loses_its_pooling_and_drop_path():
     assert model.config["num_labels"] == 10
 
 
+def test_the_number_of_classes_has_two_names():
+    """Releases name it differently; two numbers are an error, because each release reads one."""
+    text = "type: ViTConfig, drop_path_rate: 0.0, use_mean_pooling: false, num_classes: 10"
+
+    model = converted(f"{{{text}}}", "image_classification")
+    assert (model.config["num_labels"], model.unknown) == (10, [])
+    with pytest.raises(ModelConfigError, match="expected the same value as num_labels"):
+        converted(f"{{{text}, num_labels: 1000}}", "image_classification")
+
+
 def test_swin_keeps_its_drop_path():
     """Transformers' Swin has a drop path; depths are checked."""
     model = converted("{type: SwinConfig, drop_path_rate: 0.2}", "image_classification")

@@ -50,6 +50,14 @@ def test_more_norms_make_a_glm_4():
         converted("{type: ChatGLM2Config, post_self_attn_layernorm: true}")
 
 
+def test_glm_32k_has_a_class_of_its_own():
+    """Release 1.1 configures GLM 3 32k by a class that adds the base of the rotary embedding."""
+    text = "{type: ChatGLM32kConfig, rope_ratio: 50}"
+    model = converted(text, arch={"type": "ChatGLM32kForConditionalGeneration"})
+
+    assert model.config["rope_parameters"]["rope_theta"] == 500_000.0
+
+
 def test_heads_without_groups():
     """Without multi-query attention, each head has keys and values of its own."""
     config = converted("{type: ChatGLM2Config, multi_query_attention: false}").config

@@ -97,5 +97,7 @@ def test_t5():
 
     assert model.config["d_ff"] == 512
     assert [loss.path[-1] for loss in model.losses] == ["attention_dropout_rate"]
+    with pytest.raises(ModelConfigError, match="trains with 6, got 12"):
+        converted("{type: T5Config, num_hidden_layers: 12}")
     scaled = converted("{type: T5Config, scale_output: false}")
     assert [loss.name for loss in scaled.losses] == ["architecture"]

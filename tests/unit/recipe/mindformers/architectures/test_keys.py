@@ -72,6 +72,22 @@ def test_a_null_can_be_told_from_a_missing_key():
     assert "x" not in keys(x=None)
 
 
+def test_a_merged_key_keeps_its_name_in_the_file():
+    """An error, a loss and a key without effect name the line that the file has."""
+    section = keys(n_layer="two", theta=1.0, rate=0.1)
+    for alias, name in (("n_layer", "num_layers"), ("theta", "base"), ("rate", "dropout")):
+        section.merge(alias, name)
+
+    section.drop("base")
+    section.lose_dropout("dropout")
+    with pytest.raises(ModelConfigError) as raised:
+        section.size("num_layers")
+
+    assert raised.value.path == (*PLACE, "n_layer")
+    assert section.without_effect == ["model.model_config.theta"]
+    assert [loss.path for loss in section.losses] == [(*PLACE, "rate")]
+
+
 def test_a_size_can_be_read_without_being_taken():
     """A key that another section takes stays."""
     section = keys(seq_length=8)

@@ -58,6 +58,14 @@ def test_biases_determine_the_class(name, settings, kind, bias):
     assert {key: config[key] for key in bias} == bias
 
 
+def test_an_internlm_before_1_0_has_biases():
+    """Its class of configurations was Llama's; the network adds the biases."""
+    model = converted(f"{{type: LlamaConfig, {SIZES}}}", arch="InternLMForCausalLM")
+
+    assert (model.config["model_type"], model.config["attention_bias"]) == ("llama", True)
+    assert model.config["rms_norm_eps"] == 1e-5
+
+
 def test_a_bias_of_the_output_alone_is_refused():
     """No network of transformers has a bias of the attention's output only."""
     with pytest.raises(ModelConfigError, match="bias of the attention's output only") as raised:

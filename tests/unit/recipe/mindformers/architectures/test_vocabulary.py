@@ -186,7 +186,8 @@ def is_known(name, key):
     else:
         settings[key] = "?"
     try:
-        return key not in convert_model(settings, {}, "causal_lm", experts).unknown
+        unknown = convert_model(settings, {}, "causal_lm", experts).unknown
+        return key not in [place[-1] for place in unknown]
     except ModelConfigError as error:
         return error.path[-1] == key
 
