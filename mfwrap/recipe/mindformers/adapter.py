@@ -84,7 +84,50 @@ _TYPES = frozenset({"glm", "glm4", "llama", "mistral", "qwen2", "qwen3"})
 """Types of transformers' models with the layers above."""
 
 _TAKEN = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "exclude_layers")
-_WITHOUT_EFFECT = ("compute_dtype", "lora_a_init", "lora_b_init", "param_init_type", "pet_type")
+_WITHOUT_EFFECT = (
+    "compute_dtype", "in_channels", "lora_a_init", "lora_b_init", "out_channels",
+    "param_init_type", "pet_type",
+)  # fmt: skip
+
+_WITH_LORA: Mapping[str, tuple[str, str]] = {
+    "ChatGLM2WithLora": ("ChatGLM2ForConditionalGeneration", ".*query_key_value*"),
+    "GPT2WithLora": ("GPT2LMHeadModel", ".*dense1.*|.*dense3.*"),
+    "InternLMForCausalLMWithLora": ("InternLMForCausalLM", ".*wq|.*wk|.*wv|.*wo"),
+    "LlamaForCausalLMWithLora": ("LlamaForCausalLM", ".*wq|.*wv"),
+}
+"""Classes of MindFormers 0.6 that add an adapter themselves: the network, and the layers with an
+adapter."""
+
+
+def take_arch(source: SourceFile, settings: dict[str, Any]) -> str | None:
+    """Return MindFormers' class of the network; ``None`` if the file does not name it.
+
+    MindFormers 0.6 has classes of its own for networks with an adapter. For such a class, the
+    class without the adapter is returned, and the adapter is set in `settings`.
+
+    Args:
+        source: File, whose section ``model.arch`` is taken.
+        settings: ``model_config``, whose key ``pet_config`` may be set.
+
+    Raises:
+        RecipeError: If the section has an unknown key, or a wrong value.
+    """
+    section = source.mapping("model", "arch")
+    pet = section.get("pet") or {}
+    for key in section.keys() - {"auto_register", "pet", "type"}:
+        raise source.document.unknown_key(("model", "arch", key), {"pet", "type"})
+    if not isinstance(pet, dict):
+        says = f"expected a mapping, got {shown(pet)}"
+        raise source.document.error(("model", "arch", "pet"), says)
+    arch: str | None = section.get("type")
+    inner = pet.get("pet_config") or settings.get("pet_config") or {}
+    forced = {} if pet.get("pet_type") is None else {"pet_type": pet["pet_type"]}
+    if arch is not None and arch in _WITH_LORA:
+        arch, rule = _WITH_LORA[arch]
+        forced = {"pet_type": "lora", "target_modules": rule}
+    if isinstance(inner, dict) and (inner or forced):
+        settings["pet_config"] = inner | forced
+    return arch
 
 
 def convert_adapter(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from mfwrap.recipe.document import Path, RecipeDocument, RecipeError, shown, yaml_text
-from mfwrap.recipe.mindformers.adapter import convert_adapter
+from mfwrap.recipe.mindformers.adapter import convert_adapter, take_arch
 from mfwrap.recipe.mindformers.architectures import (
     ConvertedModel,
     ModelConfigError,
@@ -127,9 +127,9 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     task = _take_task(source)
     layout = take_layout(source)
     at, settings = _take_settings(source)
+    arch, qkv_concat = take_arch(source, settings), settings.get("qkv_concat")
     path = take_weights(source, settings, finetunes=finetunes)
     precision = take_precision(source, settings)
-    arch, qkv_concat = source.text("model", "arch", "type"), settings.get("qkv_concat")
     converted = _converted(source, at, settings, arch, task, is_loaded=path is not None)
     left = converted.left
     data = _take_data(source)
@@ -246,7 +246,6 @@ def _converted(
     source.without_effect += [
         ".".join(map(str, (*path, key))) for key in converted.left.keys() - _OF_THE_MODEL
     ]
-    source.take("model", "arch")
     source.refuse_left(("model",), {"arch", "model_config"})
     return converted
 

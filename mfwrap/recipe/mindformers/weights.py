@@ -73,6 +73,10 @@ def take_weights(source: SourceFile, settings: dict[str, Any], *, finetunes: boo
         source: File, whose keys about checkpoints are taken.
         settings: ``model_config``, whose key ``checkpoint_name_or_path`` is taken.
         finetunes: Whether ``run_mode`` is ``finetune``.
+
+    Raises:
+        RecipeError: If the file describes neither the network nor a checkpoint that has its
+            ``config.json``, or a value has a wrong type.
     """
     _take_resumption(source)
     converts = source.flag("auto_trans_ckpt")
@@ -107,16 +111,20 @@ def published_name(name: str) -> str | None:
 def _place_of(source: SourceFile, path: Path, name: str, *, has_network: bool) -> str | None:
     """Return ``model.path`` for a checkpoint that a file names; a loss if there is none.
 
-    Without a description of the network, the name is returned as it is: if the folder is missing,
-    the check of the recipe says so.
+    Raises:
+        RecipeError: If there is no such checkpoint, and the file does not describe the network.
     """
     if (published := published_name(name)) is not None:
         source.notes.append(f"{path[-1]}: {name} becomes {published} on the Hugging Face hub")
         return published
     is_folder = pathlib.Path(name, "config.json").is_file()
     has_form = _ON_THE_HUB.fullmatch(name) and not _MINDSPORE_FILE.fullmatch(name)
-    if is_folder or has_form or not has_network:
+    if is_folder or has_form:
         return name
+    if not has_network:
+        says = "expected a folder with config.json, or a model on the Hugging Face hub, because"
+        says = f"{says} model_config does not describe the network, got {name!r}"
+        raise source.document.error(path, says)
     source.lose(
         "weights",
         path,

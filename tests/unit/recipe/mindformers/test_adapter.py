@@ -46,6 +46,23 @@ def test_defaults_and_exclusions():
     assert [recipe["peft"][key] for key in ("r", "lora_alpha", "lora_dropout")] == [8, 16, 0.01]
 
 
+@pytest.mark.parametrize("place", ["model.arch.pet", "model.model_config"])
+def test_a_network_with_an_adapter_of_its_own(place):
+    """Classes of MindFormers 0.6 choose the layers; the sizes are in one of two sections."""
+    sizes = {"in_channels": 32, "out_channels": 32, "lora_rank": 4, "lora_dropout": 0.05}
+    arch = {"model.arch.type": "LlamaForCausalLMWithLora"}
+    _, recipe = imported(arch | {f"{place}.pet_config": sizes})
+
+    assert recipe["peft"] == {
+        "type": "lora",
+        "r": 4,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    assert lost({"model.arch.pet": {"pet_type": "prefix"}}, "lora") == ["lora"]
+
+
 def test_weights_that_are_not_frozen():
     """Weights in ``freeze_exclude`` are trained beside the adapter."""
     pet = LORA | {"target_modules": ".*wq", "freeze_exclude": ["*wte*", "*lm_head*"]}
