@@ -6,9 +6,9 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.callbacks.training_state.attention_logits import AttentionLogits
 from mfwrap.callbacks.training_state.expert_load import ExpertLoad
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.tensors.attention_logits import AttentionLogits
 
 
 class ForwardNumbers(NamedTuple):

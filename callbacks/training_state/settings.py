@@ -70,7 +70,7 @@ class TrainingStateSettings(RunSettings):
     max_attention_logit_format: Formats = None
     """``max_attention_logit/<module>/head_<i>``, ``/mean`` and ``/max``: largest attention logit of
     each head over all micro-batches. The logits are computed a second time.
-    `mfwrap.callbacks.training_state.attention_logits.AttentionLogits` lists the kinds of attention
+    `mfwrap.tensors.attention_logits.AttentionLogits` lists the kinds of attention
     that are recognized."""
 
     expert_load_format: Formats = None

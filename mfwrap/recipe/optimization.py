@@ -58,7 +58,9 @@ def _try(training: TrainingChoice) -> None:
         network = torch.nn.Linear(2, 2)
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        own = dataclasses.replace(choice, rate_groups=()).build(arguments, network, ())
+        own = dataclasses.replace(choice, rate_groups=(), qk_clip_threshold=None).build(
+            arguments, network, ()
+        )
         own.step()
         if training.schedule is None:
             _check_schedule(own, arguments)

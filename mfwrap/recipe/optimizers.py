@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
-from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, hidden_matrices
+from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, QKClip, hidden_matrices
 from mfwrap.recipe.document import RecipeDocument
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.parameter_groups import RateGroup, parameter_groups
@@ -38,6 +38,9 @@ class OptimizerChoice:
     rate_groups: tuple[RateGroup, ...] = ()
     """Parameters with a schedule of their own."""
 
+    qk_clip_threshold: float | None = None
+    """Limit of the attention logits, see `QKClip`; ``None`` for no limit."""
+
     def build(
         self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
     ) -> Optimizer:
@@ -49,8 +52,21 @@ class OptimizerChoice:
             decayed: Names of the parameters with weight decay.
 
         Raises:
-            RecipeError: If a group of ``grouped_lr_schedule`` has no parameter.
+            RecipeError: If a group of ``grouped_lr_schedule`` has no parameter, or the attention
+                logits of the network cannot be limited.
         """
+        optimizer = self._optimizer(arguments, network, decayed)
+        if self.qk_clip_threshold is not None:
+            try:
+                QKClip(optimizer, network, self.qk_clip_threshold)
+            except ValueError as error:
+                path = ("optimizer", "qk_clip_threshold")
+                raise self.document.error(path, f"must be left out: {error}") from error
+        return optimizer
+
+    def _optimizer(
+        self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
+    ) -> Optimizer:
         groups = parameter_groups(
             self.document, network, self.rate_groups, decayed, arguments.weight_decay
         )
@@ -73,6 +89,9 @@ class OptimizerReading(NamedTuple):
 
     make: Make | None
     """Builds the optimizer; ``None`` if the Trainer builds it."""
+
+    qk_clip_threshold: float | None
+    """Limit of the attention logits; ``None`` for no limit."""
 
 
 @final
@@ -220,9 +239,6 @@ def read_optimizer(
         RecipeError: If the optimizer or a setting is unknown, or a value is out of range.
     """
     path = ("optimizer",)
-    if "qk_clip_threshold" in section:
-        says = "must be left out, because mfwrap has no QK-clip; Muon then trains without it"
-        raise objects.document.error((*path, "qk_clip_threshold"), says)
     name, settings = objects.named_type(path, section, OPTIMIZERS)
     kind = OPTIMIZERS[name]
     if kind is _ADAMW and are_half:
@@ -246,10 +262,11 @@ def read_optimizer(
                 raise objects.document.error((*path, key), says)
             check_range(objects, (*path, key), argument, number)
             arguments[argument] = number
-    make = kind.make
+    make, threshold = kind.make, None
     if make is not None and kind.section is not None:
-        make = functools.partial(make, section=objects.parse(path, kind.section, own))
-    return OptimizerReading(arguments, kind.defaults, make)
+        parsed = objects.parse(path, kind.section, own)
+        make, threshold = functools.partial(make, section=parsed), parsed.qk_clip_threshold
+    return OptimizerReading(arguments, kind.defaults, make, threshold)
 
 
 def _numbers(objects: RecipeObjects, key: str, name: str, value: Any) -> dict[str, Any]:

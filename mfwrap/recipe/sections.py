@@ -156,6 +156,10 @@ class MuonSection(Section):
     matched_adamw_rms: float = 0.2
     """Root mean square of the steps, relative to the learning rate. torch has only 0.2."""
 
+    qk_clip_threshold: float | None = None
+    """Limit of the attention logits, > 0; see `mfwrap.optimizers.QKClip`. MindFormers' default is
+    100."""
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not 0 <= self.momentum < 1:
@@ -164,6 +168,8 @@ class MuonSection(Section):
         if not 1 <= self.ns_steps <= 99:
             msg = f"`ns_steps` must be in [1, 99], got {self.ns_steps}"
             raise ValueError(msg)
+        if self.qk_clip_threshold is not None:
+            check_positive_number("qk_clip_threshold", self.qk_clip_threshold, finite=True)
         if self.matched_adamw_rms != 0.2:
             msg = f"`matched_adamw_rms` must be 0.2, as in torch, got {self.matched_adamw_rms}"
             raise ValueError(msg)

@@ -1,5 +1,6 @@
 """The arguments of a recipe's training, with its optimizer, schedule and adapter."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -103,7 +104,10 @@ def _read_optimizer(
     _merge(objects, settings, reading.arguments, "optimizer")
     for name, value in reading.defaults.items():
         settings.setdefault(name, value)
-    return None if reading.make is None else OptimizerChoice(objects.document, reading.make)
+    if reading.make is None:
+        return None
+    threshold = reading.qk_clip_threshold
+    return OptimizerChoice(objects.document, reading.make, qk_clip_threshold=threshold)
 
 
 def _read_schedule(
@@ -133,8 +137,8 @@ def _read_schedule(
         schedule, rate = read_schedule(objects, (name,), section or {}, max_steps)
     else:
         schedule, rate, rate_groups = read_grouped_schedule(objects, grouped, max_steps)
-        make = None if optimizer is None else optimizer.make
-        optimizer = OptimizerChoice(objects.document, make, rate_groups)
+        choice = optimizer or OptimizerChoice(objects.document)
+        optimizer = dataclasses.replace(choice, rate_groups=rate_groups)
     if rate is not None:
         _merge(objects, settings, {"learning_rate": rate}, name)
     return optimizer, schedule

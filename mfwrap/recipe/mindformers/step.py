@@ -111,6 +111,8 @@ def take_optimizer(source: SourceFile) -> dict[str, Any]:
         raise source.document.error(section, says)
     if isinstance(kind, str):
         optimizer["type"] = _OPTIMIZER_NAMES.get(kind, kind)
+    if optimizer.get("type") == "Muon":
+        _complete_muon(source, optimizer)
     is_undecayed = str(optimizer.get("type")).endswith("AdamWeightDecay")
     if optimizer.get("eps") is None and is_undecayed:
         optimizer["eps"] = 1e-6
@@ -119,6 +121,15 @@ def take_optimizer(source: SourceFile) -> dict[str, Any]:
         says = f"divided by sens {sens:g}, as MindSpore does not divide the gradients by it"
         source.notes.append(f"optimizer.eps: {says}")
     return optimizer
+
+
+def _complete_muon(source: SourceFile, optimizer: dict[str, Any]) -> None:
+    """Set what MindFormers' Muon does if the file says nothing, or something else."""
+    for key, value in {"weight_decay": 0.0, "qk_clip_threshold": 100}.items():
+        if optimizer.get(key) is None:
+            optimizer[key] = value
+    if optimizer.pop("ns_steps", None) is not None:  # its Muon always takes 5 iterations
+        source.without_effect.append("optimizer.ns_steps")
 
 
 def _unscaled_sens(source: SourceFile) -> float:

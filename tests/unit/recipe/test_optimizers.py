@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from mfwrap import AdamWeightDecay, ChainedOptimizer
-from mfwrap.recipe import run_recipe
+from mfwrap.recipe import RecipeError, run_recipe
 from mfwrap.recipe.optimizers import OPTIMIZERS
+from support.attention import AttentionNetwork, logits_by_hand
 from support.recipe_texts import message, parsed, recipe_text
 
 
@@ -115,6 +116,22 @@ def test_a_recipe_trains_with_it(tmp_path):
     assert resumed == whole
 
 
+def test_qk_clip():
+    """The threshold limits the attention logits; a network without attention is an error."""
+    recipe = parsed(
+        optimizer={"type": "Muon", "qk_clip_threshold": 1e-3}, training={"learning_rate": 0}
+    )
+    network, inputs = AttentionNetwork(), torch.ones(2, 3, 12).cumsum(1)
+    optimizer = recipe.optimizer.build(recipe.arguments, network, ())
+    network(inputs).backward()
+    optimizer.step()
+
+    [first, _] = logits_by_hand(network, inputs)
+    assert first.max() <= 1.001e-3
+    with pytest.raises(RecipeError, match="qk_clip_threshold: must be left out: `network` must"):
+        recipe.optimizer.build(recipe.arguments, torch.nn.Linear(2, 2), ())
+
+
 def test_all_optimizers_are_built():
     """Each name gives an optimizer of the recipe's, or one of the Trainer's."""
     for name, kind in OPTIMIZERS.items():
@@ -134,7 +151,7 @@ def test_all_optimizers_are_built():
         ({"type": "Muon", "nesterov": "no"}, "optimizer.nesterov: expected true or false"),
         ({"type": "Muon", "ns_steps": 0}, "optimizer.ns_steps: must be in [1, 99], got 0"),
         ({"type": "Muon", "matched_adamw_rms": 0.3}, "must be 0.2, as in torch, got 0.3"),
-        ({"type": "Muon", "qk_clip_threshold": 100}, "because mfwrap has no QK-clip"),
+        ({"type": "Muon", "qk_clip_threshold": 0}, "optimizer.qk_clip_threshold: must be"),
     ],
 )
 def test_a_wrong_key_is_named(section, says):

@@ -96,6 +96,16 @@ def test_registered_names(name, kind):
     assert recipe["optimizer"] == {"type": kind, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6}
 
 
+def test_muon():
+    """MindFormers' Muon has QK-clip, five iterations, and no weight decay unless it is set."""
+    result, recipe = imported({"optimizer": {"type": "Muon", "ns_steps": 7, "momentum": 0.9}})
+
+    assert recipe["optimizer"] == {
+        "type": "Muon", "momentum": 0.9, "weight_decay": 0.0, "qk_clip_threshold": 100
+    }  # fmt: skip
+    assert "optimizer.ns_steps" in result.text
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

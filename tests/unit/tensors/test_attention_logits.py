@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mfwrap.callbacks.training_state import attention_logits
-from mfwrap.callbacks.training_state.attention_logits import AttentionLogits, largest_logits
+from mfwrap.tensors import attention_logits
+from mfwrap.tensors.attention_logits import AttentionLogits, largest_logits
 
 
 def plain_logits(query, key, mask, scale, *, is_causal) -> torch.Tensor:

@@ -113,6 +113,10 @@ class AttentionLogits:
             attention.
         """
         self._hooks.close()
+        return self.take()
+
+    def take(self) -> dict[str, Tensor]:
+        """Return what `end` returns, and keep watching."""
         largest, self._largest = self._largest, {}
         return largest
 
