@@ -428,6 +428,52 @@ def test_on_two_processes(recipe, launcher, tmp_path):
     assert torch.allclose(*weights, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_an_imported_float16_file_trains(tmp_path, monkeypatch):
+    """A MindFormers file in float16 is imported and trained; its loss scale settles by halving."""
+    monkeypatch.chdir(tmp_path)
+    dynamic = {
+        "type": "DynamicLossScaleUpdateCell",
+        "loss_scale_value": 2**32,
+        "scale_factor": 2,
+        "scale_window": 1000,
+    }
+    changes = {
+        "runner_wrapper.scale_sense": dynamic,
+        "optimizer.type": "FP32StateAdamWeightDecay",
+        "model.model_config.compute_dtype": "float16",
+        "model.model_config.param_init_type": "float16",
+    }
+    Path("mf.yaml").write_text(mindformers_text(changes))
+    rows = [json.dumps({"text": "one word after another"}) for _ in range(80)]
+    Path("rows.jsonl").write_text("\n".join(rows))
+
+    imported = program("-m", "mfwrap", "import-mindformers", "mf.yaml", "--output", "r.yaml")
+    assert imported.returncode == 0, imported.stderr
+    settings = (
+        "data={type: json_lines, path: rows.jsonl, sequence_length: 16}",
+        "training.use_cpu=true",
+        "training.max_steps=20",
+        "training.output_dir=run",
+    )
+    sets = [word for setting in settings for word in ("--set", setting)]
+    trained = program("-m", "mfwrap", "train", "r.yaml", *sets, timeout=200)
+    assert trained.returncode == 0, trained.stderr
+
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in steps if "loss_scale" in each]
+    assert [each["step"] for each in steps] == list(range(1, 21))
+    scale = 2.0**32
+    for each in steps:
+        assert each["skipped"] == each["overflow"]
+        scale /= 2 if each["overflow"] else 1
+        assert each["loss_scale"] == scale
+    applied = [each for each in steps if not each["skipped"]]
+    assert 0 < len(applied) < 20
+    assert applied[-1]["loss"] < applied[0]["loss"]
+    assert all(weight.dtype == torch.float16 for weight in _weights(Path("run")).values())
+
+
 def _weights(folder):
     from safetensors.torch import load_file  # noqa: PLC0415  (only this test needs it)
 
