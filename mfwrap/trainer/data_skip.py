@@ -54,6 +54,8 @@ class DataSkip:
         self._steps = data_skip_steps or None
         if data_skip_steps is not None:
             check_int("data_skip_steps", data_skip_steps, minimum=0)
+        # Without a number, checkpoints keep that of the checkpoint from which the training resumed.
+        self._saved_steps = self._steps
         self._offset = 0
         self._epochs_added = 0
         self._start: DataStart | None = None
@@ -146,7 +148,8 @@ class DataSkip:
 
     def _set_offset(self, saved: Mapping[str, Any] | None, done: int) -> None:
         former: Mapping[str, Any] = {"steps": None, "offset": 0} if saved is None else saved
-        self.is_moved = done > 0 and self._steps not in {None, former["steps"]}
+        self._saved_steps = former["steps"] if self._steps is None else self._steps
+        self.is_moved = done > 0 and self._saved_steps != former["steps"]
         if done == 0 or self.is_moved:
             self._offset = (self._steps or 0) - done
         else:
@@ -154,4 +157,4 @@ class DataSkip:
 
     def state_dict(self) -> dict[str, int | None]:
         """Return what a resume needs, as JSON values."""
-        return {"steps": self._steps, "offset": self._offset}
+        return {"steps": self._saved_steps, "offset": self._offset}

@@ -94,7 +94,7 @@ def test_a_resume_continues_with_the_data_that_follow(every_row, tmp_path, step,
     assert rows_of(resumed) == every_row[3 + step : 10]
     assert torch.equal(resumed.model.weight, unbroken.model.weight)
     again = trained(
-        tmp_path / "again", resume=tmp_path / "resumed" / "checkpoint-6", skip=skip, max_steps=7
+        tmp_path / "again", resume=tmp_path / "resumed" / "checkpoint-6", skip=3, max_steps=7
     )
     assert rows_of(again) == every_row[9:10]
 
