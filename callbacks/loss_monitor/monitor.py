@@ -42,10 +42,10 @@ class MFLossMonitor(MonitorCallback, ExportableState):
       left out of the mean, and counted in `num_losses_not_finite`. On several ranks both numbers
       are means over ranks, so all ranks must have the callback. The ranks exchange a message
       whenever a step is printed or the loop logs, saves, evaluates or ends. A message has two
-      numbers for each step since the previous message.
+      numbers for each loss of each step since the previous message.
     - Named losses that the network returns beside their sum (``lm_loss``, ``load_balancing_loss``,
-      ``mtp_loss``, ...) follow as ``lm_loss: 2.300000, ``. They are those of the main process, and
-      need the ``step_report``.
+      ``mtp_loss``, ...) follow as ``lm_loss: 2.300000, ``. They need the ``step_report``, and are
+      means over ranks, too, of those that the main process has in its first record.
     - If the parameter groups have names (their entry ``name``) and there are several, a line for
       each name follows: ``default_lr: 1.000000e-03, equal to `lr:` above.`` for the first, here
       named ``default``, and ``group_0_lr: 2.000000e-04, group_0_params: *.bias`` for the others.

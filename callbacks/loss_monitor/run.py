@@ -16,7 +16,7 @@ from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
-from mfwrap.collectives import add_over_ranks, num_ranks
+from mfwrap.collectives import add_over_ranks, gather_objects, num_ranks
 
 
 class SavedMean(TypedDict):
@@ -106,6 +106,7 @@ class MonitoredRun:
         self._mean = EpochMean(saved_mean if fits else None)
         self._reads = DeferredReads()
         self._unsent: list[_Step] = []
+        self._shared_names: list[str] | None = None
         self._num_steps = 0
         self._pass_over_data = 0
         self._last_step = self._last_printed = self._last_logged = global_step
@@ -168,7 +169,12 @@ class MonitoredRun:
             return
         packed = [step.packed for step in steps]
         if self._averages_loss and not alone:
-            packed = _averaged_over_ranks(packed)
+            if self._shared_names is None:
+                # A network may return other named losses on another rank. All ranks must send
+                # messages of the same shape, so agree on the names in the first message.
+                names = dict.fromkeys(name for values in packed for name in values.loss_names)
+                self._shared_names = gather_objects(list(names))[0]
+            packed = _averaged_over_ranks(packed, self._shared_names)
         if not self._is_main:
             return
         for values, step in zip(packed, steps, strict=True):
@@ -299,39 +305,50 @@ def averages_loss(settings: LossMonitorSettings) -> bool:
 
 
 @torch.no_grad()
-def _averaged_over_ranks(steps: Sequence[PackedValues]) -> list[PackedValues]:
+def _averaged_over_ranks(steps: Sequence[PackedValues], names: Sequence[str]) -> list[PackedValues]:
     """Replace this rank's losses by the means over all ranks, with one message for all steps.
 
-    Every rank must call this for the same steps. A rank's loss is left out of the mean if it is
-    non-finite although the step did not overflow. Such a loss means that the batch of that rank had
-    no target.
+    Every rank must call this for the same steps and names. A rank's loss is left out of the mean if
+    it is non-finite although the step did not overflow. Such a loss means that the batch of that
+    rank had no target. A named loss that a rank does not have is left out, too.
 
     Args:
         steps: Values of ``n`` steps, at least one, each with a loss.
+        names: Named losses to average.
 
     Returns:
         Values of the ``n`` steps in new tensors. No host-device synchronization, except with a
         process group that synchronizes by itself, such as gloo.
     """
-    losses = torch.stack([_value(step, "loss") for step in steps])
-    overflows = torch.stack([_value(step, "overflow") for step in steps])
-    counts = losses.isfinite() | overflows.bool()
-    message = torch.stack((torch.where(counts, losses, 0.0), counts.float()))
+    all_names = ("loss", *names)
+    message = torch.stack([_counted_losses(step, all_names) for step in steps])
     add_over_ranks(message)
-    total, number = message
+    means = message[:, 0] / message[:, 1]
     return [
-        dataclasses.replace(step, tensor=_with_loss(step, mean))
-        for step, mean in zip(steps, (total / number).unbind(), strict=True)
+        dataclasses.replace(step, tensor=_with_losses(step, all_names, mean))
+        for step, mean in zip(steps, means, strict=True)
     ]
 
 
-def _value(step: PackedValues, name: str) -> Tensor:
-    if name in step.names:
-        return step.tensor[step.names.index(name)]
-    return step.tensor.new_zeros(())
+def _counted_losses(step: PackedValues, names: Sequence[str]) -> Tensor:
+    """Return the losses of a step, and 1 for each that counts; shape ``(2, len(names))``.
+
+    Instead of a loss that does not count, or that this rank does not have, there are two zeros.
+    """
+    zero = step.tensor.new_zeros(())
+    one = torch.ones_like(zero)
+    overflow = step.tensor[step.names.index("overflow")] if "overflow" in step.names else zero
+    indices = [step.index_of_loss(name) for name in names]
+    losses = torch.stack([zero if index is None else step.tensor[index] for index in indices])
+    is_present = torch.stack([zero if index is None else one for index in indices]).bool()
+    counts = is_present & (losses.isfinite() | overflow.bool())
+    return torch.stack((torch.where(counts, losses, 0.0), counts.float()))
 
 
-def _with_loss(step: PackedValues, loss: Tensor) -> Tensor:
+def _with_losses(step: PackedValues, names: Sequence[str], losses: Tensor) -> Tensor:
     values = list(step.tensor.unbind())
-    values[step.names.index("loss")] = loss
+    for name, loss in zip(names, losses.unbind(), strict=True):
+        index = step.index_of_loss(name)
+        if index is not None:
+            values[index] = loss
     return torch.stack(values)

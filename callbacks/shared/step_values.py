@@ -68,6 +68,12 @@ class PackedValues:
     """Names of the parameter groups, whose learning rates follow the losses. Groups with the same
     name have the same rate."""
 
+    def index_of_loss(self, name: str) -> int | None:
+        """Return the index in `tensor` of ``"loss"`` or of a named loss; ``None`` without it."""
+        if name == "loss":
+            return self.names.index(name)
+        return len(self.names) + self.loss_names.index(name) if name in self.loss_names else None
+
     def unpack(self, host_values: Sequence[float]) -> StepValues:
         """Return the values of the step.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from transformers import (
@@ -33,6 +33,7 @@ from support.small_networks import Classifier, labelled_batches
 __all__ = [
     "gather_norms",
     "losses_shown",
+    "named_losses_shown",
     "refuse_a_folder",
     "save_an_overflow",
     "save_usual_norms",
@@ -319,3 +320,38 @@ def gather_norms(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, 
     finally:
         distributed.gather = gather
     return {"norms": torch.stack(norms), "names": cell.local_norm_names, "gathers": gathers}
+
+
+class _NamedLosses(nn.Module):
+    """A network whose named losses are its inputs; a loss of 0 is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, lm_loss: Tensor, mtp_loss: Tensor) -> dict[str, Tensor]:
+        losses = {"lm_loss": lm_loss + self.weight}
+        return losses | ({"mtp_loss": mtp_loss} if mtp_loss else {})
+
+
+def named_losses_shown(rank: int, losses: list[list[tuple[float, float]]]) -> list[str]:
+    """Train on the losses of this rank, one pair for each step; return the lines of the log."""
+    records = _Records()
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
+    logger.addHandler(records)
+    network = _NamedLosses()
+    cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.0))
+    monitor = MFLossMonitor()
+    state = TrainerState(max_steps=len(losses[rank]), num_train_epochs=1, train_batch_size=1)
+    state.is_world_process_zero = rank == 0
+    control = TrainerControl()
+    try:
+        monitor.on_train_begin(None, state, control)
+        for state.global_step, pair in enumerate(losses[rank], start=1):
+            monitor.on_step_begin(None, state, control)
+            cell(*map(torch.tensor, pair))
+            monitor.on_step_end(None, state, control, step_report=cell.last_report)
+        monitor.on_train_end(None, state, control)
+    finally:
+        logger.removeHandler(records)
+    return [each for each in records.messages if each.startswith("{ Epoch")]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from support.ranks.monitors import losses_shown, train_monitored
+from support.ranks.monitors import losses_shown, named_losses_shown, train_monitored
 
 NAN = float("nan")
 LOSSES = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [3.0, 2.0, 5.0, 0.0, 9.0, 7.0]]
@@ -56,6 +56,21 @@ def test_a_rank_without_targets_is_left_out(two_ranks):
         [2.0, 2.0, NAN, NAN], nan_ok=True
     )
     assert first["not finite"] == 2
+
+
+def test_named_losses_are_means_over_ranks(two_ranks):
+    """Named losses are averaged like their sum, over the ranks that have them."""
+    losses = [[(1.0, 4.0), (2.0, 2.0), (3.0, 0.0)], [(3.0, 2.0), (4.0, 0.0), (5.0, 2.0)]]
+
+    first, second = two_ranks.run(named_losses_shown, losses)
+
+    assert second == []
+    assert [loss for loss, _ in shown(first)] == [5.0, 4.0, 5.0]
+    assert [re.findall(r"(\w+_loss): ([\d.]+)", record) for record in first] == [
+        [("lm_loss", "2.000000"), ("mtp_loss", "3.000000")],
+        [("lm_loss", "3.000000"), ("mtp_loss", "2.000000")],
+        [("lm_loss", "4.000000")],
+    ]
 
 
 def test_of_one_rank_without_a_message(two_ranks):
