@@ -299,9 +299,9 @@ def loss_of(output: Any, source: str = "network") -> Tensor:
 def named_losses(output: Any) -> dict[str, Tensor]:
     """Return the losses that an output has beside its ``loss``, by name.
 
-    These are the entries of a mapping whose names contain "loss" and whose values are tensors of
-    one element: ``lm_loss``, ``load_balancing_loss`` and ``mtp_loss``, for example, or the
-    ``aux_loss`` of a Hugging Face mixture of experts.
+    These are the entries of a mapping whose names contain "loss" and whose values are
+    floating-point tensors of one element: ``lm_loss``, ``load_balancing_loss`` and ``mtp_loss``,
+    for example, or the ``aux_loss`` of a Hugging Face mixture of experts.
 
     Source: MindFormers, ``print_separate_loss``.
 
@@ -316,7 +316,7 @@ def named_losses(output: Any) -> dict[str, Tensor]:
         name: value.detach().float().reshape(())
         for name, value in (_entries(output) or {}).items()
         if name != "loss" and _is_loss_name(name)
-        if isinstance(value, Tensor) and value.numel() == 1
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
     }
 
 
@@ -336,11 +336,17 @@ def _entries(output: Any) -> Mapping[str, Any] | None:
 
 def _sum_of_losses(entries: Mapping[str, Any], source: str) -> Tensor | None:
     """Return the sum of the named losses; ``None`` if no entry has the name of a loss."""
-    losses = [
-        _one_element(name, value, source)
-        for name, value in entries.items()
-        if _is_loss_name(name) and value is not None
-    ]
+    losses = []
+    for name, value in entries.items():
+        if _is_loss_name(name) and value is not None:
+            loss = _one_element(name, value, source)
+            if not loss.is_floating_point():
+                msg = (
+                    f"the {name} that `{source}` returns must be a floating-point tensor, because "
+                    f"entries whose names contain `loss` are added up, got {loss.dtype}; rename it"
+                )
+                raise TypeError(msg)
+            losses.append(loss)
     return torch.stack([loss.float() for loss in losses]).sum() if losses else None
 
 

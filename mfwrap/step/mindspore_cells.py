@@ -204,7 +204,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
-                self.last_report = self._update(accumulated.loss)
+                self.last_report = self._update(*accumulated)
         finally:
             self._update.parameters.release_gradients()
         output = self.last_report.output

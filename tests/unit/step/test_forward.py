@@ -190,6 +190,7 @@ NO_LOSS = "`network` must return a loss: a tensor of one element"
         (lambda _: (5.0,), TypeError, "the loss .* must be a tensor, got 5.0 of type float"),
         (lambda w: {"lm_loss": w}, ValueError, r"the lm_loss .* one element, got shape"),
         (lambda w: {"lm_loss": w[0].item()}, TypeError, "the lm_loss .* must be a tensor"),
+        (lambda w: {"a_loss": w[0], "loss_count": w[0].int()}, TypeError, "rename it"),
         (lambda w: w, ValueError, r"the loss .* one element, got shape \(2,\)"),
         (lambda w: w[:0], ValueError, r"the loss .* one element, got shape \(0,\)"),
         (lambda w: w.sum().detach(), ValueError, "must depend on a trainable parameter"),
@@ -197,7 +198,7 @@ NO_LOSS = "`network` must return a loss: a tensor of one element"
     ],
     ids=[
         *("none", "number", "empty tuple", "dict", "output", "none first", "number first"),
-        *("named two", "named number"),
+        *("named two", "named number", "named count"),
         *("two", "zero", "detached", "int"),
     ],
 )

@@ -203,6 +203,25 @@ class TestTrainOneStepWithLossScaleCell:
             (torch.float32, ()),
         ]
 
+    def test_named_losses_are_reported(self):
+        """The report has each loss of a network that returns several."""
+
+        class Losses(LinearProbe):
+            def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+                return {"lm_loss": super().forward(inputs), "mtp_loss": torch.full((), 2.0)}
+
+        network = Losses()
+        optimizer = SGD(network.parameters(), lr=1.0)
+        cell = TrainOneStepWithLossScaleCell(network, optimizer, torch.tensor(8.0))
+        output = cell(torch.tensor([[3.0, 4.0]]))
+
+        assert output.loss.item() == 2.0
+        losses = cell.last_report.losses
+        assert {name: loss.item() for name, loss in losses.items()} == {
+            "lm_loss": 0.0,
+            "mtp_loss": 2.0,
+        }
+
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
     @pytest.mark.parametrize("value", [NAN, INF], ids=str)
     def test_an_overflow_changes_nothing_but_the_scale(self, value, fused):
