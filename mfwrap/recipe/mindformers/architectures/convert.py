@@ -1,6 +1,7 @@
 """Convert a ``model_config`` by the class that MindFormers builds from it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from mfwrap.recipe.document import Path, shown
@@ -117,12 +118,15 @@ _FAMILIES: Mapping[str, _Family] = {
     ),
 }
 
-_EARLY: Mapping[tuple[str, str | None], _Family] = {
+_BY_NETWORK: Mapping[tuple[str, str | None], _Family] = {
+    ("BertConfig", "BertForTokenClassification"): _Family(
+        _dense(partial(convert_bert, tags_tokens=True)), frozenset({"BertForTokenClassification"})
+    ),
     ("LlamaConfig", "InternLMForCausalLM"): _Family(
         convert_early_internlm, frozenset({"InternLMForCausalLM"})
     ),
 }
-"""Networks of releases before 1.0 that are configured by the class of another network."""
+"""Networks that read the keys of a class differently; the one of InternLM before release 1.0."""
 
 _NO_NETWORK = {
     "Baichuan13BForCausalLM": "Baichuan 13B (ALiBi)",
@@ -191,7 +195,7 @@ def convert_model(
     _lose_quantization(keys)
     unknown: list[Path] = []
     if isinstance(name, str) and name in _FAMILIES:
-        family = _EARLY.get((name, network), _FAMILIES[name])
+        family = _BY_NETWORK.get((name, network), _FAMILIES[name])
         if network is not None and network not in family.networks:
             says = f"expected a network of {sorted(family.networks)} for {name}"
             raise ModelConfigError(("model", "arch"), f"{says}, got {shown(network)}")

@@ -1,5 +1,6 @@
 """Convert configurations in transformers' own names, and in those of MindFormers' core of 2025."""
 
+import math
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -75,6 +76,10 @@ _WITHOUT_EFFECT = """
 _CORE_NO_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 _HALF_ROTARY = frozenset({"glm", "glm4", "glm4_moe"})
 """Model types that rotate the first half of each head by default."""
+
+_YARN_FACTOR = 40.0
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+"""Defaults of YaRN. Source: MindFormers, ``MLATransformerConfig``."""
 
 _ACTIVATIONS = {"swiglu": "silu", "fusedswiglu": "silu", "gelu": "gelu_pytorch_tanh"}
 
@@ -162,7 +167,8 @@ def _rope_parameters(keys: Keys, kind: str) -> dict[str, Any] | None:
     if "rope_parameters" in keys:
         return keys.mapping("rope_parameters")
     names = ("rope_theta", "rope_scaling", "position_embedding_type", "partial_rotary_factor")
-    if not any(name in keys for name in names):
+    is_latent = kind == "deepseek_v3"
+    if not is_latent and not any(name in keys for name in names):
         return None
     rope: dict[str, Any] = {"rope_type": "default"}
     scaling = keys.mapping("rope_scaling")
@@ -179,20 +185,38 @@ def _rope_parameters(keys: Keys, kind: str) -> dict[str, Any] | None:
     if kind in _HALF_ROTARY or "partial_rotary_factor" in keys:
         default = 0.5 if kind in _HALF_ROTARY else 1.0
         rope["partial_rotary_factor"] = keys.number("partial_rotary_factor", default)
-    return rope
+    return _of_latent_attention(keys, rope) if is_latent else rope
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:
-    """Take the keys of YaRN outside ``rope_scaling``.
-
-    Source: MindFormers, ``MLATransformerConfig``.
-    """
+    """Take the keys of YaRN outside ``rope_scaling``."""
     return {
         "rope_type": "yarn",
-        "factor": keys.number("scaling_factor", 40.0),
-        "beta_fast": keys.number("beta_fast", 32.0),
-        "beta_slow": keys.number("beta_slow", 1.0),
-        "mscale": keys.number("mscale", 0.707),
-        "mscale_all_dim": keys.number("mscale_all_dim", 0.707),
+        "factor": keys.number("scaling_factor", _YARN_FACTOR),
+        **{name: keys.number(name, default) for name, default in _YARN.items()},
         "original_max_position_embeddings": keys.peek_size("max_position_embeddings", 4096),
     }
+
+
+def _of_latent_attention(keys: Keys, rope: dict[str, Any]) -> dict[str, Any]:
+    """Complete the rotary embedding of latent attention, or add a loss for its scale.
+
+    Source: MindFormers, ``MultiLatentAttention``, which scales the scores by the square of YaRN's
+    ``mscale`` with and without YaRN, and ``ApplyRotaryPosEmb``, which multiplies the angles, not
+    their cosines, by the ratio of ``mscale`` and ``mscale_all_dim``.
+    """
+    if rope["rope_type"] == "yarn":
+        rope = {**_YARN, **rope}
+        if rope["mscale"] != rope["mscale_all_dim"]:
+            says = "MindFormers scales the scores of the attention by mscale, and the angles by its"
+            says += " ratio to mscale_all_dim; the recipe, by mscale_all_dim, and the cosines"
+            keys.lose("attention", "rope_scaling", says)
+        return rope
+    factor = keys.number("scaling_factor", _YARN_FACTOR)
+    scale = 0.1 * keys.number("mscale", _YARN["mscale"]) * math.log(max(factor, 1.0)) + 1.0
+    keys.drop(*sorted(_YARN))
+    if scale != 1.0:
+        says = f"MindFormers multiplies the scores of the attention by {scale**2:.4g}, because of"
+        says += " mscale and rotary_scaling_factor, also without YaRN; the recipe does not"
+        keys.lose("attention", "mscale", says)
+    return rope

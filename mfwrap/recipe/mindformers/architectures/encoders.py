@@ -7,11 +7,16 @@ from mfwrap.recipe.mindformers.architectures.gpt import activation, norms_first
 from mfwrap.recipe.mindformers.architectures.keys import Keys
 
 
-def convert_bert(keys: Keys) -> dict[str, Any]:
+def convert_bert(keys: Keys, *, tags_tokens: bool = False) -> dict[str, Any]:
     """Convert a ``BertConfig`` for transformers' ``bert``.
 
     Source: MindFormers, ``BertModel``, whose layers compute the tanh approximation of GELU and
     whose norms have an eps of 1e-5, whatever the file says.
+
+    Args:
+        keys: Keys of the model.
+        tags_tokens: Whether the network is ``BertForTokenClassification``, whose head has the
+            dropout of the layers, not ``dropout_prob``.
 
     Raises:
         ModelConfigError: If a value has a wrong type, or transformers has no such network.
@@ -35,6 +40,7 @@ def convert_bert(keys: Keys) -> dict[str, Any]:
     if keys.flag("use_relative_positions", default=False):
         says = "expected false: transformers' BERT has absolute positions"
         keys.refuse("use_relative_positions", says)
+    dropout = keys.number("hidden_dropout_prob", 0.1)
     return {
         "model_type": "bert",
         "vocab_size": vocab_size,
@@ -43,9 +49,9 @@ def convert_bert(keys: Keys) -> dict[str, Any]:
         "num_attention_heads": heads,
         "intermediate_size": width,
         "hidden_act": "gelu_pytorch_tanh",
-        "hidden_dropout_prob": keys.number("hidden_dropout_prob", 0.1),
+        "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": keys.number("attention_probs_dropout_prob", 0.1),
-        "classifier_dropout": keys.number("dropout_prob", 0.1),
+        "classifier_dropout": dropout if tags_tokens else keys.number("dropout_prob", 0.1),
         "max_position_embeddings": keys.size("max_position_embeddings", 128),
         "type_vocab_size": keys.size("type_vocab_size", 2),
         "initializer_range": keys.number("initializer_range", 0.02),

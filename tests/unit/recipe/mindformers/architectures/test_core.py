@@ -110,6 +110,29 @@ def test_scaled_rotary_embeddings():
         converted("{model_type: qwen3, position_embedding_type: learned_absolute}")
 
 
+@pytest.mark.parametrize(
+    ("setting", "lost"),
+    [
+        ("rope_theta: 100.0", ["mscale"]),
+        ("mscale: 0.0", []),
+        ("rotary_scaling_factor: 1.0", []),
+        ("rope_scaling: {type: yarn, factor: 40.0}", []),
+        ("rope_scaling: {type: yarn, factor: 40.0, mscale: 1.0, mscale_all_dim: 1.0}", []),
+        ("rope_scaling: {type: yarn, factor: 40.0, mscale: 1.0}", ["rope_scaling"]),
+    ],
+)
+def test_the_scores_of_latent_attention(setting, lost):
+    """MindFormers scales them by YaRN's `mscale`, also without YaRN."""
+    text = "num_nextn_predict_layers: 0, moe_router_bias_update_rate: 0.0"
+    model = converted(f"{{model_type: deepseek_v3, {text}, {setting}}}")
+
+    assert [loss.path[-1] for loss in model.losses] == lost
+    assert {loss.name for loss in model.losses} <= {"attention"}
+    if "yarn" in setting:
+        assert model.config["rope_parameters"]["mscale_all_dim"] in (0.707, 1.0)
+        assert model.config["rope_parameters"]["beta_fast"] == 32.0
+
+
 def test_glm4_rotates_half_of_each_head():
     """The share of rotated dimensions arrives, and is a half by default."""
     for text in ("rope_theta: 100.0", "rope_theta: 100.0, rotary_percent: 0.5"):
@@ -145,7 +168,7 @@ def test_deepseek_v3_predicts_a_second_token_by_default():
     """MindFormers' default is one layer for it; without a query rank, the rank is none."""
     model = converted("{model_type: deepseek_v3, q_lora_rank: null}")
 
-    assert [loss.name for loss in model.losses] == ["mtp", "moe"]
+    assert [loss.name for loss in model.losses] == ["mtp", "moe", "attention"]
     assert model.config["q_lora_rank"] is None
 
 

@@ -88,7 +88,7 @@ def test_losses(setting, name):
 )
 def test_groups_that_are_ranked_by_other_scores(setting, lost):
     """MindFormers adds as many scores as a group has chosen experts; transformers adds two."""
-    text = "num_nextn_predict_layers: 0, moe_router_bias_update_rate: 0.0"
+    text = "num_nextn_predict_layers: 0, moe_router_bias_update_rate: 0.0, mscale: 0.0"
     losses = converted(f"{{model_type: deepseek_v3, {text}, {setting}}}").losses
 
     assert [loss.path[-1] for loss in losses] == lost

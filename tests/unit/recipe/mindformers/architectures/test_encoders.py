@@ -30,6 +30,18 @@ def test_another_bert_is_refused(setting):
         converted(f"{{type: BertConfig, {setting}}}")
 
 
+@pytest.mark.parametrize(
+    ("network", "rate"), [("BertForTokenClassification", 0.3), ("BertForMultipleChoice", 0.2)]
+)
+def test_the_dropout_of_the_head(network, rate):
+    """A network that tags tokens has the dropout of its layers in the head, others their own."""
+    text = "{type: BertConfig, hidden_dropout_prob: 0.3, dropout_prob: 0.2}"
+    model = converted(text, "token_classification", arch=network)
+
+    assert model.config["classifier_dropout"] == rate
+    assert model.unknown == []
+
+
 def test_vit_loses_its_pooling_and_drop_path():
     """Transformers' ViT classifies the class token, and keeps each layer."""
     assert [loss.path[-1] for loss in converted("{type: ViTConfig}").losses] == [
