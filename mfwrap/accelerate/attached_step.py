@@ -42,8 +42,8 @@ from mfwrap.collectives import rank_watch
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.step.accelerator import scale_of
 from mfwrap.step.backward_reductions import reduce_before_accumulation
-from mfwrap.step.cell import scale_of
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of

@@ -15,7 +15,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import refuse_lone_process
 from mfwrap.config import StepConfig
 from mfwrap.schedules.pickling import pickled_as
-from mfwrap.step.cell import reduces_each_batch
+from mfwrap.step.accelerator import reduces_each_batch
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
 

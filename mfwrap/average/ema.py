@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,16 @@ from mfwrap.average.tensors import (
 )
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
+
+
+class Average(Protocol):
+    """Interface of the average: `ExponentialMovingAverage`, or one optimizer's share of it."""
+
+    def refuse_inside_swap(self, method: str) -> None:
+        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
+
+    def update(self, applied: Tensor) -> None:
+        """Update the average from the new weights if the update was applied."""
 
 
 @final

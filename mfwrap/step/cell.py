@@ -2,24 +2,25 @@
 
 import contextlib
 import functools
-import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
-from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.records.run_files import resume_records, save_records
+from mfwrap.step.accelerator import (
+    DEFAULT_SCALE,
+    check_accelerator,
+    effective_scale,
+    join_saves,
+    remove_grad_scaler,
+)
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
@@ -41,117 +42,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from mfwrap.step.pipeline import PipelineSchedule
-
-
-class _NotGiven(float):
-    """Type of the default loss scale; distinguishes the default from 1.0 passed by the caller."""
-
-
-DEFAULT_SCALE = _NotGiven(1.0)
-"""Default of `MFTrainOneStepCell`'s `scale_sense`."""
-
-
-def check_accelerator(accelerator: "Accelerator", config: StepConfig) -> None:
-    """Check the type of `accelerator`, and that it accumulates gradients as `config` says.
-
-    Raises:
-        TypeError: If `accelerator` is not an ``accelerate.Accelerator``.
-        ValueError: If the accelerator accumulates a different number of micro-batches, or differs
-            in whether it reduces the gradients of each.
-    """
-    # Do not import accelerate here, because that is slow. If no other code has imported it, there
-    # is no accelerator.
-    accelerate = sys.modules.get("accelerate")
-    if accelerate is None or not isinstance(accelerator, accelerate.Accelerator):
-        msg = (
-            f"`accelerator` must be an accelerate.Accelerator or None, got {described(accelerator)}"
-        )
-        raise TypeError(msg)
-    of_accelerator = {
-        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "sync_each_batch": reduces_each_batch(accelerator),
-    }
-    for name, expected in of_accelerator.items():
-        value = getattr(config, name)
-        if value != expected:
-            msg = f"`{name}` must be {expected}, as in the accelerator, got {value}"
-            raise ValueError(msg)
-
-
-def reduces_each_batch(accelerator: "Accelerator") -> bool:
-    """Return whether the accelerator reduces the gradients of each micro-batch.
-
-    It does with ``GradientAccumulationPlugin(sync_each_batch=True)``.
-    """
-    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
-
-
-def scale_of(accelerator: "Accelerator") -> ScaleSense:
-    """Return the loss scale of an accelerator's gradient scaler; 1 without an enabled scaler.
-
-    Raises:
-        ValueError: If the accelerator trains in float16 on a device other than the CPU without an
-            enabled gradient scaler.
-    """
-    scaler = accelerator.scaler
-    if scaler is not None and scaler.is_enabled():
-        return DynamicLossScaleUpdateCell.from_grad_scaler(scaler)
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type != "cpu":
-        msg = (
-            "`scale_sense` must be given for an accelerator that trains in fp16 without an enabled "
-            "gradient scaler (another step may have removed the scaler)"
-        )
-        raise ValueError(msg)
-    return 1.0
-
-
-def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") -> ScaleSense:
-    """Return `scale_sense`, or the accelerator's loss scale if `scale_sense` was not set.
-
-    Raises:
-        ValueError: As `scale_of`, if the caller did not set `scale_sense`.
-    """
-    if accelerator is None or not isinstance(scale_sense, _NotGiven):
-        return scale_sense
-    return scale_of(accelerator)
-
-
-def remove_grad_scaler(accelerator: "Accelerator") -> None:
-    """Remove accelerate's gradient scaler: it would scale the loss a second time."""
-    accelerator.scaler = None
-    # accelerate has no public list of the optimizers that it has prepared.
-    for optimizer in accelerator._optimizers:
-        optimizer.scaler = None
-
-
-def join_saves(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
-    """Make an accelerator flush a cell before each save, and save and resume the run's records.
-
-    The cell's ``state_dict`` flushes, too, but accelerate saves the schedule before it calls the
-    cell's ``state_dict``. Without the hook on saves, the saved schedule would lack the step of the
-    last update.
-
-    The accelerator keeps its hooks forever. So the hooks hold a weak reference to the cell:
-    otherwise the cell and its network would live until after the process group is destroyed.
-
-    Args:
-        accelerator: Accelerator that saves and loads the run.
-        flush: Bound method ``flush`` of the cell.
-    """
-    method = weakref.WeakMethod(flush)
-
-    def before_save(_models: object, _weights: object, output_dir: str) -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-            save_records(Path(output_dir))
-
-    def before_load(_models: object, input_dir: str) -> None:
-        if method() is not None:
-            resume_records(Path(input_dir))
-
-    accelerator.register_save_state_pre_hook(before_save)
-    accelerator.register_load_state_pre_hook(before_load)
 
 
 class MFTrainOneStepCell(LossScaleHooks):
@@ -264,56 +154,65 @@ class MFTrainOneStepCell(LossScaleHooks):
             accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         )
         self._accumulate = accumulation_of(network, self.config, accelerator)
-        parts = self._accumulate.distributed_parts
-        _check_communication_hook(communication_hook, parts)
-        self.config.check_communication_hook(communication_hook)
-        if ema is not None and not isinstance(ema, ExponentialMovingAverage):
-            msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
-            raise TypeError(msg)
+        self._check_communication_hook(communication_hook)
         if accelerator is not None:
             check_accelerator(accelerator, self.config)
-        self.ema = ema
         inner = checked_optimizer(optimizer)
-        self.lr_scheduler = schedule = checked_schedule(lr_scheduler, inner)
+        self.lr_scheduler = checked_schedule(lr_scheduler, inner)
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         module = self._accumulate.network
         present = functools.partial(network_parameters, module)
-        stages = self._accumulate.stages
         parameters = TrainedParameters(
             present(),
             inner,
             local_norm_groups,
             present=present,
-            are_stages=stages is not None,
+            are_stages=self._accumulate.stages is not None,
         )
-        if ema is not None:
-            _check_average(ema, parameters)
+        self.ema = _checked_average(ema, parameters)
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
         self._update = StepUpdate(
-            parameters, inner, self.config, loss_scale, lr_scheduler=schedule, ema=ema
+            parameters, inner, self.config, loss_scale, lr_scheduler=self.lr_scheduler, ema=ema
         )
         super().__init__(module, inner, parameters, loss_scale)
-        if calculate_per_token_loss:
-            self._accumulate.sharded_parts.check_per_token(parameters.reduction)
-        self._update.agreement = agreement_of(parts, parameters.tensors)
-        self._update.stages = stages
-        # Register communication hooks after everything that may raise: they cannot be removed.
-        self._update.local_squares = sharded_local_squares_of(
-            self._accumulate.sharded_parts,
-            parameters.tensors,
-            local_squares_of(
-                parts, parameters.tensors, communication_hook, are_asked_for=local_norm
-            ),
-            are_asked_for=local_norm,
-        )
-        if accumulate_allreduce_grads_in_fp32:
-            self._accumulate.float32 = Float32Gradients([module], parts)
+        self._connect_ranks(parameters, communication_hook)
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
         self._guard = self._accumulate.guard(inner, self.config)
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
+
+    def _check_communication_hook(self, hook: CommunicationHook | None) -> None:
+        if checked_communication_hook(hook) is not None and not self._accumulate.distributed_parts:
+            msg = (
+                "`communication_hook` must be None for a network without DistributedDataParallel, "
+                f"got {described(hook)}"
+            )
+            raise ValueError(msg)
+        self.config.check_communication_hook(hook)
+
+    def _connect_ranks(
+        self, parameters: TrainedParameters, communication_hook: CommunicationHook | None
+    ) -> None:
+        """Let the update agree with the other ranks, and read this rank's own gradients."""
+        accumulate, config = self._accumulate, self.config
+        parts, sharded_parts = accumulate.distributed_parts, accumulate.sharded_parts
+        if config.calculate_per_token_loss:
+            sharded_parts.check_per_token(parameters.reduction)
+        self._update.agreement = agreement_of(parts, parameters.tensors)
+        self._update.stages = accumulate.stages
+        # Register communication hooks after everything that may raise: they cannot be removed.
+        self._update.local_squares = sharded_local_squares_of(
+            sharded_parts,
+            parameters.tensors,
+            local_squares_of(
+                parts, parameters.tensors, communication_hook, are_asked_for=config.local_norm
+            ),
+            are_asked_for=config.local_norm,
+        )
+        if config.accumulate_allreduce_grads_in_fp32:
+            accumulate.float32 = Float32Gradients([accumulate.network], parts)
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
@@ -431,21 +330,18 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
 
 
-def _check_average(ema: ExponentialMovingAverage, parameters: TrainedParameters) -> None:
+def _checked_average(
+    ema: ExponentialMovingAverage | None, parameters: TrainedParameters
+) -> ExponentialMovingAverage | None:
+    if ema is None:
+        return None
+    if not isinstance(ema, ExponentialMovingAverage):
+        msg = f"`ema` must be an ExponentialMovingAverage or None, got {described(ema)}"
+        raise TypeError(msg)
     ema.check_placement()
     if not ema.follows(parameters.tensors):
         msg = (
             "`ema` must average parameters that the cell trains, got an average of other parameters"
         )
         raise ValueError(msg)
-
-
-def _check_communication_hook(
-    communication_hook: object, parts: Sequence[DistributedDataParallel]
-) -> None:
-    if checked_communication_hook(communication_hook) is not None and not parts:
-        msg = (
-            "`communication_hook` must be None for a network without DistributedDataParallel, got "
-            f"{described(communication_hook)}"
-        )
-        raise ValueError(msg)
+    return ema

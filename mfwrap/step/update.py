@@ -23,14 +23,16 @@ tests count such reads.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mfwrap.average.ema import Average
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
+from mfwrap.loss_scale.live import LiveLossScale
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
@@ -159,31 +161,6 @@ def measure(
 def _nonzero(divisor: Tensor) -> Tensor:
     # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
     return torch.where(divisor == 0, 1.0, divisor)
-
-
-class LiveLossScale(Protocol):
-    """Interface of the loss scale: `LossScale`, or a scale that several optimizers share."""
-
-    @property
-    def value(self) -> Tensor:
-        """Loss scale, shape ``()``, float32, changed in place."""
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the host knows that the scale is 1, so that multiplying can be left out."""
-
-    def update(self, overflow: Tensor) -> Tensor:
-        """Adjust the scale after an update with this overflow flag."""
-
-
-class Average(Protocol):
-    """Interface of the average: `ExponentialMovingAverage`, or one optimizer's share of it."""
-
-    def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
-
-    def update(self, applied: Tensor) -> None:
-        """Update the average from the new weights if the update was applied."""
 
 
 @final
