@@ -187,8 +187,17 @@ class AdamWeightDecay(Optimizer):
             maximize=False,
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The groups of a state of torch's AdamW lack the settings that only this class has. Their
+        # `fused` is None if torch may choose.
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                if group.get(name) is None:
+                    group[name] = value
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; `torch.optim.Optimizer.load_state_dict` describes it.
+        """Load a state, also one of torch's AdamW, whose moments are the same.
 
         Args:
             state_dict: Result of `state_dict`.
@@ -200,9 +209,14 @@ class AdamWeightDecay(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, group, parameter in zip(numbers, groups, parameters, strict=True):
             dtype = _state_dtype(parameter, group)
+            saved = state_dict["state"].get(number, {})
+            if "step" in saved:
+                device = parameter.device if group["fused"] else _CPU
+                self.state[parameter]["step"] = torch.as_tensor(
+                    self.state[parameter]["step"], dtype=torch.float32, device=device
+                )
             if dtype == parameter.dtype:
                 continue
-            saved = state_dict["state"].get(number, {})
             for name in saved.keys() & {"exp_avg", "exp_avg_sq"}:
                 moved = saved[name].to(device=parameter.device, dtype=dtype, copy=True)
                 self.state[parameter][name] = moved

@@ -92,7 +92,8 @@ class ChainedOptimizer(Optimizer):
             state_dict: Result of `state_dict` of a chain of the same optimizers.
 
         Raises:
-            ValueError: If the groups have other sizes than those of the chain.
+            ValueError: If the groups have other sizes than those of the chain, or belong to
+                optimizers of other kinds, for example because their order is different.
         """
         saved = state_dict["param_groups"]
         expected = [len(group["params"]) for group in self.param_groups]
@@ -103,6 +104,7 @@ class ChainedOptimizer(Optimizer):
                 f"optimizers have, got {sizes}"
             )
             raise ValueError(msg)
+        self._check_kinds(saved)
         rest = iter(saved)
         for optimizer in self.optimizers:
             groups = list(itertools.islice(rest, len(optimizer.param_groups)))
@@ -110,6 +112,21 @@ class ChainedOptimizer(Optimizer):
             state = {n: value for n, value in state_dict["state"].items() if n in numbers}
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._collect()
+
+    def _check_kinds(self, saved: list[dict[str, Any]]) -> None:
+        """Raise `ValueError` if a saved group has the settings of another of the optimizers."""
+        of_any = {name for part in self.optimizers for name in part.defaults}
+        parts = [part for part in self.optimizers for _ in part.param_groups]
+        for number, (part, group) in enumerate(zip(parts, saved, strict=True)):
+            others = (of_any & group.keys()) - part.defaults.keys()
+            missing = part.defaults.keys() - group.keys()
+            # Settings that a newer torch has added are missing, but come with no others.
+            if others and missing:
+                msg = (
+                    "`state_dict` must be that of the same optimizers in the same order, got group "
+                    f"{number} without {sorted(missing)}, which a {type(part).__name__} has"
+                )
+                raise ValueError(msg)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a new group, which could belong to any of the optimizers.

@@ -142,6 +142,28 @@ def test_bias_correction_gives_torchs_adamw(fused):
         torch.testing.assert_close(optimizer.state[ours], reference.state[expected], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fused", [True, None], ids=["fused", "chosen by torch"])
+def test_a_state_of_torchs_adamw(fused):
+    """A state of torch's AdamW is continued; the settings that only this class has stay."""
+    parameters, others = parameters_of(), parameters_of()
+    reference = torch.optim.AdamW(others, lr=0.01, fused=fused)
+    optimizer = AdamWeightDecay(parameters, lr=0.5, bias_correction=True, fp32_state=True)
+    for step in range(3):
+        give(others, gradients_of(step))
+        reference.step()
+        if step == 0:
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+            for ours, theirs in zip(parameters, others, strict=True):
+                ours.data.copy_(theirs)
+        else:
+            give(parameters, gradients_of(step))
+            optimizer.step()
+
+    assert optimizer.param_groups[0]["fp32_state"] is optimizer.param_groups[0]["fused"] is True
+    for ours, theirs in zip(parameters, others, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_a_closure_gives_the_gradients():
     """The closure runs with gradients enabled, and its loss is returned."""
     weight = nn.Parameter(torch.ones(1))

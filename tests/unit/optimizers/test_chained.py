@@ -204,6 +204,19 @@ def test_wrong_changes():
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
 
 
+def test_a_state_of_another_order():
+    """The state of a chain in another order is refused, and nothing is changed."""
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    saved = ChainedOptimizer(AdamW([vector], lr=0.1), Muon([matrix], lr=0.2)).state_dict()
+    optimizer = ChainedOptimizer(Muon([matrix], lr=0.5), AdamW([vector], lr=0.5))
+    with pytest.raises(
+        ValueError, match=r"in the same order, got group 0 without \['adjust_lr_fn'"
+    ):
+        optimizer.load_state_dict(saved)
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
 def test_an_attached_loop_equals_the_cell():
     """Accelerate prepares the chain like any optimizer; an overflow skips both its optimizers."""
     network, other = new_network(), new_network()
