@@ -66,6 +66,8 @@ _SPLIT_GLM = _Names(
     _GLM.parameters,
 )
 _NAMES: Mapping[tuple[str, bool], _Names] = {
+    ("Baichuan7BV2ForCausalLM", False): _LLAMA,
+    ("Baichuan7BV2ForCausalLM", True): _FUSED_LLAMA,
     ("ChatGLM2ForConditionalGeneration", False): _SPLIT_GLM,
     ("ChatGLM2ForConditionalGeneration", True): _GLM,
     ("InternLM2ForCausalLM", False): _LLAMA,

@@ -25,6 +25,7 @@ from mfwrap.recipe.mindformers.architectures.gpt import (
 )
 from mfwrap.recipe.mindformers.architectures.keys import Keys, ModelConfigError
 from mfwrap.recipe.mindformers.architectures.llama import (
+    convert_baichuan2,
     convert_early_internlm,
     convert_internlm,
     convert_internlm2,
@@ -122,6 +123,9 @@ _BY_NETWORK: Mapping[tuple[str, str | None], _Family] = {
     ("BertConfig", "BertForTokenClassification"): _Family(
         _dense(partial(convert_bert, tags_tokens=True)), frozenset({"BertForTokenClassification"})
     ),
+    ("LlamaConfig", "Baichuan7BV2ForCausalLM"): _Family(
+        convert_baichuan2, frozenset({"Baichuan7BV2ForCausalLM"})
+    ),
     ("LlamaConfig", "InternLMForCausalLM"): _Family(
         convert_early_internlm, frozenset({"InternLMForCausalLM"})
     ),
@@ -131,7 +135,6 @@ _BY_NETWORK: Mapping[tuple[str, str | None], _Family] = {
 _NO_NETWORK = {
     "Baichuan13BForCausalLM": "Baichuan 13B (ALiBi)",
     "Baichuan13BV2ForCausalLM": "Baichuan 2 13B (ALiBi, normalized output weights)",
-    "Baichuan7BV2ForCausalLM": "Baichuan 2 7B (normalized output weights)",
     "BloomRewardModel": "Bloom with a reward head",
     "ChatGLM2WithPtuning2": "ChatGLM with prefix tuning",
     "GLMConfig": "ChatGLM 1",

@@ -69,6 +69,17 @@ def convert_early_internlm(keys: Keys, moe: Keys) -> dict[str, Any]:
     return _converted(keys, moe, _Defaults(), _Biases(of_inputs=True, of_output=True))
 
 
+def convert_baichuan2(keys: Keys, moe: Keys) -> dict[str, Any]:
+    """Convert the ``LlamaConfig`` of Baichuan 2 7B; see `convert_llama`.
+
+    transformers has no network with its output layer, so that this is a loss. Source: MindFormers,
+    ``NormHead``.
+    """
+    says = "Baichuan 2 divides each row of the output weights by its norm; the recipe's Llama"
+    keys.lose("architecture", "type", f"{says} uses the rows as they are")
+    return convert_llama(keys, moe)
+
+
 def convert_internlm2(keys: Keys, moe: Keys) -> dict[str, Any]:
     """Convert an ``InternLM2Config``; see `convert_llama`.
 

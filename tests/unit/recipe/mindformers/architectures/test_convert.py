@@ -310,8 +310,8 @@ def test_a_published_size_is_that_of_its_architecture(name, number):
         ({"type": "TelechatConfig"}, {}, "transformers has no class for TeleChat"),
         (
             {"type": "LlamaConfig"},
-            {"arch": {"type": "Baichuan7BV2ForCausalLM"}},
-            "transformers has no class for Baichuan 2 7B",
+            {"arch": {"type": "Baichuan13BV2ForCausalLM"}},
+            "transformers has no class for Baichuan 2 13B",
         ),
         (
             {"type": "LlamaConfig"},

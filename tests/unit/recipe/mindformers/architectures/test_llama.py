@@ -3,6 +3,7 @@
 import pytest
 
 from mfwrap.recipe.mindformers.architectures import ModelConfigError
+from mfwrap.recipe.mindformers.architectures.convert import num_parameters
 from support.model_config import converted
 
 SIZES = "hidden_size: 64, num_layers: 2, num_heads: 4, vocab_size: 320"
@@ -64,6 +65,21 @@ def test_an_internlm_before_1_0_has_biases():
 
     assert (model.config["model_type"], model.config["attention_bias"]) == ("llama", True)
     assert model.config["rms_norm_eps"] == 1e-5
+
+
+def test_baichuan_2_is_a_llama_with_another_output_layer():
+    """The loss names what differs; the sizes are those of the published 7B."""
+    layer = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096
+    model = converted(
+        "{type: LlamaConfig, hidden_size: 4096, num_layers: 32, num_heads: 32, vocab_size: 125696,"
+        " multiple_of: 256}",
+        arch="Baichuan7BV2ForCausalLM",
+    )
+
+    assert [loss.name for loss in model.losses] == ["architecture"]
+    assert "divides each row of the output weights by its norm" in model.losses[0].says
+    number = num_parameters(model.config, "causal_lm")
+    assert number == 2 * 125_696 * 4096 + 32 * layer + 4096
 
 
 def test_a_bias_of_the_output_alone_is_refused():
