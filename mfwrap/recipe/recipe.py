@@ -150,6 +150,7 @@ def read_document(document: RecipeDocument) -> Recipe:
     )
     if network is not None:
         check_max_length(document, training.arguments, network)
+    _check_dtypes(document, model, training.arguments)
     check_optimizer(objects, training)
     if network is not None and training.optimizer is not None and sections.peft is None:
         # With an adapter, the trained parameters have other names.
@@ -178,6 +179,21 @@ def read_document(document: RecipeDocument) -> Recipe:
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )
+
+
+def _check_dtypes(
+    document: RecipeDocument, model: ModelSettings, arguments: TrainingArguments
+) -> None:
+    """Raise `RecipeError` if the weights have several dtypes without mixed precision."""
+    if arguments.bf16 or arguments.fp16:
+        return
+    for key, dtype in (
+        ("norm_dtype", model.norm_dtype),
+        ("embedding_dtype", model.embedding_dtype),
+    ):
+        if dtype not in {None, model.dtype}:
+            says = f"expected {model.dtype!r}, as in model.dtype, or training.bf16 or training.fp16"
+            raise document.error(("model", key), f"{says} set to true, got {dtype!r}")
 
 
 def _check_accumulation(

@@ -95,7 +95,8 @@ def _read_optimizer(
     """
     if sections.optimizer is None:
         return None
-    are_half = sections.model.get("dtype") in {"bfloat16", "float16"}
+    dtypes = {sections.model.get(key) for key in ("dtype", "norm_dtype", "embedding_dtype")}
+    are_half = bool(dtypes & {"bfloat16", "float16"})
     reading = read_optimizer(objects, sections.optimizer, are_half=are_half)
     if reading.make is not None and "optim" in settings:
         kind = sections.optimizer["type"]

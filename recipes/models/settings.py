@@ -68,6 +68,15 @@ class ModelSettings(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the trained weights."""
 
+    norm_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the weights of normalization layers; by default `dtype`. A scale near 1 in half
+    precision ignores steps smaller than about 0.001. Different dtypes need ``bf16`` or ``fp16`` in
+    the section ``training``, and FSDP2 refuses them. Weights of `path` are rounded to `dtype`
+    first."""
+
+    embedding_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the embeddings, and of the head if it is tied to them; see `norm_dtype`."""
+
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = (
         None
     )
@@ -146,14 +155,24 @@ class ModelSettings(Section):
         if self.attn_implementation is not None:
             settings["attn_implementation"] = self.attn_implementation
         if self.path is not None:
-            return self._loaded(self.path, auto_class, settings, implied)
-        config = self._configuration(implied)
-        if isinstance(config, PerceptronConfig):
-            network: nn.Module = Perceptron(config)
+            network = self._loaded(self.path, auto_class, settings, implied)
+        elif isinstance(config := self._configuration(implied), PerceptronConfig):
+            network = Perceptron(config)
             network.to(settings["dtype"])
         else:
             network = auto_class.from_config(config, **settings)
+        self._convert_parts(network)
         return network
+
+    def _convert_parts(self, network: nn.Module) -> None:
+        """Convert the weights of norms and embeddings. Tied weights stay tied."""
+        for module in network.modules():
+            is_norm = "Norm" in type(module).__name__ and not any(module.children())
+            dtype = self.norm_dtype if is_norm else None
+            if isinstance(module, nn.Embedding):
+                dtype = self.embedding_dtype
+            if dtype is not None:
+                module.to(_PRECISIONS[dtype])
 
     def _loaded(
         self, path: str, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]

@@ -159,6 +159,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         "model": {
             **({"config": converted.config} if path is None else {"path": path}),
             "dtype": precision.weights,
+            **precision.parts,
         },
         "data": data,
         "training": training,

@@ -10,8 +10,9 @@ _SECTION = ("model", "model_config")
 _DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = ("param_init_type", "params_dtype", "param_init_dtype", "dtype", "torch_dtype")
 _COMPUTE = ("compute_dtype", "compute_type")
+_EMBEDDINGS = ("embedding_init_type",)
+_NORMS = ("layernorm_compute_type", "layernorm_compute_dtype", "layernorm_dtype")
 _PARTS = frozenset({
-    "embedding_init_type", "layernorm_compute_dtype", "layernorm_compute_type", "layernorm_dtype",
     "moe_router_dtype", "res_dtype", "residual_dtype", "rotary_dtype", "router_dense_type",
     "softmax_compute_dtype", "softmax_compute_type", "softmax_dtype",
 })  # fmt: skip
@@ -42,6 +43,9 @@ class Precision(NamedTuple):
     flag: str | None
     """``bf16`` or ``fp16`` of the section ``training``; ``None`` without mixed precision."""
 
+    parts: Mapping[str, str]
+    """``model.norm_dtype`` and ``model.embedding_dtype``, where they differ from `weights`."""
+
 
 def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
     """Return the dtypes of a recipe.
@@ -57,11 +61,33 @@ def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
     defaults = _OF_THE_CORE if kind is None else _DEFAULTS.get(str(kind), _OF_OTHER_CLASSES)
     weights = _take(source, settings, _WEIGHTS) or defaults[0]
     compute = _take(source, settings, _COMPUTE) or defaults[1]
+    norms = _take_norms(source, settings, None if kind is None else str(kind), weights)
+    embeddings = _take(source, settings, _EMBEDDINGS) or weights
+    parts = {"norm_dtype": norms, "embedding_dtype": embeddings}
+    parts = {key: dtype for key, dtype in parts.items() if dtype != weights}
     _take_parts(source, settings)
-    if compute == "float32" != weights:
-        says = f"the file computes in float32 with weights in {weights}"
-        source.lose("precision", (*_SECTION, "compute_dtype"), f"{says}; the recipe in {weights}")
-    return Precision(weights, _FLAGS.get(compute))
+    if compute == "float32" and {weights, *parts.values()} != {"float32"}:
+        half = " and ".join(sorted({weights, *parts.values()} - {"float32"}))
+        says = f"the file computes in float32 with weights in {half}; the recipe in {weights}"
+        source.lose("precision", (*_SECTION, "compute_dtype"), says)
+        parts = {}
+    return Precision(weights, _FLAGS.get(compute), parts)
+
+
+def _take_norms(
+    source: SourceFile, settings: dict[str, Any], kind: str | None, weights: str
+) -> str:
+    """Return the dtype of the weights of norms.
+
+    Source: MindFormers. Its root mean square norms have their weights in the dtype in which they
+    compute; its ``LayerNorm`` has them in float32; its core of 2025, in the dtype of all weights.
+    """
+    if kind is None:
+        source.without_effect += [
+            f"model.model_config.{key}" for key in _NORMS if settings.pop(key, None) is not None
+        ]
+        return weights
+    return _take(source, settings, _NORMS) or "float32"
 
 
 def _take(source: SourceFile, settings: dict[str, Any], keys: tuple[str, ...]) -> str | None:

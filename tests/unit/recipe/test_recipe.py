@@ -43,6 +43,10 @@ def test_shipped_recipes_are_valid(name):
             "training.per_device_train_batch_size=0",
             "training.per_device_train_batch_size: expected a number >= 1, got 0",
         ),
+        (
+            "model.norm_dtype=bfloat16",
+            "model.norm_dtype: expected 'float32', as in model.dtype, or training.bf16 or ",
+        ),
         ("training.seed=-1", "training.seed: expected a number >= 0, got -1"),
         ("training.eval_strategy=sometimes", "training.eval_strategy: "),
         ("training.metric_for_best_model=3", "training.metric_for_best_model: expected a string"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mfwrap.recipe import RecipeError
 from mfwrap.recipes.models.settings import ModelSettings
@@ -137,3 +137,32 @@ def test_a_mixture_of_experts_has_wide_experts():
     assert settings.config == {"model_type": "qwen2_moe", **sizes}
     with pytest.raises(ValueError, match="num_experts` must be <= 1000, got 1001"):
         ModelSettings(config={"model_type": "qwen2_moe", "num_experts": 1001})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 64, "hidden_size": 16,
+         "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2},
+    ],
+    ids=lambda settings: settings["model_type"],
+)  # fmt: skip
+def test_dtypes_of_norms_and_embeddings(settings):
+    """Norms and embeddings may have a dtype of their own; a tied head keeps that of embeddings."""
+    section = ModelSettings(
+        config=settings, dtype="bfloat16", norm_dtype="float32", embedding_dtype="float16"
+    )
+    network = section.make_model(AutoModelForCausalLM)
+    dtypes = {name: one.dtype for name, one in network.named_parameters()}
+
+    assert {one for name, one in dtypes.items() if "norm" in name or "ln_" in name} == {
+        torch.float32
+    }
+    assert {one for name, one in dtypes.items() if "embed" in name or "wte" in name} == {
+        torch.float16
+    }
+    assert {dtypes.pop(name) for name in list(dtypes) if "proj" in name or ".c_" in name} == {
+        torch.bfloat16
+    }
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
