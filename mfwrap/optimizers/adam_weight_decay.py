@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from mfwrap.arguments import check_number
 from mfwrap.optimizers.closure import evaluated
+from mfwrap.tensors.shards import local_tensors
 
 _MANY_STEPS = 2.0**126
 """Step count that is passed to torch's kernels. They divide by ``1 - beta**step``, which is exactly
@@ -132,7 +133,8 @@ class AdamWeightDecay(Optimizer):
                 # torch's kernels need one dtype for weights, gradients and state.
                 weights = [weight.float() for weight in portion]
                 self._update(group, portion, weights, [g.float() for g in _gradients(portion)])
-                torch._foreach_copy_(portion, weights)
+                # torch has no `_foreach_copy_` of distributed tensors.
+                torch._foreach_copy_(local_tensors(portion), local_tensors(weights))
         return loss
 
     def _initialize(self, parameter: Tensor, dtype: torch.dtype, group: dict[str, Any]) -> None:

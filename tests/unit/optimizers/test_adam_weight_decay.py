@@ -12,6 +12,7 @@ from torch import nn
 
 from mfwrap import AdamWeightDecay
 from mfwrap.optimizers import adam_weight_decay
+from support.fsdp.optimizers import step_half_precision_shards
 from support.optimizer_runs import HALF, give, gradients_of, parameters_of
 
 WAYS = {
@@ -140,6 +141,13 @@ def test_bias_correction_gives_torchs_adamw(fused):
     for ours, expected in zip(parameters, others, strict=True):
         assert torch.equal(ours, expected)
         torch.testing.assert_close(optimizer.state[ours], reference.state[expected], rtol=0, atol=0)
+
+
+def test_half_precision_shards(two_ranks):
+    """In a loop without a cell, sharded weights with a float32 state equal whole ones."""
+    for weights in two_ranks.run(step_half_precision_shards):
+        for whole, gathered in weights:
+            assert torch.equal(whole, gathered)
 
 
 @pytest.mark.parametrize("fused", [True, None], ids=["fused", "chosen by torch"])

@@ -12,7 +12,7 @@ from mfwrap import MFTrainOneStepCell
 from mfwrap.optimizers.qk_clip import QKClip
 from mfwrap.tensors.attention_logits import AttentionLogits
 from support.attention import AttentionNetwork, logits_by_hand
-from support.fsdp.qk_clip import clip_on_ranks
+from support.fsdp.optimizers import clip_on_ranks
 from support.host_reads import HostReads
 
 
