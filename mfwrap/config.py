@@ -79,7 +79,7 @@ class StepConfig:
     weights and gradients under autocast, which are float32 already, are not changed.
 
     Memory and messages per element of a half-precision weight: 4 bytes instead of 2 for the
-    gradient, and 2 more while the optimizer runs; reductions send 4 bytes instead of 2. Under
+    gradient, and 2 more while it is rounded; reductions send 4 bytes instead of 2. Under
     ``fully_shard`` this holds for the unit's whole gradients, and also if only the policy's
     ``param_dtype`` is half precision.
 

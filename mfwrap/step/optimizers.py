@@ -182,16 +182,7 @@ class SkippableOptimizer:
                 round_gradients(self.optimizer)
             return True
         if value != 1:
-            gradients = [
-                parameter.grad
-                for group in self.optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ]
-            if gradients:  # torch refuses an empty list
-                # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the
-                # gradients' dtype, and in float16 the inverse of a large scale becomes 0.
-                torch._foreach_div_(local_tensors(gradients), value)
+            _divide_gradients(self.optimizer, value)
         if self._rounds:
             round_gradients(self.optimizer)
         with self._unfused_where_momentum_begins_late(), self._shards():
@@ -265,10 +256,24 @@ class SkippableOptimizer:
 
 
 @torch.no_grad()
+def _divide_gradients(optimizer: Optimizer, value: float) -> None:
+    gradients = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    if gradients:  # torch refuses an empty list
+        # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the gradients'
+        # dtype, and in float16 the inverse of a large scale becomes 0.
+        torch._foreach_div_(local_tensors(gradients), value)
+
+
 def round_gradients(optimizer: Optimizer) -> None:
     """Round float32 gradients of half-precision parameters to the dtype of their parameter.
 
-    Rounds to the nearest number, all gradients in one call. Does not synchronize with the device.
+    Rounds to the nearest number, all gradients in one call, and frees the float32 gradients. Does
+    not synchronize with the device.
     """
     held = [
         (parameter, parameter.grad)

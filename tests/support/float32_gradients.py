@@ -1,5 +1,6 @@
 """Networks whose gradients are known exactly, and programs that accumulate them on ranks."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from torch.optim import SGD, Adam, Optimizer
 
 from mfwrap import MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.step.fsdp import ShardedParts
+from mfwrap.tensors.shards import local_tensors
 
 __all__ = [
     "NUM_STEPS",
     "Products",
     "accumulate_in_cell",
     "accumulate_in_loop",
+    "bytes_of_gradients",
     "gradients_of",
     "micro_batch",
 ]
@@ -158,3 +162,44 @@ def accumulate_in_loop(
         "weights": torch.stack([plain.first.detach(), plain.second.detach()]).float(),
         "dtypes": torch.tensor([p.grad_dtype == p.dtype for p in plain.parameters()]),
     }
+
+
+class _Counting(SGD):
+    """SGD that counts the bytes of the gradients that exist in its step."""
+
+    def step(self, closure: None = None) -> None:
+        del closure
+        present = [p.grad for group in self.param_groups for p in group["params"]]
+        alive = [earlier for reference in self.earlier if (earlier := reference()) is not None]
+        self.bytes = _num_bytes({id(each): each for each in [*present, *alive]}.values())
+        super().step()
+
+
+def _num_bytes(gradients: Any) -> int:
+    return sum(local.numel() * local.element_size() for local in local_tensors(list(gradients)))
+
+
+def bytes_of_gradients(rank: int, way: str) -> dict[bool, dict[str, int]]:
+    """Return this rank's bytes between two micro-batches and in the optimizer, without and with."""
+    return {in_float32: _bytes(rank, way, in_float32=in_float32) for in_float32 in (False, True)}
+
+
+def _bytes(rank: int, way: str, *, in_float32: bool) -> dict[str, int]:
+    plain = Products()
+    network = plain if way == "alone" else _wrapped(way, plain)
+    optimizer = _Counting(network.parameters(), lr=1.0)
+    sharded = ShardedParts(network)
+    counts = {"weights": _num_bytes(plain.parameters())}
+
+    def count(*_: object) -> None:
+        held = [p.grad for p in plain.parameters() if p.grad is not None]
+        optimizer.earlier = [weakref.ref(each) for each in held]
+        whole = [gradient for unit in sharded.units for _, gradient in unit.gradients()]
+        counts["between"] = _num_bytes(whole or held)
+
+    plain.register_forward_pre_hook(count)
+    cell = MFTrainOneStepCell(
+        network, optimizer, use_clip_grad=True, accumulate_allreduce_grads_in_fp32=in_float32
+    )
+    cell.step([micro_batch(0, index, rank) for index in range(3)])
+    return counts | {"in the optimizer": optimizer.bytes}

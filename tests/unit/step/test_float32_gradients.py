@@ -13,6 +13,7 @@ from support.float32_gradients import (
     Products,
     accumulate_in_cell,
     accumulate_in_loop,
+    bytes_of_gradients,
     gradients_of,
     micro_batch,
 )
@@ -183,6 +184,24 @@ def test_two_ranks(two_ranks, way):
     results = two_ranks.run(accumulate_in_cell, way, NUM_MICRO_BATCHES, WAYS[way])
     for rank, result in enumerate(results):
         check_norms(result, rank)
+
+
+def test_memory_of_one_process():
+    """Gradients have 4 bytes per element between micro-batches, and 2 in the optimizer."""
+    assert bytes_of_gradients(0, "alone") == {
+        False: {"weights": 24, "between": 24, "in the optimizer": 24},
+        True: {"weights": 24, "between": 48, "in the optimizer": 24},
+    }
+
+
+@pytest.mark.parametrize(("way", "held"), [("replicated", 24), ("sharded", 12)])
+def test_memory_on_two_ranks(two_ranks, way, held):
+    """The bytes of each rank are those that docs/scaling.md states."""
+    for counts in two_ranks.run(bytes_of_gradients, way):
+        assert counts == {
+            False: {"weights": held, "between": 24, "in the optimizer": held},
+            True: {"weights": held, "between": 48, "in the optimizer": held},
+        }
 
 
 def test_an_attached_loop_on_two_ranks(two_ranks):
