@@ -157,7 +157,12 @@ class GradientAccumulation:
             return Accumulated(total / len(parts), normalizer, losses)
         local = torch.stack(denominators).sum()
         return Accumulated(
-            total / local, normalizer_of(local, self.distributed_parts, self.sharded_parts)
+            total / local,
+            normalizer_of(local, self.distributed_parts, self.sharded_parts),
+            {
+                name: torch.stack(numerators).sum() / local
+                for name, numerators in _by_name([part.named for part in parts]).items()
+            },
         )
 
     @contextlib.contextmanager
@@ -201,11 +206,12 @@ def mean_by_name(of_micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, 
     Args:
         of_micro_batches: For each micro-batch, tensors of shape ``()``, float32, by name.
     """
+    return {name: torch.stack(losses).mean() for name, losses in _by_name(of_micro_batches).items()}
+
+
+def _by_name(of_micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
     names = dict.fromkeys(name for losses in of_micro_batches for name in losses)
-    return {
-        name: torch.stack([each[name] for each in of_micro_batches if name in each]).mean()
-        for name in names
-    }
+    return {name: [each[name] for each in of_micro_batches if name in each] for name in names}
 
 
 def normalizer_of(

@@ -65,8 +65,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         network: Network that returns a loss of one element, an output with a ``loss`` (Hugging Face
             models), a tuple that begins with the loss, or a dict of losses such as ``lm_loss``,
             which are added up and reported (`StepReport.losses`). With `calculate_per_token_loss`:
-            a Hugging Face model, or a network that returns ``(numerator, denominator)``. Or: a
-            schedule of ``torch.distributed.pipelining``, see `pipeline_stages`.
+            a Hugging Face model, or a network that returns ``(numerator, denominator)``, where the
+            numerator may be a dict of losses. Or: a schedule of ``torch.distributed.pipelining``,
+            see `pipeline_stages`.
         optimizer: Any torch optimizer; accelerate's wrapper is unwrapped.
         use_clip_grad: See `StepConfig`, which describes all settings that are not described here.
         max_grad_norm: See `StepConfig`.

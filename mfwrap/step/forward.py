@@ -354,7 +354,8 @@ def pair_of(output: Any, source: str = "network") -> LossParts:
     """Return the numerator and the denominator in the output of a network or a loss function.
 
     Args:
-        output: Pair of a tensor of one element, and a tensor of one element or a number.
+        output: Pair of a tensor of one element, and a tensor of one element or a number. The first
+            may be a mapping of named losses, which are added up; see `loss_of`.
         source: Name of the argument that has returned `output`, for errors.
 
     Raises:
@@ -369,11 +370,14 @@ def pair_of(output: Any, source: str = "network") -> LossParts:
             f"got {type(output).__name__}{size}"
         )
         raise TypeError(msg)
-    numerator = _differentiable("numerator", output[0], source)
-    denominator = output[1]
+    first, denominator = output
+    entries = _entries(first)
+    total = first if entries is None else _sum_of_losses(entries, source)
+    numerator = _differentiable("numerator", total, source)
     if isinstance(denominator, (int, float)):
         denominator = torch.full((), denominator, dtype=torch.float32, device=numerator.device)
-    return LossParts(numerator, _one_element("denominator", denominator, source).detach().float())
+    number = _one_element("denominator", denominator, source).detach().float()
+    return LossParts(numerator, number, named_losses(first))
 
 
 def _one_element(name: str, value: Any, source: str) -> Tensor:

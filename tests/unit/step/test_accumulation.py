@@ -79,6 +79,34 @@ def test_separate_losses_are_added_up_and_reported():
     assert cell.last_report.losses.keys() == {"lm_loss", "load_balancing_loss"}
 
 
+class SeparateNumerators(nn.Module):
+    """A network that returns the sums of two losses over its rows, and the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> tuple[dict[str, Tensor], int]:
+        products = self.weight * inputs
+        return {"lm_loss": products.sum(), "mtp_loss": products.square().sum()}, len(inputs)
+
+
+def test_separate_numerators_are_divided_by_the_number_of_targets():
+    """With a loss per token, each named loss is the mean over the targets of all micro-batches."""
+    network = SeparateNumerators()
+    cell = MFTrainOneStepCell(
+        network, SGD(network.parameters(), lr=1.0), calculate_per_token_loss=True
+    )
+    inputs = torch.tensor([1.0, 2.0, 3.0, 6.0])
+
+    output = cell.step([inputs[:1], inputs[1:]])
+
+    losses = {name: loss.item() for name, loss in cell.last_report.losses.items()}
+    assert losses == {"lm_loss": 3.0, "mtp_loss": 12.5}
+    assert output.loss.item() == 15.5
+    assert network.weight.item() == 1 - 3 - 2 * 12.5
+
+
 def uneven_batch(seed: int) -> tuple[Tensor, Tensor]:
     """Return 12 inputs and labels; successive groups of four have 1, 3 and 0 targets."""
     [(inputs, labels)] = labelled_batches(1, size=12, seed=seed)
