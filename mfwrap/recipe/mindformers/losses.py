@@ -18,6 +18,7 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "moe": "how experts are chosen, balanced or skipped",
         "lr_groups": "learning rates of groups of parameters whose names are unknown",
         "mtp": "the prediction of several tokens",
+        "optimizer": "which matrices Muon orthogonalizes",
         "precision": "a dtype that torch cannot compute in",
         "quantization": "quantized weights",
         "resume": "the state of an earlier run",

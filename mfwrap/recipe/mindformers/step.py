@@ -124,7 +124,17 @@ def take_optimizer(source: SourceFile) -> dict[str, Any]:
 
 
 def _complete_muon(source: SourceFile, optimizer: dict[str, Any]) -> None:
-    """Set what MindFormers' Muon does if the file says nothing, or something else."""
+    """Set what MindFormers' Muon does if the file says nothing, or something else.
+
+    Source: MindFormers, ``GPTModel.make_model_muon_fns``. Its Muon takes only networks with
+    multi-head latent attention.
+    """
+    says = (
+        "MindFormers' Muon divides the projections of latent attention by their parts, and takes "
+        "each expert as a matrix; the recipe takes each projection whole, and trains experts with "
+        "AdamW if they share a parameter"
+    )
+    source.lose("optimizer", ("optimizer", "type"), says)
     for key, value in {"weight_decay": 0.0, "qk_clip_threshold": 100}.items():
         if optimizer.get(key) is None:
             optimizer[key] = value

@@ -98,8 +98,10 @@ def test_registered_names(name, kind):
 
 def test_muon():
     """MindFormers' Muon has QK-clip, five iterations, and no weight decay unless it is set."""
-    result, recipe = imported({"optimizer": {"type": "Muon", "ns_steps": 7, "momentum": 0.9}})
+    muon = {"optimizer": {"type": "Muon", "ns_steps": 7, "momentum": 0.9}}
+    result, recipe = imported(muon, ("optimizer",))
 
+    assert [loss.name for loss in result.losses] == ["optimizer"]
     assert recipe["optimizer"] == {
         "type": "Muon", "momentum": 0.9, "weight_decay": 0.0, "qk_clip_threshold": 100
     }  # fmt: skip
