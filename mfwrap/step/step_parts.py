@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.arguments import described
+from mfwrap.arguments import check_bool, described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.mindspore.forward_reuse import remember_forwards
@@ -195,13 +196,22 @@ class LossScaleHooks(StepParts):
         found = has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
         return found if self._agreement is None else self._agreement.any(found)
 
-    def process_loss_scale(self, overflow: Tensor) -> Tensor:
+    def process_loss_scale(self, overflow: Tensor | bool) -> Tensor:  # noqa: FBT001  (MindSpore's signature)
         """Adjust the loss scale after a step if there is an update cell; return `overflow`.
 
         Args:
-            overflow: Whether the gradients overflowed, shape ``()``, bool, on the training device.
+            overflow: Whether the gradients overflowed: a bool, or a tensor of shape ``()``, bool,
+                on the training device.
+
+        Raises:
+            TypeError: If `overflow` is neither a tensor nor a bool.
         """
-        return self._loss_scale.update(overflow)
+        if isinstance(overflow, Tensor):
+            return self._loss_scale.update(overflow)
+        device = self.scale_sense.device
+        return self._loss_scale.update(
+            torch.full((), check_bool("overflow", overflow), device=device)
+        )
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

@@ -241,8 +241,11 @@ class TestSeams:
         flag = torch.full((), True)  # noqa: FBT003  (torch's signature)
 
         assert dynamic.process_loss_scale(flag) is flag
+        assert dynamic.process_loss_scale(True).item()  # noqa: FBT003  (MindSpore's signature)
+        with pytest.raises(TypeError, match="`overflow` must be a bool"):
+            dynamic.process_loss_scale(1)
         assert fixed.process_loss_scale(flag) is flag
-        assert (dynamic.scale_sense.item(), fixed.scale_sense.item()) == (512.0, 1024.0)
+        assert (dynamic.scale_sense.item(), fixed.scale_sense.item()) == (256.0, 1024.0)
 
     def test_an_overflow_checked_step_trains_like_the_cell(self):
         """A step built from the documented methods trains like the cell."""
