@@ -355,10 +355,12 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
     from mfwrap.recipe.recipe import RecipeWarning, parse_recipe  # noqa: PLC0415  (slow)
 
     text, name = find_recipe(word)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", UserWarning)
         # Silence this warning: the line printed below lists the same keys.
         warnings.simplefilter("ignore", RecipeWarning)
         recipe = parse_recipe(text, name, overrides)
+    _warn(name, [" ".join(str(warning.message).split()) for warning in caught])
     if recipe.without_meaning:
         _warn(name, ["ignored keys: " + ", ".join(recipe.without_meaning)])
     return recipe

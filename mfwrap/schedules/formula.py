@@ -2,12 +2,13 @@
 
 import abc
 import math
+import warnings
 from typing import Any, TypedDict
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mfwrap.arguments import check_int, check_number
+from mfwrap.arguments import callers_stacklevel, check_int, check_number
 
 
 class FormulaLR(LRScheduler, abc.ABC):
@@ -69,8 +70,11 @@ class WarmUpLR(FormulaLR):
     Raises:
         TypeError: If an argument has the wrong type, or both `warmup_steps` and `warmup_ratio`
             are missing.
-        ValueError: If an argument is out of range, `warmup_ratio` is given without `total_steps`,
-            or the warm-up is longer than the run.
+        ValueError: If an argument is out of range, or `warmup_ratio` is given without
+            `total_steps`.
+
+    Warns:
+        UserWarning: If the warm-up is longer than the run, so that no update has the group's rate.
     """
 
     def __init__(
@@ -84,7 +88,11 @@ class WarmUpLR(FormulaLR):
         last_epoch: int = -1,
     ) -> None:
         self.warmup_steps = steps_of_warm_up(warmup_steps, warmup_ratio, total_steps)
-        self.total_steps = total_steps
+        self.total_steps = None if total_steps is None else check_int("total_steps", total_steps)
+        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+            says = f"the warm-up has {self.warmup_steps} updates, the run {total_steps}"
+            msg = f"{says}: no update has the full learning rate"
+            warnings.warn(msg, stacklevel=callers_stacklevel())
         self.warmup_lr_init = check_number("warmup_lr_init", warmup_lr_init)
         super().__init__(optimizer, last_epoch)
 
@@ -145,15 +153,12 @@ def steps_of_warm_up(steps: int | None, ratio: float | None, total_steps: int | 
 
     Raises:
         TypeError: As `steps_of`, and if neither `steps` nor `ratio` is set.
-        ValueError: As `steps_of`, and if the warm-up is longer than the run.
+        ValueError: As `steps_of`.
     """
     length = steps_of("warmup", steps, ratio, total_steps)
     if length is None:
         msg = "`warmup_steps` must be an int, got None; set `warmup_steps` or `warmup_ratio`"
         raise TypeError(msg)
-    if total_steps is not None and length > check_int("total_steps", total_steps):
-        msg = f"`warmup_steps` must be <= total_steps={total_steps}, got {length}"
-        raise ValueError(msg)
     return length
 
 

@@ -193,9 +193,10 @@ class WarmUpStableDecayLR(WarmUpLR):
                 "`decay_start_ratio`"
             )
             raise TypeError(msg)
-        if not warms <= starts <= length:
+        earliest = min(warms, length)
+        if not earliest <= starts <= length:
             msg = (
-                f"`decay_start_steps` must be in [{warms}, {length}], between the end of the "
+                f"`decay_start_steps` must be in [{earliest}, {length}], between the end of the "
                 f"warm-up and the end of the run, got {starts}"
             )
             raise ValueError(msg)

@@ -240,6 +240,17 @@ def test_validate(recipe, capsys):
     assert list(Path.cwd().iterdir()) == [recipe]
 
 
+def test_a_warning_about_a_recipe_takes_one_line(recipe, capsys):
+    """A warning of the check names the recipe, not a line of mfwrap's code."""
+    entries = ("training.max_steps=2", "lr_schedule={type: LinearWithWarmUpLR, warmup_steps: 9}")
+    options = [word for entry in entries for word in ("--set", entry)]
+
+    code, _, err = call(capsys, "validate", recipe, *options)
+
+    says = "the warm-up has 9 updates, the run 2: no update has the full learning rate"
+    assert (code, err) == (0, f"mfwrap: warning: {recipe}: {says}\n")
+
+
 def test_keys_without_meaning_are_one_line(recipe, capsys):
     """Keys that only MindFormers uses are listed on standard error, and the recipe is valid."""
     entry = "callbacks=[{type: MFLossMonitor, micro_batch_num: 2}, {type: SummaryMonitor}]"

@@ -113,12 +113,6 @@ ERRORS = {
         "`total_steps` must be given",
     ),
     "length": (CosineWithWarmUpLR, {"total_steps": 0}, ValueError, "`total_steps` must be >= 1"),
-    "too long": (
-        LinearWithWarmUpLR,
-        {"warmup_steps": 5, "total_steps": 4},
-        ValueError,
-        "`warmup_steps` must be <= total_steps=4, got 5",
-    ),
     "init": (
         ConstantWarmUpLR,
         {"warmup_steps": 1, "warmup_lr_init": -0.1},
@@ -151,11 +145,11 @@ ERRORS = {
         TypeError,
         "`warmup_steps` must be an int, got None",
     ),
-    "a warm-up beyond the run": (
+    "a fall within a warm-up beyond the run": (
         WarmUpStableDecayLR,
-        {"total_steps": 10, "decay_start_steps": 11, "warmup_steps": 12},
+        {"total_steps": 10, "decay_start_steps": 9, "warmup_steps": 12},
         ValueError,
-        "`warmup_steps` must be <= total_steps=10, got 12",
+        r"`decay_start_steps` must be in \[10, 10\], .* got 9",
     ),
     "no length of a fall": (
         ConstantWithCoolDownLR,
@@ -194,6 +188,15 @@ def test_errors(kind, settings, error, message):
     with pytest.raises(error, match=message):
         kind(stepped, **settings)
     assert stepped.param_groups[0]["lr"] == 0.3
+
+
+@pytest.mark.parametrize("kind", [CosineWithWarmUpLR, LinearWithWarmUpLR, PolynomialWithWarmUpLR])
+def test_a_warm_up_that_is_longer_than_the_run(kind):
+    """The run has the rates of its part of the warm-up, as in MindFormers, and there is a warning."""
+    with pytest.warns(UserWarning, match="the warm-up has 8 updates, the run 4: no update has"):
+        schedule = kind(optimizer(0.4), total_steps=4, warmup_steps=8)
+
+    assert [schedule.rate(0.4, step) for step in range(4)] == pytest.approx([0, 0.05, 0.1, 0.15])
 
 
 def test_the_initial_rate_is_compared_and_shown():
