@@ -185,19 +185,15 @@ def _check_dtypes(
     document: RecipeDocument, model: ModelSettings, arguments: TrainingArguments
 ) -> None:
     """Raise `RecipeError` if the weights have several dtypes without mixed precision."""
-    if arguments.bf16 or (arguments.fp16 and not arguments.use_cpu):
+    if arguments.bf16 or arguments.fp16:
         return
     for key, dtype in (
         ("norm_dtype", model.norm_dtype),
         ("embedding_dtype", model.embedding_dtype),
     ):
         if dtype not in {None, model.dtype}:
-            says = f"expected {model.dtype!r}, as in model.dtype"
-            if arguments.fp16:
-                says += " (fp16 has no autocast on a CPU)"
-            else:
-                says += ", or training.bf16 or training.fp16 set to true"
-            raise document.error(("model", key), f"{says}, got {dtype!r}")
+            says = f"expected {model.dtype!r}, as in model.dtype, or training.bf16 or training.fp16"
+            raise document.error(("model", key), f"{says} set to true, got {dtype!r}")
 
 
 def _check_accumulation(

@@ -1,6 +1,7 @@
 """The model of a recipe: a checkpoint, or a configuration with random weights."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,14 +166,26 @@ class ModelSettings(Section):
         return network
 
     def _convert_parts(self, network: nn.Module) -> None:
-        """Convert the weights of norms and embeddings. Tied weights stay tied."""
+        """Convert the weights of norms and embeddings, but not their results.
+
+        Autocast would convert the results for the next layer, but not for a sum, and not in float16
+        on a CPU. Source: MindFormers, ``LlamaRMSNorm`` and ``LlamaEmbedding``. Tied weights stay
+        tied.
+        """
         for module in network.modules():
-            is_norm = "Norm" in type(module).__name__ and not any(module.children())
-            dtype = self.norm_dtype if is_norm else None
             if isinstance(module, nn.Embedding):
                 dtype = self.embedding_dtype
-            if dtype is not None:
+            elif "Norm" in type(module).__name__ and not any(module.children()):
+                dtype = self.norm_dtype
+            else:
+                continue
+            if dtype not in {None, self.dtype}:
                 module.to(_PRECISIONS[dtype])
+                result = _PRECISIONS[self.dtype] if isinstance(module, nn.Embedding) else None
+                module.register_forward_hook(functools.partial(_cast_result, dtype=result))
+        head = getattr(network, "get_output_embeddings", lambda: None)()
+        if self.embedding_dtype not in {None, self.dtype} and isinstance(head, nn.Linear):
+            head.register_forward_pre_hook(_cast_input)
 
     def _loaded(
         self, path: str, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
@@ -267,6 +280,18 @@ class ModelSettings(Section):
             if limit is not None and any(isinstance(n, int) and n > limit for n in numbers):
                 msg = f"`config.{key}` must be <= {limit}, got {value!r:.80}"
                 raise ValueError(msg)
+
+
+def _cast_result(
+    _: nn.Module, inputs: tuple[torch.Tensor, ...], result: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Convert the result of a layer to a dtype, or for ``None`` to that of its input."""
+    return result.to(inputs[0].dtype if dtype is None else dtype)
+
+
+def _cast_input(layer: nn.Linear, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Convert the input of a linear layer to the dtype of its weight."""
+    return inputs[0].to(layer.weight.dtype)
 
 
 def make_text_model(

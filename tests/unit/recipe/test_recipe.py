@@ -144,13 +144,6 @@ def test_errors_name_key_expectation_and_place(override, says):
     assert found.startswith(f"--set {override.partition('=')[0]}: ")
 
 
-def test_float16_has_no_autocast_on_a_cpu():
-    """Weights of several dtypes need autocast, which fp16 does not have on a CPU."""
-    sets = ["training.fp16=true", "model.dtype=float16", "model.norm_dtype=float32"]
-    with pytest.raises(RecipeError, match="fp16 has no autocast on a CPU"):
-        parse_recipe(recipe_text(), "r", [*sets, "training.use_cpu=true"])
-
-
 def test_errors_name_the_line():
     """The place of an error is the line of the key in the file."""
     lines = recipe_text(callbacks=[{"type": "MFLossMonitor", "per_print_times": 0}]).splitlines()

@@ -192,7 +192,7 @@ def test_errors(kind, settings, error, message):
 
 @pytest.mark.parametrize("kind", [CosineWithWarmUpLR, LinearWithWarmUpLR, PolynomialWithWarmUpLR])
 def test_a_warm_up_that_is_longer_than_the_run(kind):
-    """The run has the rates of its part of the warm-up, as in MindFormers, and there is a warning."""
+    """The run has the rates of its part of the warm-up, as in MindFormers, with a warning."""
     with pytest.warns(UserWarning, match="the warm-up has 8 updates, the run 4: no update has"):
         schedule = kind(optimizer(0.4), total_steps=4, warmup_steps=8)
 

@@ -139,7 +139,7 @@ def test_a_mixture_of_experts_has_wide_experts():
         ModelSettings(config={"model_type": "qwen2_moe", "num_experts": 1001})
 
 
-@pytest.mark.parametrize(
+SMALL = pytest.mark.parametrize(
     "settings",
     [
         {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 64, "hidden_size": 16,
@@ -148,6 +148,9 @@ def test_a_mixture_of_experts_has_wide_experts():
     ],
     ids=lambda settings: settings["model_type"],
 )  # fmt: skip
+
+
+@SMALL
 def test_dtypes_of_norms_and_embeddings(settings):
     """Norms and embeddings may have a dtype of their own; a tied head keeps that of embeddings."""
     section = ModelSettings(
@@ -166,3 +169,23 @@ def test_dtypes_of_norms_and_embeddings(settings):
         torch.bfloat16
     }
     assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+
+
+@SMALL
+@pytest.mark.parametrize("embeddings", ["float16", "float32"])
+def test_several_dtypes_without_autocast(settings, embeddings):
+    """On a CPU there is no autocast to float16; the loss is that in float32 all the same."""
+    tokens = torch.arange(32).reshape(2, 16)
+    losses = []
+    for kinds in (
+        {"dtype": "float32"},
+        {"dtype": "float16", "norm_dtype": "float32", "embedding_dtype": embeddings},
+    ):
+        torch.manual_seed(0)
+        network = ModelSettings(config=settings, **kinds).make_model(AutoModelForCausalLM).eval()
+        loss = network(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(weight.grad.dtype == weight.dtype for weight in network.parameters())
+
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
