@@ -482,7 +482,8 @@ def test_an_imported_float16_file_trains(tmp_path, monkeypatch):
     applied = [each for each in steps if not each["skipped"]]
     assert 0 < len(applied) < 20
     assert applied[-1]["loss"] < applied[0]["loss"]
-    assert all(weight.dtype == torch.float16 for weight in _weights(Path("run")).values())
+    for name, weight in _weights(Path("run")).items():
+        assert weight.dtype == (torch.float32 if "norm" in name else torch.float16), name
 
 
 def _weights(folder):
