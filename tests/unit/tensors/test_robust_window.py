@@ -1,0 +1,166 @@
+"""Tests of scores by medians over a window."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mfwrap.tensors.robust_window import RobustWindow
+
+
+class Reference:
+    """One series in float64 with numpy, as the docstring of `RobustWindow` says it."""
+
+    def __init__(self, prior: float, length: int) -> None:
+        self.prior, self.length = prior, length
+        self.values: list[float] = []
+        self.distances: list[float] = []
+
+    @property
+    def expected(self) -> float:
+        return _lower_median(self.values[-5:])
+
+    @property
+    def deviation(self) -> float:
+        number = len(self.distances[-self.length :])
+        spread = 1.4826 * _lower_median(self.distances[-self.length :]) if number else 0.0
+        return math.sqrt((4 * self.prior**2 + number * spread**2) / (4 + number))
+
+    def score(self, value: float) -> float:
+        return (value - self.expected) / self.deviation if math.isfinite(value) else math.nan
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            if self.values:
+                self.distances.append(abs(value - self.expected))
+            self.values.append(value)
+
+
+def _lower_median(values: list[float]) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2]) if values else math.nan
+
+
+values = st.floats(-100, 100, width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(values, values, st.booleans()), max_size=40), st.integers(1, 12))
+def test_scores_are_those_of_medians_over_the_window(
+    steps: list[tuple[float, float, bool]], length: int
+) -> None:
+    """Scores equal those of numpy in float64, whatever is not finite or does not count."""
+    priors = (0.5, 2.0)
+    window = RobustWindow(2, prior=torch.tensor(priors), length=length)
+    references = [Reference(prior, length) for prior in priors]
+    for *row, counts in steps:
+        expected = [one.score(value) for one, value in zip(references, row, strict=True)]
+        torch.testing.assert_close(
+            window.scores(torch.tensor(row)),
+            torch.tensor(expected),
+            equal_nan=True,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+        window.add(torch.tensor(row), torch.tensor(counts))
+        for one, value in zip(references, row, strict=True):
+            if counts:
+                one.add(value)
+
+
+def scores_of(series: list[float], prior: float = 0.5) -> list[float]:
+    """Return the score of each value of a series, judged by the values before it."""
+    window = RobustWindow(1, prior=prior)
+    scores = []
+    for value in series:
+        scores.append(window.scores(torch.tensor([value])).item())
+        window.add(torch.tensor([value]))
+    return scores
+
+
+def noise(number: int, seed: int = 0) -> Tensor:
+    """Return normal noise of deviation 1."""
+    return torch.randn(number, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_first_value_has_no_score_and_the_second_one_has() -> None:
+    """The prior deviation judges from the second value on."""
+    scores = scores_of([1.0, 8.0])
+    assert math.isnan(scores[0])
+    assert scores[1] == pytest.approx(14.0)
+
+
+def test_noise_has_scores_of_about_one_deviation() -> None:
+    """The deviation is that of the noise, and noise stays within six of it."""
+    scores = torch.tensor(scores_of((3 + 0.1 * noise(4000)).tolist(), prior=0.1)[100:])
+    assert 0.9 < scores.std() < 1.25
+    assert scores.abs().max() < 6
+
+
+def test_a_falling_loss_does_not_hide_a_rise_to_an_earlier_value() -> None:
+    """The expected value follows the series."""
+    falling = [11 * 0.97**step for step in range(60)]
+    scores = scores_of([*falling, falling[30]], prior=0.5)
+    assert max(scores[1:-1]) < 1
+    assert scores[-1] > 4
+
+
+def test_outliers_change_neither_expectation_nor_deviation() -> None:
+    """Five outliers among 64 values are as if they had not been."""
+    quiet = (0.1 * noise(64)).tolist()
+    with_outliers = list(quiet)
+    for number in range(10, 60, 10):
+        with_outliers[number] = 1e6
+    windows = [RobustWindow(1, prior=0.1) for _ in range(2)]
+    for window, series in zip(windows, (quiet, with_outliers), strict=True):
+        for value in series:
+            window.add(torch.tensor([value]))
+    assert abs(windows[0].expected - windows[1].expected) < 0.1
+    assert 0.7 < windows[1].deviation / windows[0].deviation < 1.5
+
+
+def test_a_new_level_is_expected_after_three_values() -> None:
+    """A series that stays at a new level is no outlier for long."""
+    scores = scores_of([0.0] * 30 + [9.0] * 4)
+    assert min(scores[30:33]) > 10
+    assert abs(scores[33]) < 1
+
+
+def test_non_finite_values_and_values_that_do_not_count_leave_the_window_as_it_is() -> None:
+    """Neither enters the window."""
+    window = RobustWindow(2, prior=1.0)
+    window.add(torch.tensor([1.0, 2.0]))
+    before = [tensor.clone() for tensor in window.state_dict().values()]
+    window.add(torch.tensor([math.nan, math.inf]))
+    window.add(torch.tensor([5.0, 5.0]), torch.zeros((), dtype=torch.bool))
+    window.add(torch.tensor([5.0, 5.0]), torch.tensor([False, False]))
+    for now, then in zip(window.state_dict().values(), before, strict=True):
+        torch.testing.assert_close(now, then, equal_nan=True)
+    assert window.scores(torch.tensor([math.nan, math.inf])).isnan().all()
+
+
+def test_a_loaded_window_continues_bitwise() -> None:
+    """A state that went through JSON continues with the same scores."""
+    series = noise(90).reshape(30, 3)
+    one = RobustWindow(3, prior=0.5, length=8)
+    for row in series[:20]:
+        one.add(row)
+    state = {name: json.loads(json.dumps(x.tolist())) for name, x in one.state_dict().items()}
+    other = RobustWindow(3, prior=0.5, length=8)
+    other.load_state_dict({name: torch.tensor(rows) for name, rows in state.items()})
+    for row in series[20:]:
+        assert torch.equal(one.scores(row), other.scores(row))
+        one.add(row)
+        other.add(row)
+    assert torch.equal(one.deviation, other.deviation)
+
+
+def test_a_state_of_another_number_of_series_is_refused() -> None:
+    """The error names the shapes."""
+    state = RobustWindow(2, prior=1.0).state_dict()
+    with pytest.raises(ValueError, match=r"`values` of the state must have shape \(3, 5\), got"):
+        RobustWindow(3, prior=1.0).load_state_dict(state)
