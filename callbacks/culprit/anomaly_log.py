@@ -58,7 +58,8 @@ class Anomaly:
     """Layer in which the fault arose."""
 
     where: str | None = None
-    """``"input"``, ``"weight"``, ``"activation"``, ``"loss"`` or ``"gradient"``."""
+    """``"input"``, ``"targets"`` (a micro-batch without targets), ``"weight"``, ``"weights"`` (most
+    weights are non-finite), ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str | None = None
     """Name of the first culprit: an input of the network, a weight, or a module. A module is the
@@ -75,6 +76,17 @@ class Anomaly:
 
     is_replay_exact: bool | None = None
     """Whether the replay used the same weights as the step; ``None`` without a replay."""
+
+    replay: str | None = None
+    """Verdict of the replay: ``"reproduced"``, ``"not_reproduced"``, ``"not_covered"`` or
+    ``"failed"``; ``None`` without a replay, and in records of older versions."""
+
+    replay_detail: str | None = None
+    """``"transient"`` if three exact replays were clean, ``"later weights"``, which of the replays
+    found the fault, what is outside of the replay, or the error that the replay raised."""
+
+    num_clean_replays: int | None = None
+    """Number of replays in which all values were finite."""
 
     gradients: tuple[GroupNorm, ...] = ()
     """Norms of the groups of gradients that are most likely at fault, the likeliest first."""
@@ -133,19 +145,37 @@ class Anomaly:
             worst = self.gradients[0]
             norm = _compared(worst.norm, worst.usual_norm)
             findings.append(f"gradient norm of {worst.name} is {norm}")
-        if self.is_replay_exact is not None and self.where is None:
-            replay = "a replay" if self.is_replay_exact else "a replay with later weights"
-            findings.append(f"{replay} did not reproduce it")
-        elif self.is_replay_exact is False:
-            findings.append("found by a replay with later weights")
+        findings += self._replay_findings()
         norm_is_finite = self.global_norm is not None and math.isfinite(self.global_norm)
-        if self.kind == "loss_not_finite" and norm_is_finite:
+        if self.kind == "loss_not_finite" and norm_is_finite and self.where is None:
             # With finite gradients the update is usually applied, which changes the weights. A
             # replay would need the weights from before the update.
             findings.append("all gradients are finite, a replay is not possible after the update")
         if self.buffers:
             findings.append(f"{_counted('buffer', self.buffers)} became non-finite")
         return findings
+
+    def _replay_findings(self) -> list[str]:
+        """Return phrases about the replay, except for an exact replay that found the fault."""
+        if self.replay is None or self.is_replay_exact is None:
+            return []
+        exact = "a replay" if self.is_replay_exact else "a replay with later weights"
+        if self.replay == "not_covered":
+            said = f"{exact} was finite but does not cover the whole step: {self.replay_detail}"
+        elif self.replay == "failed":
+            said = f"the replay failed: {self.replay_detail}"
+        elif self.replay_detail == "transient":
+            said = (
+                f"{self.num_clean_replays} exact replays did not reproduce it, one of them with "
+                "deterministic kernels: suspect the hardware"
+            )
+        elif self.replay == "not_reproduced":
+            said = f"{exact} did not reproduce it"
+        elif self.replay_detail:
+            said = f"found {self.replay_detail}"
+        else:
+            said = "" if self.is_replay_exact else f"found by {exact}"
+        return [said] if said else []
 
     def _cause(self) -> str:
         """Describe the first tensor at fault."""
@@ -159,8 +189,13 @@ class Anomaly:
             if norms is None or not math.isfinite(norms.norm):
                 return f"{self.name} has non-finite elements"
             return f"norm of {self.name} rose from {norms.norm_before:.4g} to {norms.norm:.4g}"
-        if self.where == "loss":
-            return "the outputs of all modules are finite, the loss is not"
+        whole = {
+            "weights": "most weights have non-finite elements: an earlier update ruined them",
+            "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
+            "loss": "the outputs of all modules are finite, the loss is not",
+        }
+        if self.where in whole:
+            return whole[self.where]
         if self.where == "input":
             rows = f" in {_counted('row', self.rows)}" if self.rows else ""
             cause = f"input `{self.name}` is non-finite{rows}"

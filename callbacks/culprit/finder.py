@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, WeightNorm
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms, WeightWatch
-from mfwrap.callbacks.culprit.replay import Origin, StepRecorder, replay_step
+from mfwrap.callbacks.culprit.recorder import StepRecorder, indices_of
+from mfwrap.callbacks.culprit.replay import Origin, origin_of_loss
+from mfwrap.callbacks.culprit.verdict import Verdict, verdict_of
 from mfwrap.callbacks.shared.non_finite import BufferWatch
-from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
 from mfwrap.tensors.norm_groups import layer_of, layer_of_module
@@ -19,6 +20,10 @@ from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 
 _MOST_GROUPS = 8
 """Largest number of groups, of weights, and of each rank's buffers in a record."""
+
+
+_AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
+"""Places at which a weight that has grown may show; ``None`` without a replay."""
 
 
 class StepEvidence(NamedTuple):
@@ -131,17 +136,21 @@ class CulpritFinder:
         if is_explained_by_scale(ranks, numbers.loss_scale, usual, self._limit):
             self.num_scale_overflows += 1
             return None
-        origins: list[Origin | None] = [None] * len(ranks)
+        verdicts: list[Verdict | None] = [None] * len(ranks)
         is_exact = None
         # Replay only the first of several overflows in a row: a diverged run would otherwise
         # replay every step.
         if self.recorder is not None and self._last_overflow != numbers.step - 1:
             is_exact = not weights_have_moved
-            origins = gather_objects(
-                self._replayed(self.recorder, numbers) if own.has_fault else None
+            verdicts = gather_objects(
+                self._replayed(self.recorder, numbers, is_exact=is_exact) if own.has_fault else None
             )
         self._last_overflow = numbers.step
-        found = [rank for rank, origin in enumerate(origins) if origin is not None]
+        found = [
+            rank
+            for rank, verdict in enumerate(verdicts)
+            if verdict is not None and verdict.origin is not None
+        ]
         bad_losses = [each.rank for each in ranks if not math.isfinite(each.loss)]
         # Blame the ranks with the most specific evidence: first what a replay found, then a
         # non-finite loss, then changed weights, then non-finite gradients.
@@ -152,21 +161,28 @@ class CulpritFinder:
             or [each.rank for each in ranks if each.bad_groups]
         )
         first = ranks[blamed[0]] if blamed else own
-        origin = origins[first.rank] if found else None
+        verdict = verdicts[first.rank]
+        origin = None if verdict is None else verdict.origin
         bad = [first.group(number) for number in reversed(first.bad_groups)]
         where, name = (None, None) if origin is None else (origin.where, origin.name)
-        if origin is None and first.weights:
+        by_weight = bool(first.weights) and where in _AFTER_A_WEIGHT
+        if by_weight:
+            # A weight that has grown makes values overflow in a later module. The weight is the
+            # cause, the module is where it shows.
             where, name = "weight", first.weights[0].name
         return Anomaly(
             kind="loss_not_finite" if bad_losses else "gradient_not_finite",
             ranks=tuple(blamed),
-            layer=self._layer(first, origin, loss_is_finite=not bad_losses),
+            layer=self._layer(first, None if by_weight else origin, loss_is_finite=not bad_losses),
             where=where,
             name=name,
             micro_batch=None if origin is None else origin.micro_batch,
             rows=None if origin is None else origin.rows,
             indices=None if origin is None else origin.indices,
-            is_replay_exact=is_exact,
+            is_replay_exact=None if verdict is None else is_exact,
+            replay=None if verdict is None else verdict.result,
+            replay_detail=(verdict.detail or None) if verdict is not None else None,
+            num_clean_replays=None if verdict is None else verdict.num_clean,
             gradients=tuple(bad[:_MOST_GROUPS]),
             num_groups=len(bad),
             **_common(numbers, ranks, usual, first.weights),
@@ -177,13 +193,23 @@ class CulpritFinder:
 
         The other ranks do not know about this loss, so this method must not start a collective.
         The step is not replayed: its update was applied, and a replay would need the weights from
-        before the update.
+        before the update. But the recorder has kept the loss of each micro-batch.
         """
         own = self._own_evidence(numbers, evidence)
+        bad = None if self.recorder is None else self.recorder.bad_micro_batch()
+        known: dict[str, Any] = {}
+        if bad is not None and self.recorder is not None:
+            number, call = bad
+            network = self.recorder.network
+            origin = origin_of_loss(network, call)
+            known = {"micro_batch": number, "indices": indices_of(network, call)}
+            if origin.where == "targets":
+                known |= {"where": origin.where, "name": origin.name}
         return Anomaly(
             kind="loss_not_finite",
             ranks=(own.rank,),
             layer=None,
+            **known,
             **_common(numbers, [own], self._history.usual, own.weights),
         )
 
@@ -229,20 +255,20 @@ class CulpritFinder:
             buffers=() if self.buffers is None else self.buffers.newly_bad()[:_MOST_GROUPS],
         )
 
-    def _replayed(self, recorder: StepRecorder, numbers: StepNumbers) -> Origin | None:
-        scale = 1.0 if numbers.loss_scale is None else numbers.loss_scale
-        try:
-            return replay_step(recorder, scale)
-        except RuntimeError as error:
-            # A replay may run out of memory. That must not end the training.
-            run_logger(__package__).warning("cannot replay step %d: %s", numbers.step, error)
-            return None
+    def _replayed(self, recorder: StepRecorder, numbers: StepNumbers, *, is_exact: bool) -> Verdict:
+        return verdict_of(
+            recorder,
+            1.0 if numbers.loss_scale is None else numbers.loss_scale,
+            loss_is_finite=math.isfinite(numbers.loss),
+            is_exact=is_exact,
+        )
 
     def _layer(
         self, evidence: RankEvidence, origin: Origin | None, *, loss_is_finite: bool
     ) -> str | None:
         if origin is not None:
-            return self._layer_of(origin.name) if origin.name and origin.where != "input" else None
+            is_of_batch = origin.where in {"input", "targets"}
+            return self._layer_of(origin.name) if origin.name and not is_of_batch else None
         if evidence.weights:
             return self._layer_of(evidence.weights[0].name)
         bad = evidence.bad_groups

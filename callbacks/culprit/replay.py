@@ -1,26 +1,36 @@
 """Record a step and run it again, to find the first module that computes something non-finite."""
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from mfwrap.tensors.shards import is_distributed
-from mfwrap.tensors.wrappers import unwrapped_network
+from mfwrap.callbacks.culprit.recorder import (
+    NetworkCall,
+    RandomState,
+    StepRecorder,
+    arguments_of,
+    indices_of,
+    loss_of,
+    tensors_in,
+)
 
-_INDICES = ("indices", "index", "idx")
-"""Names under which a batch may hold the indices of its samples in the data set."""
+_TARGETS = ("labels", "targets", "target")
+"""Names under which a batch may hold its targets."""
+
+_IGNORED = -100
+"""Target that torch's cross entropy ignores by default."""
 
 
 class Origin(NamedTuple):
     """Where in a step the first non-finite value arises."""
 
     where: str
-    """``"input"``, ``"weight"``, ``"activation"``, ``"loss"`` or ``"gradient"``."""
+    """``"input"``, ``"targets"`` (a micro-batch without targets), ``"weight"``, ``"weights"`` (most
+    weights are non-finite), ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str
     """Name of the module, parameter or input; empty for the network itself."""
@@ -33,103 +43,17 @@ class Origin(NamedTuple):
     """Indices of the micro-batch's samples in the data set, if the batch contains indices."""
 
 
-class RandomState(NamedTuple):
-    """States of torch's random number generators."""
-
-    host: Tensor
-    device: Tensor | None
-    """State of the generator on the network's device; ``None`` if that is the CPU."""
-
-    @classmethod
-    def now(cls, device: torch.device) -> "RandomState":
-        """Return the current states, without synchronizing with the device."""
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), on_device)
-
-    def restore(self, device: torch.device) -> None:
-        """Set torch's random number generators on the host and on `device` to these states."""
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
-
-
-class NetworkInputs(NamedTuple):
-    """Inputs of one call of the network in training: references to the tensors, not copies."""
-
-    positional: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    random: RandomState
-    """Random states at the start of the call."""
-
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """Makes an autocast context with the settings of the call."""
-
-
-@final
-class StepRecorder:
-    """Keep the inputs of each call of a network, for the current step and the previous step.
-
-    Args:
-        network: The network without wrappers; see `inner_network`.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-        self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
-        self._this_step: list[NetworkInputs] = []
-        self.last_step: list[NetworkInputs] = []
-        """Calls of the last completed step, in their order."""
-        self.is_on = True
-        """Whether calls are recorded."""
-        self._handle = network.register_forward_pre_hook(self._record, with_kwargs=True)
-
-    def end_step(self) -> None:
-        """Make the current step the last completed step; release the inputs of earlier steps."""
-        self.last_step, self._this_step = self._this_step, []
-
-    def close(self) -> None:
-        """Stop recording and release all inputs."""
-        self._handle.remove()
-        self.last_step, self._this_step = [], []
-
-    def _record(
-        self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        if self.is_on and network.training and torch.is_grad_enabled():
-            state = RandomState.now(self.device)
-            autocast = _current_autocast(self.device.type)
-            self._this_step.append(NetworkInputs(positional, keywords, state, autocast))
-
-
-def _current_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
-
-
-def inner_network(model: nn.Module) -> nn.Module | None:
-    """Return the network to record: `model`, without DistributedDataParallel around it.
-
-    Returns:
-        ``None`` if the network cannot be recorded: its weights are sharded, so one rank alone
-        cannot repeat a call; or it is compiled, and hooks would force a recompilation.
-    """
-    sharded = any(map(is_distributed, model.parameters()))
-    compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
-    return None if sharded or compiled else unwrapped_network(model)
-
-
 def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
     """Run the forward and backward of the last step again and find the first non-finite value.
 
-    The replay draws the same random numbers as the step. Afterwards, random number generators and
-    buffers have the same state as before; gradients do not change. The backward is replayed only
-    if the network itself returns the loss. If the loop computes the loss, only the forward is
-    checked. Synchronizes with the device.
+    The replay draws the same random numbers as the step. Afterwards, random number generators,
+    buffers and gradients are as before. The backward is replayed only if the network itself returns
+    the loss; `outside_of_replay` tells. Synchronizes with the device.
 
     Args:
         recorder: Recorder that holds the inputs.
-        loss_scale: Factor by which the loss is multiplied before the backward.
+        loss_scale: Factor by which the loss is multiplied before the backward, for calls whose
+            ``loss_gradient`` is unknown.
 
     Returns:
         Place of the first non-finite value; ``None`` if all values of the replay are finite.
@@ -143,7 +67,7 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
             inputs.random.restore(recorder.device)
             origin = _replay_micro_batch(network, inputs, loss_scale)
             if origin is not None:
-                return origin._replace(micro_batch=number, indices=_indices(network, inputs))
+                return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
         return None
     finally:
         recorder.is_on = True
@@ -154,45 +78,84 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
 
 
 def _replay_micro_batch(
-    network: nn.Module, inputs: NetworkInputs, loss_scale: float
+    network: nn.Module, inputs: NetworkCall, loss_scale: float
 ) -> Origin | None:
     """Check a micro-batch's inputs, forward and backward; the caller sets ``micro_batch``."""
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
-    with _Watch(network) as watch, torch.enable_grad():
+    with _Watch(network) as watch, _gradients_aside(network) as weights, torch.enable_grad():
         with inputs.autocast():
             output = network(*inputs.positional, **inputs.keywords)
-        loss = _loss_of(output)
-        if watch.origin is not None or loss is None or not loss.requires_grad:
-            return watch.origin
-        if not loss.isfinite():
-            return Origin("loss", "", 0)
-        weights = {n: p for n, p in network.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(
-            loss.float() * loss_scale, list(weights.values()), allow_unused=True
-        )
+        loss = loss_of(output)
+        if watch.origin is not None and watch.origin.where == "loss":
+            return origin_of_loss(network, inputs)
+        if watch.origin is None and loss is not None and loss.requires_grad:
+            seed = inputs.loss_gradient
+            if seed is None:
+                (loss.float() * loss_scale).sum().backward()
+            elif seed.isfinite().all():
+                loss.backward(seed)
         if watch.origin is not None:
             return watch.origin
-    # The gradients of all module outputs are finite, so the fault is in the gradient of a weight.
-    # Search from the last weight to the first, because backward reaches them in this order.
-    for name, gradient in reversed(list(zip(weights, gradients, strict=True))):
-        if gradient is not None and not gradient.isfinite().all():
-            return Origin("gradient", name, 0)
+        # The gradients of all module outputs are finite, so the fault is in the gradient of a
+        # weight. Search from the last weight to the first: backward reaches them in this order.
+        for name, weight in reversed(weights.items()):
+            if weight.grad is not None and not weight.grad.isfinite().all():
+                return Origin("gradient", name, 0)
     return None
+
+
+@contextlib.contextmanager
+def _gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Let a backward write to empty gradients, without the hooks that act on whole gradients.
+
+    The replay calls ``backward`` as the step did: `torch.autograd.grad` raises an error for
+    networks with reentrant checkpointing. Hooks that run after the accumulation of a gradient may
+    update weights or start a collective; a replay must do neither. DistributedDataParallel's own
+    hooks ignore a backward that no forward of the wrapper has announced.
+    """
+    weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    gradients = [weight.grad for weight in weights.values()]
+    hooks = [getattr(weight, "_post_accumulate_grad_hooks", None) for weight in weights.values()]
+    lifted = [({} if hook is None else dict(hook)) for hook in hooks]
+    for weight, hook in zip(weights.values(), hooks, strict=True):
+        weight.grad = None
+        if hook is not None:
+            hook.clear()
+    try:
+        yield weights
+    finally:
+        entries = zip(weights.values(), gradients, hooks, lifted, strict=True)
+        for weight, gradient, hook, content in entries:
+            weight.grad = gradient
+            if hook is not None:
+                hook.update(content)
 
 
 @final
 class _Watch:
-    """Find the first module with a non-finite output, or a non-finite gradient of its output."""
+    """Find the first module with a non-finite output, or a non-finite gradient of its output.
+
+    NaN and +inf are faults. -inf alone may be a mask, as in attention scores before a softmax. It
+    is a fault only if it goes on: a module that receives the -inf, or contains the module at fault,
+    returns NaN or +inf, or the loss is -inf.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self.origin: Origin | None = None
         self._network = network
         self._handles = contextlib.ExitStack()
+        self._masks: dict[str, nn.Module] = {}
+        """Modules whose output holds -inf that has not yet turned out to be a mask."""
+
+        self._received: list[tuple[bool, bool]] = []
+        """For each running module: whether its inputs hold NaN or +inf, and whether -inf."""
 
     def __enter__(self) -> "_Watch":
         for name, module in self._network.named_modules():
+            before = module.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True)
+            self._handles.callback(before.remove)
             # Hooks run in the order of their registration. This hook is registered last, so it
             # sees the output after any change by the other hooks: one of them may be at fault.
             handle = module.register_forward_hook(self._watch_output(name))
@@ -202,37 +165,108 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._handles.close()
 
+    def _look_at_inputs(
+        self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        # Before the call: an operation in place may overwrite the input with its output.
+        self._received.append(_non_finite((positional, keywords)))
+
     def _watch_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, _: Any, output: Any) -> None:
-            for _, tensor in _tensors(output):
-                if self.origin is None and _is_bad(tensor):
-                    self.origin = _origin_in(module, name)
+            received = self._received.pop()
+            if self.origin is None:
+                self._judge(module, name, output, received)
+            for _, tensor in tensors_in(output):
                 if tensor.requires_grad and name:
                     handle = tensor.register_hook(lambda gradient: self._look_at(name, gradient))
                     self._handles.callback(handle.remove)
 
         return look
 
+    def _judge(
+        self, module: nn.Module, name: str, output: Any, received: tuple[bool, bool]
+    ) -> None:
+        has_nan, has_minus_inf = _non_finite(output)
+        if not name:
+            # The loss decides: a network may return logits that are masked with -inf.
+            loss = loss_of(output)
+            has_nan = has_nan or (loss is not None and not loss.isfinite())
+        if has_nan:
+            inside = [mask for mask in self._masks if not name or mask.startswith(f"{name}.")]
+            if inside or (self._masks and any(received)):
+                self._blame_mask(name, sure=received == (False, True))
+            else:
+                self.origin = _origin_in(self._network, module, name)
+        elif has_minus_inf and name:
+            self._masks[name] = module
+        elif received[1]:
+            self._masks.clear()
+        else:
+            inside = [mask for mask in self._masks if not name or mask.startswith(f"{name}.")]
+            for mask in inside:
+                del self._masks[mask]
+
+    def _blame_mask(self, name: str, *, sure: bool) -> None:
+        """Blame the module that returned -inf, or what contains it and the module `name`.
+
+        Args:
+            name: Module that returned NaN or +inf.
+            sure: Whether this module received the -inf itself. Otherwise an operation between the
+                two modules may be at fault, in the module that contains both.
+        """
+        mask, module = next(iter(self._masks.items()))
+        if not sure:
+            mask = _common_module(mask, name)
+            module = self._network.get_submodule(mask)
+        self.origin = _origin_in(self._network, module, mask)
+
     def _look_at(self, name: str, gradient: Tensor) -> None:
         if self.origin is None and not gradient.isfinite().all():
             self.origin = Origin("gradient", name, 0)
 
 
-def _origin_in(module: nn.Module, name: str) -> Origin:
+def _common_module(first: str, second: str) -> str:
+    """Return the name of the innermost module that contains both modules."""
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return ".".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _origin_in(network: nn.Module, module: nn.Module, name: str) -> Origin:
     """Return a non-finite weight of the module as the origin; without one, the module's output."""
     for weight_name, weight in module.named_parameters(recurse=False):
         if not weight.isfinite().all():
+            weights = list(network.parameters())
+            num_bad = sum(not bool(each.isfinite().all()) for each in weights)
+            if num_bad > max(1, len(weights) // 2):
+                # An update has ruined most weights. The first of them is not the culprit.
+                return Origin("weights", "", 0)
             return Origin("weight", f"{name}.{weight_name}" if name else weight_name, 0)
     return Origin("activation" if name else "loss", name, 0)
 
 
-def _is_bad(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return False
-    detached = tensor.detach()
-    # Accept -inf in a tensor that does not require a gradient: it may be an attention mask.
-    bad = ~detached.isfinite() if tensor.requires_grad else _nan_or_inf(detached)
-    return bool(bad.any())
+def origin_of_loss(network: nn.Module, inputs: NetworkCall) -> Origin:
+    """Return the origin of a non-finite loss of a call: targets that are all ignored, or the loss.
+
+    Synchronizes with the device.
+    """
+    for name, tensor in tensors_in(arguments_of(network, inputs)):
+        is_target = name.rpartition(".")[2] in _TARGETS and not tensor.is_floating_point()
+        if is_target and bool((tensor == _IGNORED).all()):
+            return Origin("targets", name, 0)
+    return Origin("loss", "", 0)
+
+
+def _non_finite(value: Any) -> tuple[bool, bool]:
+    """Tell whether tensors in `value` hold NaN or +inf, and whether they hold -inf.
+
+    A tensor without a gradient may hold -inf: it is an ordinary mask.
+    """
+    tensors = [tensor for _, tensor in tensors_in(value) if tensor.is_floating_point()]
+    has_nan = any(bool(_nan_or_inf(tensor.detach()).any()) for tensor in tensors)
+    has_minus_inf = any(
+        bool((tensor.detach() == -float("inf")).any()) for tensor in tensors if tensor.requires_grad
+    )
+    return has_nan, has_minus_inf
 
 
 def _nan_or_inf(tensor: Tensor) -> Tensor:
@@ -240,16 +274,8 @@ def _nan_or_inf(tensor: Tensor) -> Tensor:
     return ~(tensor < float("inf"))
 
 
-def _by_name(network: nn.Module, inputs: NetworkInputs) -> dict[str, Any]:
-    """Return the arguments of a call, keyed by their names in the signature of `forward`."""
-    names = list(inspect.signature(network.forward).parameters)
-    names += [str(number) for number in range(len(names), len(inputs.positional))]
-    positional = zip(names, inputs.positional, strict=False)
-    return {**dict(positional), **inputs.keywords}
-
-
-def _bad_input(network: nn.Module, inputs: NetworkInputs) -> Origin | None:
-    for name, tensor in _tensors(_by_name(network, inputs)):
+def _bad_input(network: nn.Module, inputs: NetworkCall) -> Origin | None:
+    for name, tensor in tensors_in(arguments_of(network, inputs)):
         if not tensor.is_floating_point():
             continue
         bad = _nan_or_inf(tensor.detach())
@@ -258,32 +284,3 @@ def _bad_input(network: nn.Module, inputs: NetworkInputs) -> Origin | None:
             numbers = tuple(number for number, is_bad in enumerate(rows) if is_bad)
             return Origin("input", name, 0, rows=numbers)
     return None
-
-
-def _indices(network: nn.Module, inputs: NetworkInputs) -> tuple[int, ...]:
-    for name, tensor in _tensors(_by_name(network, inputs)):
-        if name.rpartition(".")[2] in _INDICES and not tensor.is_floating_point():
-            return tuple(tensor.reshape(-1).tolist())
-    return ()
-
-
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in nested sequences and mappings, with its dotted key."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for number, item in enumerate(value):
-            yield from _tensors(item, f"{name}.{number}".lstrip("."))
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    """Return the loss in the output of a network; ``None`` if the output has no loss."""
-    if isinstance(output, Mapping):
-        output = output.get("loss")
-    elif isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    is_loss = isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point()
-    return output.reshape(()) if is_loss else None

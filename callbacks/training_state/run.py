@@ -14,7 +14,7 @@ from transformers import TrainerState, TrainingArguments
 from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
-from mfwrap.callbacks.culprit.replay import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.run_log import run_logger
@@ -365,7 +365,8 @@ def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRe
     network = None if _is_compiled(model, args) else inner_network(model)
     if network is None:
         run_logger(__package__).warning(
-            "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded"
+            "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded, or "
+            "that holds a SyncBatchNorm"
         )
         return None
     return StepRecorder(network)

@@ -25,14 +25,28 @@ LINES = {
         "step 7: non-finite gradient in layer a.0 on rank 1: gradient norm of a.0.weight is inf",
     ),
     "not reproduced": (
-        {"kind": "gradient_not_finite", "gradients": (GROUP,), "is_replay_exact": True},
+        {
+            "kind": "gradient_not_finite",
+            "gradients": (GROUP,),
+            "is_replay_exact": True,
+            "replay": "not_reproduced",
+            "replay_detail": "transient",
+            "num_clean_replays": 3,
+        },
         (
             "step 7: non-finite gradient in layer a.0 on rank 1: "
-            "gradient norm of a.0.weight is inf (usually 0.5), a replay did not reproduce it"
+            "gradient norm of a.0.weight is inf (usually 0.5), 3 exact replays did not reproduce "
+            "it, one of them with deterministic kernels: suspect the hardware"
         ),
     ),
     "not reproduced, later weights": (
-        {"kind": "gradient_not_finite", "layer": None, "is_replay_exact": False},
+        {
+            "kind": "gradient_not_finite",
+            "layer": None,
+            "is_replay_exact": False,
+            "replay": "not_reproduced",
+            "replay_detail": "later weights",
+        },
         "step 7: non-finite gradient on rank 1: a replay with later weights did not reproduce it",
     ),
     "activation": (
@@ -70,10 +84,65 @@ LINES = {
             "name": "a.0.mlp",
             "micro_batch": 0,
             "is_replay_exact": False,
+            "replay": "reproduced",
         },
         (
             "step 7: non-finite gradient in layer a.0 on rank 1, micro-batch 0: "
             "the first non-finite gradient is that of a.0.mlp, found by a replay with later weights"
+        ),
+    ),
+    "not covered": (
+        {
+            "kind": "loss_not_finite",
+            "layer": None,
+            "is_replay_exact": True,
+            "replay": "not_covered",
+            "replay_detail": "the loss is computed outside of the network",
+        },
+        (
+            "step 7: non-finite loss on rank 1: a replay was finite but does not cover the whole "
+            "step: the loss is computed outside of the network"
+        ),
+    ),
+    "replay failed": (
+        {
+            "kind": "loss_not_finite",
+            "layer": None,
+            "is_replay_exact": True,
+            "replay": "failed",
+            "replay_detail": "out of memory: tried to allocate 2 GiB",
+        },
+        (
+            "step 7: non-finite loss on rank 1: the replay failed: out of memory: tried to "
+            "allocate 2 GiB"
+        ),
+    ),
+    "second replay": (
+        {
+            "kind": "gradient_not_finite",
+            "where": "gradient",
+            "name": "a.0.mlp",
+            "is_replay_exact": True,
+            "replay": "reproduced",
+            "replay_detail": "only by the second of two replays",
+        },
+        (
+            "step 7: non-finite gradient in layer a.0 on rank 1: the first non-finite gradient is "
+            "that of a.0.mlp, found only by the second of two replays"
+        ),
+    ),
+    "no targets": (
+        {"kind": "loss_not_finite", "layer": None, "where": "targets", "name": "labels"},
+        (
+            "step 7: non-finite loss on rank 1: the micro-batch has no targets, all of `labels` is "
+            "ignored"
+        ),
+    ),
+    "all weights": (
+        {"kind": "loss_not_finite", "layer": None, "where": "weights", "name": ""},
+        (
+            "step 7: non-finite loss on rank 1: most weights have non-finite elements: an earlier "
+            "update ruined them"
         ),
     ),
     "input": (

@@ -18,6 +18,7 @@ from transformers import (
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrainOneStepCell, Model
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
+from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
 from support.planted_faults import KINDS, check_record, random_faults
@@ -220,8 +221,57 @@ def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
 
     assert (record["step"], record["kind"], record["skipped"]) == (1, "loss_not_finite", False)
     assert not record.keys() & {"where", "name", "layer", "is_replay_exact"}
-    assert "non-finite loss on rank 0: all gradients are finite, a replay" in caplog.text
+    assert "loss on rank 0, micro-batch 0: all gradients are finite, a replay is" in caplog.text
     assert not torch.equal(network.linear.weight, before)
+
+
+def test_a_micro_batch_without_targets_is_named():
+    """Its loss is NaN and its gradients are zero: no replay is needed to name the micro-batch."""
+
+    class Classifier(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 3)
+
+        def forward(self, inputs, labels, indices):
+            return torch.nn.functional.cross_entropy(self.linear(inputs), labels)
+
+    recorder = StepRecorder(Classifier())
+    for labels, indices in (([0, 2], [5, 1]), ([-100, -100], [4, 7])):
+        batch = (torch.ones(2, 4), torch.tensor(labels), torch.tensor(indices))
+        recorder.network(*batch).backward()
+    recorder.end_step()
+    finder = CulpritFinder(recorder.network, spike_factor=10.0, limit=1e19, recorder=recorder)
+    numbers = StepNumbers(
+        step=1,
+        loss=math.nan,
+        overflow=False,
+        global_norm=1.0,
+        loss_scale=None,
+        skipped=False,
+        consecutive_skips=0,
+    )
+    found = finder.judge(numbers, StepEvidence((), None, None), weights_have_moved=True)
+
+    assert (found.where, found.name, found.layer) == ("targets", "labels", None)
+    assert (found.micro_batch, found.indices) == (1, (4, 7))
+    assert "micro-batch 1: the micro-batch has no targets, all of `labels` is" in str(found)
+
+
+def test_a_weight_that_has_grown_is_named_instead_of_the_module_behind_it(tmp_path):
+    """The replay finds the module that overflows; the record names the weight that has grown."""
+
+    class BlowUp(TrainerCallback):
+        def on_step_begin(self, _args, state, *_, model, **__):
+            if state.global_step == 24:
+                model.blocks[1].linear.weight.data *= 1e30
+
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    train_blocks(monitor, callbacks=[BlowUp()], num_steps=25)
+    (record,) = records_of(tmp_path)
+
+    assert (record["where"], record["name"]) == ("weight", "blocks.1.linear.weight")
+    assert (record["layer"], record["replay"]) == ("blocks.1", "reproduced")
 
 
 def test_monitoring_changes_nothing(tmp_path):

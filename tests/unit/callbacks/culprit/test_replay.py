@@ -6,8 +6,10 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from mfwrap.callbacks.culprit.replay import Origin, StepRecorder, inner_network, replay_step
+from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay import Origin, replay_step
 
 NAN, INF = math.nan, math.inf
 
@@ -160,32 +162,6 @@ def test_autocast_is_that_of_the_call():
     assert [output.dtype for output in network.outputs] == [torch.bfloat16] * 2
 
 
-def test_only_training_is_recorded():
-    """Only calls in training are recorded, and inputs of old steps are released."""
-    network = Network()
-    recorder = StepRecorder(network)
-    positional, _ = call()
-    network(*positional)
-    with torch.no_grad():
-        network(*positional)
-    network.eval()
-    network(*positional)
-    recorder.end_step()
-    assert [each.positional[0] is positional[0] for each in recorder.last_step] == [True]
-    recorder.end_step()
-    assert recorder.last_step == []
-    recorder.close()
-    network.train()(*positional)
-    recorder.end_step()
-    assert recorder.last_step == []
-
-
-def test_what_cannot_be_recorded():
-    """A compiled network is not recorded."""
-    assert inner_network(torch.compile(Network(), backend="eager")) is None
-    assert isinstance(inner_network(Network()), Network)
-
-
 def test_an_error_of_the_network_leaves_all_as_it_was():
     """If the network raises, so does the replay, after it has restored generators and recorder."""
     network = Network()
@@ -199,3 +175,111 @@ def test_an_error_of_the_network_leaves_all_as_it_was():
     assert torch.equal(torch.get_rng_state(), generator)
     assert recorder.is_on
     assert replay_step(recorder, 1.0) is None
+
+
+class Scores(nn.Module):
+    """Linear scores with -inf in the first column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        """Return the scores, with the first column masked."""
+        mask = torch.zeros(len(inputs), 4, dtype=torch.bool)
+        mask[:, 0] = True
+        return self.linear(inputs).masked_fill(mask, -INF)
+
+
+class Attention(nn.Module):
+    """Masked scores, a softmax, and a last linear layer; returns the loss."""
+
+    def __init__(self, *, softmax_is_module: bool) -> None:
+        super().__init__()
+        self.scores = Scores()
+        self.softmax = nn.Softmax(-1) if softmax_is_module else None
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        """Return the sum of the outputs."""
+        scores = self.scores(inputs)
+        weights = scores.softmax(-1) if self.softmax is None else self.softmax(scores)
+        return self.last(weights).sum()
+
+
+@pytest.mark.parametrize("softmax_is_module", [True, False])
+def test_a_module_whose_output_is_masked(softmax_is_module):
+    """-inf in scores is a mask if a softmax makes it finite: it is neither found nor blamed."""
+    healthy = Attention(softmax_is_module=softmax_is_module)
+    assert replay_step(recorded(((torch.randn(3, 4),), {}), network=healthy), 1.0) is None
+
+    faulty = Attention(softmax_is_module=softmax_is_module)
+    faulty.last.register_forward_hook(lambda _, __, output: output * NAN)
+    found = replay_step(recorded(((torch.randn(3, 4),), {}), network=faulty), 1.0)
+    assert found == Origin("activation", "last", 0)
+
+
+def test_a_mask_that_becomes_nan():
+    """If only -inf is left, the softmax returns NaN: the module that masked is blamed."""
+    network = Attention(softmax_is_module=True)
+    network.scores.register_forward_hook(lambda _, __, output: output - INF)
+
+    assert replay_step(recorded(((torch.randn(3, 4),), {}), network=network), 1.0) == Origin(
+        "activation", "scores", 0
+    )
+
+
+def test_reentrant_checkpointing():
+    """A network with reentrant checkpointing is replayed up to the gradients."""
+
+    class Checkpointed(Network):
+        def forward(self, inputs, targets=None):
+            hidden = checkpoint(self.first, inputs.requires_grad_(), use_reentrant=True)
+            return (self.last(hidden).squeeze(1) - targets).square().mean()
+
+    network = Checkpointed()
+    weight = network.first.weight
+    recorder = recorded(call(), network=network)
+    assert replay_step(recorder, 1.0) is None
+    weight.register_hook(lambda gradient: gradient * NAN)
+
+    assert replay_step(recorder, 1.0) == Origin("gradient", "first.weight", 0)
+    assert weight.grad is None
+
+
+def test_hooks_of_whole_gradients_do_not_run():
+    """A hook that runs after a gradient's accumulation, such as an update, does not run."""
+    network = Network()
+    ran = []
+    network.first.weight.register_post_accumulate_grad_hook(ran.append)
+    assert replay_step(recorded(call(), network=network), 1.0) is None
+    assert ran == []
+    network(*call()[0])["loss"].backward()
+    assert len(ran) == 1
+
+
+def test_weights_that_an_update_has_ruined():
+    """If most weights are non-finite, no single weight is blamed."""
+    recorder = recorded(call())
+    with torch.no_grad():
+        for weight in recorder.network.parameters():
+            weight.fill_(NAN)
+
+    assert replay_step(recorder, 1.0) == Origin("weights", "", 0)
+
+
+def test_a_micro_batch_without_targets():
+    """If the loss is NaN because all labels are ignored, the labels are named."""
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, inputs, labels):
+            return nn.functional.cross_entropy(self.linear(inputs), labels)
+
+    good, bad = ((torch.randn(2, 4), torch.tensor(labels)) for labels in ([0, 2], [-100, -100]))
+    recorder = recorded((good, {}), (bad, {}), network=Classifier())
+
+    assert replay_step(recorder, 1.0) == Origin("targets", "labels", 1)

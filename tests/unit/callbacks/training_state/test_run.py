@@ -157,7 +157,10 @@ def test_a_network_that_cannot_be_replayed(caplog):
 
     assert run.finder.recorder is None
     assert [record.getMessage() for record in caplog.records] == [
-        "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded"
+        (
+            "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded, or "
+            "that holds a SyncBatchNorm"
+        )
     ]
 
 

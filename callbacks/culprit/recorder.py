@@ -1,0 +1,182 @@
+"""Record the calls of a network in a step, so that the step can be replayed."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.wrappers import unwrapped_network
+
+_INDICES = ("indices", "index", "idx")
+"""Names under which a batch may hold the indices of its samples in the data set."""
+
+
+class RandomState(NamedTuple):
+    """States of torch's random number generators."""
+
+    host: Tensor
+    device: Tensor | None
+    """State of the generator on the network's device; ``None`` if that is the CPU."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """Return the current states, without synchronizing with the device."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        """Set torch's random number generators on the host and on `device` to these states."""
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
+
+@dataclass(slots=True)
+class NetworkCall:
+    """One call of the network in training: references to the inputs, and the loss it returned."""
+
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    random: RandomState
+    """Random states at the start of the call."""
+
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Makes an autocast context with the settings of the call."""
+
+    loss: Tensor | None = None
+    """Copy of the loss that the network returned, shape ``()``; ``None`` if it returned none."""
+
+    loss_gradient: Tensor | None = None
+    """Gradient that the step's backward passed to this loss: the loss scale and all factors of the
+    loop. ``None`` if the backward did not reach the loss."""
+
+    def keep_gradient(self, gradient: Tensor) -> None:
+        """Keep the gradient of the loss; a hook of the loss calls this in the backward."""
+        self.loss_gradient = gradient.detach()
+
+
+@final
+class StepRecorder:
+    """Keep inputs and loss of each call of a network, for the current and the previous step.
+
+    Costs one copy of a scalar for each call, and no host-device synchronization.
+
+    Args:
+        network: The network without wrappers; see `inner_network`.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
+        self._this_step: list[NetworkCall] = []
+        self.last_step: list[NetworkCall] = []
+        """Calls of the last completed step, in their order."""
+        self.is_on = True
+        """Whether calls are recorded."""
+        self._handles = (
+            network.register_forward_pre_hook(self._record, with_kwargs=True),
+            network.register_forward_hook(self._record_loss),
+        )
+
+    def end_step(self) -> None:
+        """Make the current step the last completed step; release the inputs of earlier steps."""
+        self.last_step, self._this_step = self._this_step, []
+
+    def close(self) -> None:
+        """Stop recording and release all inputs."""
+        for handle in self._handles:
+            handle.remove()
+        self.last_step, self._this_step = [], []
+
+    def _record(
+        self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        if self.is_on and network.training and torch.is_grad_enabled():
+            state = RandomState.now(self.device)
+            autocast = _current_autocast(self.device.type)
+            self._this_step.append(NetworkCall(positional, keywords, state, autocast))
+
+    def _record_loss(self, network: nn.Module, _: Any, output: Any) -> None:
+        loss = loss_of(output)
+        records = self.is_on and network.training and torch.is_grad_enabled()
+        if records and loss is not None and self._this_step:
+            call = self._this_step[-1]
+            # The loop may divide the loss in place, so keep a copy.
+            call.loss = loss.detach().clone().reshape(())
+            if loss.requires_grad:
+                loss.register_hook(call.keep_gradient)
+
+    def bad_micro_batch(self) -> tuple[int, NetworkCall] | None:
+        """Return the first call of the last step whose loss was non-finite, with its number.
+
+        Reads the losses that the step itself returned, so later updates of the weights do not
+        matter. Synchronizes with the device.
+        """
+        for number, call in enumerate(self.last_step):
+            if call.loss is not None and not call.loss.isfinite():
+                return number, call
+        return None
+
+
+def _current_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def inner_network(model: nn.Module) -> nn.Module | None:
+    """Return the network to record: `model`, without DistributedDataParallel around it.
+
+    Returns:
+        ``None`` if the network cannot be recorded: its weights are sharded or it holds a
+        ``SyncBatchNorm``, so one rank alone cannot repeat a call; or it is compiled, and hooks
+        would force a recompilation.
+    """
+    shared = any(map(is_distributed, model.parameters())) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )
+    compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+    return None if shared or compiled else unwrapped_network(model)
+
+
+def arguments_of(network: nn.Module, inputs: NetworkCall) -> dict[str, Any]:
+    """Return the arguments of a call, keyed by their names in the signature of `forward`."""
+    names = list(inspect.signature(network.forward).parameters)
+    names += [str(number) for number in range(len(names), len(inputs.positional))]
+    positional = zip(names, inputs.positional, strict=False)
+    return {**dict(positional), **inputs.keywords}
+
+
+def indices_of(network: nn.Module, inputs: NetworkCall) -> tuple[int, ...]:
+    """Return the indices of a call's samples in the data set; empty if the batch has none."""
+    for name, tensor in tensors_in(arguments_of(network, inputs)):
+        if name.rpartition(".")[2] in _INDICES and not tensor.is_floating_point():
+            return tuple(tensor.reshape(-1).tolist())
+    return ()
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor in nested sequences and mappings, with its dotted key."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for number, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{number}".lstrip("."))
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in the output of a network; ``None`` if the output has no loss."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    is_loss = isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point()
+    return output if is_loss else None
