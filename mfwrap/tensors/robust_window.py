@@ -28,7 +28,7 @@ class RobustWindow:
     A NaN or an infinite value has no score and does not enter the window. Nothing synchronizes
     with the device. Give logarithms of quantities that vary by factors, such as norms.
 
-    An update costs about twenty operations on tensors of at most ``(num_series, length)`` elements,
+    An update costs about thirty operations on tensors of at most ``(num_series, length)`` elements,
     whatever the size of the network.
 
     Args:
@@ -50,10 +50,11 @@ class RobustWindow:
         empty = torch.full((num_series, length), torch.nan, device=device)
         self._distances = empty
         self._values = empty[:, :_RECENT].clone()
-        self._prior = torch.as_tensor(prior, dtype=torch.float32).to(device).expand(num_series)
+        prior = torch.as_tensor(prior, dtype=torch.float32).to(device).expand(num_series)
+        self._prior = _PRIOR_STEPS * prior.square()
         self.expected = empty[:, 0].clone()
         """Median of each series' last five values, shape ``(K,)``, float32; NaN without values."""
-        self.deviation = self._deviation()
+        self.deviation = prior.clone()
         """Deviation of the next value from the expected one, shape ``(K,)``, float32."""
 
     def scores(self, values: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class RobustWindow:
             finite or nothing is expected yet.
         """
         distances = (values.float() - self.expected) / self.deviation
-        return torch.where(distances.isfinite(), distances, torch.nan)
+        return torch.where(_is_finite(distances), distances, torch.nan)
 
     @torch.no_grad()
     def add(self, values: Tensor, counts: Tensor | None = None) -> None:
@@ -79,21 +80,18 @@ class RobustWindow:
                 series whose value does not count stays as it is.
         """
         values = values.detach().float()
-        enters = values.isfinite() if counts is None else values.isfinite() & counts
+        enters = _is_finite(values) if counts is None else _is_finite(values) & counts
         distances = (values - self.expected).abs()
         self._values = _shifted(self._values, values, enters)
-        self._distances = _shifted(self._distances, distances, enters & distances.isfinite())
+        self._distances = _shifted(self._distances, distances, enters & _is_finite(distances))
         self._expect()
 
     def _expect(self) -> None:
-        self.expected = self._values.nanmedian(dim=1).values
-        self.deviation = self._deviation()
-
-    def _deviation(self) -> Tensor:
-        number = self._distances.isfinite().sum(dim=1)
-        spread = self._distances.nanmedian(dim=1).values.nan_to_num() * _TO_DEVIATION
-        prior = _PRIOR_STEPS * self._prior.square()
-        return ((prior + number * spread.square()) / (_PRIOR_STEPS + number)).sqrt()
+        self.expected, _ = _median(self._values)
+        median, number = _median(self._distances)
+        spread = median.nan_to_num() * _TO_DEVIATION
+        variance = (self._prior + number * spread.square()) / (number + _PRIOR_STEPS)
+        self.deviation = variance.sqrt()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window: ``values``, shape ``(K, 5)``, and ``distances``, ``(K, length)``.
@@ -119,6 +117,24 @@ class RobustWindow:
         self._values = state["values"].to(self._values)
         self._distances = state["distances"].to(self._distances)
         self._expect()
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    """Return ``values.isfinite()``, in two operations on the device instead of four."""
+    return values.abs() < torch.inf
+
+
+def _median(window: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower median of each row's values that are not NaN, and their number.
+
+    The median of a row without values is NaN.
+    """
+    # `nanmedian` raises under `torch.use_deterministic_algorithms` on CUDA: which of several equal
+    # values it takes the index of is not determined there.
+    number = (window == window).sum(dim=1, keepdim=True)  # noqa: PLR0124  (false for NaN)
+    middle = (number - 1).div(2, rounding_mode="trunc")
+    median = window.sort(dim=1).values.gather(1, middle)  # sorts NaN behind all numbers
+    return median.squeeze(1), number.squeeze(1)
 
 
 def _shifted(window: Tensor, newest: Tensor, enters: Tensor) -> Tensor:

@@ -164,3 +164,16 @@ def test_a_state_of_another_number_of_series_is_refused() -> None:
     state = RobustWindow(2, prior=1.0).state_dict()
     with pytest.raises(ValueError, match=r"`values` of the state must have shape \(3, 5\), got"):
         RobustWindow(3, prior=1.0).load_state_dict(state)
+
+
+@pytest.mark.cuda
+def test_deterministic_algorithms_can_be_asked_for_on_cuda() -> None:
+    """A window on CUDA works where torch refuses operations that are not deterministic."""
+    window = RobustWindow(2, prior=1.0, device="cuda")
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003  (torch's signature)
+    try:
+        for _ in range(3):
+            window.add(torch.ones(2, device="cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)  # noqa: FBT003  (torch's signature)
+    assert window.expected.tolist() == [1.0, 1.0]
