@@ -1,11 +1,19 @@
 """The settings of a training step."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from mfwrap.arguments import check_bool, check_int, check_positive_number
+from mfwrap.arguments import check_bool, check_choice, check_int, check_positive_number
 from mfwrap.tensors.norm_groups import LocalNormGroups
+
+SpikePolicyName = Literal["record", "skip", "clip"]
+"""What an update does about a spike of its global norm; see `StepConfig`."""
+
+_SPIKE_LIMITS = {"skip": 6.0, "clip": 2.5}
+"""Default of ``spike_z`` for each policy that judges; 2.5 is ZClip's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +50,21 @@ class StepConfig:
 
     global_norm_spike_threshold: float = 1.0
     """Smallest global norm at which an update is skipped."""
+
+    spike_policy: SpikePolicyName = "record"
+    """What to do about an update whose global norm is far above those of the updates before it:
+
+    - ``"record"``: nothing. Monitors such as `TrainingStateMonitor` record it.
+    - ``"skip"``: skip the update.
+    - ``"clip"``: clip its gradients, the further above, the closer to the usual norm, as ZClip
+      does.
+
+    All ranks decide the same without a message, and the host reads nothing. A norm that stays high
+    is the usual one after at most 12 updates. See `mfwrap.step.spikes.SpikePolicy`."""
+
+    spike_z: float | None = None
+    """Number of deviations above the expected norm at which a norm is a spike, on a logarithmic
+    scale. ``None`` for 6 to skip, and for ZClip's 2.5 to clip."""
 
     local_norm_groups: LocalNormGroups | None = None
     """Groups of local norms:
@@ -99,6 +122,8 @@ class StepConfig:
         for name in ("max_grad_norm", "global_norm_spike_threshold"):
             # Keep the float: torch accepts neither a Fraction nor an int too large for a float.
             object.__setattr__(self, name, check_positive_number(name, getattr(self, name)))
+        check_choice("spike_policy", self.spike_policy, get_args(SpikePolicyName))
+        self._check_spike_z()
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.max_consecutive_skips is not None:
             check_int("max_consecutive_skips", self.max_consecutive_skips)
@@ -111,6 +136,23 @@ class StepConfig:
             raise ValueError(msg)
         self.check_micro_batches(self.gradient_accumulation_steps)
         self._check_groups()
+
+    @property
+    def spike_limit(self) -> float:
+        """Number of deviations at which a norm is a spike; infinite for the policy ``record``."""
+        default = _SPIKE_LIMITS.get(self.spike_policy, math.inf)
+        return default if self.spike_z is None else self.spike_z
+
+    def _check_spike_z(self) -> None:
+        if self.spike_z is None:
+            return
+        object.__setattr__(self, "spike_z", check_positive_number("spike_z", self.spike_z))
+        if self.spike_policy == "record":
+            msg = (
+                '`spike_z` has no effect with spike_policy="record", got '
+                f'{self.spike_z:g}; set `spike_policy="skip"` or `"clip"`, or leave `spike_z` out'
+            )
+            raise ValueError(msg)
 
     def check_micro_batches(self, number: int) -> None:
         """Check that an update of `number` micro-batches has the local norms that are asked for.

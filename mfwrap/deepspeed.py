@@ -134,6 +134,12 @@ def _check(engine: Any, config: StepConfig) -> None:
         if getattr(config, name):
             msg = f"`{name}` must be False with DeepSpeed, which does not support it, got True"
             raise ValueError(msg)
+    if config.spike_policy != "record":
+        msg = (
+            '`spike_policy` must be "record" with DeepSpeed, which decides by itself what to skip '
+            f"and clip, got {config.spike_policy!r}"
+        )
+        raise ValueError(msg)
     steps = engine.gradient_accumulation_steps()
     if config.gradient_accumulation_steps not in (1, steps):
         msg = (

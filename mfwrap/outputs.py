@@ -27,7 +27,7 @@ class StepOutput(NamedTuple):
         loss_scale: Shape ``()``, float32. Loss scale that the next step uses; a copy.
         learning_rate: Shape ``()``, float32. Rate of the first parameter group in this update.
         global_norm: Shape ``()``, float32. L2 norm of all unscaled, reduced gradients before
-            clipping; ``None`` without ``use_clip_grad``.
+            clipping; ``None`` without ``use_clip_grad`` or a ``spike_policy`` that judges it.
     """
 
     loss: Tensor
@@ -114,6 +114,11 @@ class StepReport:
     learning_rate_names: tuple[str, ...] = ()
     """Names of the parameter groups of `learning_rates`, in its order: the entry ``name`` of each
     group. Empty unless each group has a name."""
+
+    spike_score: Tensor | None = None
+    """Shape ``()``, float32. Distance of the logarithm of the global norm above the expected one,
+    in deviations; NaN if the norm is 0 or non-finite, and in the first update. ``None`` with
+    ``spike_policy="record"``."""
 
     sections: "StepSections | None" = None
     """Times of data loading, forward and backward, reduction, update and waiting on this rank,

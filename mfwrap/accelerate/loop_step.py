@@ -251,17 +251,17 @@ class LoopStep:
             schedule.resolve()
 
     def state_dict(self) -> dict[str, Any]:
-        """Flush, then return loss scale, counters and average.
+        """Flush, then return loss scale, counters, earlier norms and average.
 
         The tensors of the average are the live ones, not copies.
         """
         self.flush()
         for window in self.windows.values():
             window.update.parameters.warn_of_replaced()
-        counts = [window.update.counts for window in self.windows.values()]
+        updates = [window.update for window in self.windows.values()]
         state: dict[str, Any] = {
             "loss_scale": self.loss_scale.state_dict(),
-            "updates": {str(index): each.state_dict() for index, each in enumerate(counts)},
+            "updates": {str(index): each.state_dict() for index, each in enumerate(updates)},
         }
         if self._ema is not None:
             state["ema"] = self._ema.state_dict()
@@ -290,18 +290,19 @@ class LoopStep:
         check(*self._owners(state_dict))
 
     def _owners(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        """Return loss scale, counts and average, each paired with its entry of `state_dict`."""
+        """Return loss scale, owners and average, each paired with its entry of `state_dict`."""
         expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
         check_keys(state_dict, expected, "loop")
         updates = state_dict["updates"]
         numbers = {str(index) for index in range(len(self.windows))}
         check_keys(updates, numbers, "loop's optimizers")
-        counts = [
-            (window.update.counts, updates[str(index)])
+        owners = [
+            (owner, updates[str(index)])
             for index, window in enumerate(self.windows.values())
+            for owner in window.update.state_owners()
         ]
         average = None if self._ema is None else (self._ema, state_dict["ema"])
-        return (self.loss_scale, state_dict["loss_scale"]), counts, average
+        return (self.loss_scale, state_dict["loss_scale"]), owners, average
 
 
 @final

@@ -14,6 +14,7 @@ from mfwrap.arguments import callers_stacklevel
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.checkpoints.step_files import has_step_files, read_step_files, write_step_files
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
+from mfwrap.step.counts import COUNTERS
 
 
 def newest_named_automatically(configuration: ProjectConfiguration) -> Path | None:
@@ -155,9 +156,11 @@ def _stock_state(folder: Path, step: LoopStep) -> dict[str, Any]:
     )
     state = step.state_dict()
     state.pop("ema", None)
-    for counts in state["updates"].values():
-        for counter in counts.values():
-            counter.zero_()
+    # Without earlier norms: a policy for spikes then starts with none.
+    state["updates"] = {
+        number: {name: torch.zeros_like(update[name]) for name in COUNTERS}
+        for number, update in state["updates"].items()
+    }
     scaler = folder / "scaler.pt"
     if scaler.exists():
         saved = torch.load(scaler, weights_only=True)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal, final
 
 from mfwrap.arguments import check_int, check_positive_number
-from mfwrap.config import StepConfig
+from mfwrap.config import SpikePolicyName, StepConfig
 from mfwrap.recipes.data.source import Section
 
 
@@ -103,6 +103,12 @@ class RunnerWrapperSection(Section):
     global_norm_spike_threshold: float | None = None
     """See `StepConfig`. The default is ``monitor_config.global_norm_spike_threshold``, or 1 if
     that is not set."""
+
+    spike_policy: SpikePolicyName = "record"
+    """See `StepConfig`."""
+
+    spike_z: float | None = None
+    """See `StepConfig`."""
 
     max_consecutive_skips: int | None = StepConfig().max_consecutive_skips
     """See `StepConfig`."""

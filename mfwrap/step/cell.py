@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import Section, section_clock
-from mfwrap.config import StepConfig
+from mfwrap.config import SpikePolicyName, StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.accelerator import (
@@ -33,6 +33,7 @@ from mfwrap.step.parameters import (
 from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.schedules import Schedule, checked_schedule
+from mfwrap.step.spikes import STATE_NAMES
 from mfwrap.step.state import check_keys, restore
 from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.step.update import StepUpdate
@@ -85,6 +86,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             ``num_items_in_batch``, the cell counts the targets itself.
         use_skip_data_by_global_norm: See `StepConfig`.
         global_norm_spike_threshold: See `StepConfig`.
+        spike_policy: See `StepConfig`.
+        spike_z: See `StepConfig`.
         local_norm_groups: See `StepConfig`.
         max_consecutive_skips: See `StepConfig`.
         communication_hook: ``(state, hook)``, which the cell registers with the network's
@@ -135,6 +138,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         calculate_per_token_loss: bool = False,
         use_skip_data_by_global_norm: bool = False,
         global_norm_spike_threshold: float = 1.0,
+        spike_policy: SpikePolicyName = "record",
+        spike_z: float | None = None,
         local_norm_groups: LocalNormGroups | None = None,
         max_consecutive_skips: int | None = 100,
         communication_hook: CommunicationHook | None = None,
@@ -149,6 +154,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             calculate_per_token_loss=calculate_per_token_loss,
             use_skip_data_by_global_norm=use_skip_data_by_global_norm,
             global_norm_spike_threshold=global_norm_spike_threshold,
+            spike_policy=spike_policy,
+            spike_z=spike_z,
             local_norm_groups=local_norm_groups,
             max_consecutive_skips=max_consecutive_skips,
             sync_each_batch=sync_each_batch,
@@ -294,7 +301,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         self._update.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Call `flush`, and return the cell's own state: loss scale, counters, average.
+        """Call `flush`, and return the cell's own state: loss scale, counters, norms, average.
 
         Returns:
             A nested dict of tensors and numbers that ``torch.save`` can write and
@@ -303,9 +310,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         """
         # Call this method before the others, because it flushes, and a flush may raise. Then
         # nothing has been copied in vain.
-        counts = self._update.counts.state_dict()
+        own = self._update.state_dict()
         self._update.parameters.warn_of_replaced()
-        state = {"loss_scale": self._loss_scale.state_dict(), **counts}
+        state = {"loss_scale": self._loss_scale.state_dict(), **own}
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
         return state
@@ -314,19 +321,19 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
 
         Results of the last update that are still pending are dropped: the schedule is not stepped
-        for that update.
+        for that update. A state that was saved without a `spike_policy` starts it with no norms.
 
         Raises:
             KeyError: If a key is missing or unknown.
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape or range.
         """
-        counts = self._update.counts
-        expected = {"loss_scale", *counts.tensors()} | (set() if self.ema is None else {"ema"})
-        check_keys(state_dict, expected, "cell")
+        counters = self._update.counts.tensors()
+        expected = {"loss_scale", *counters} | (set() if self.ema is None else {"ema"})
+        check_keys(state_dict, expected, "cell", optional=STATE_NAMES)
         restore(
             (self._loss_scale, state_dict["loss_scale"]),
-            [(counts, state_dict)],
+            [(owner, state_dict) for owner in self._update.state_owners()],
             None if self.ema is None else (self.ema, state_dict["ema"]),
         )
 

@@ -19,7 +19,8 @@ from mfwrap.arguments import described
 from mfwrap.outputs import StepReport
 from mfwrap.tensors.deferred import DeferredReads
 
-_COUNTERS = ("applied_updates", "skipped_updates", "consecutive_skips")
+COUNTERS = ("applied_updates", "skipped_updates", "consecutive_skips")
+"""Names of the tensors in `UpdateCounts.state_dict`."""
 
 
 class _Arrival(NamedTuple):
@@ -156,7 +157,7 @@ class UpdateCounts:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the counters by name: tensors of shape ``()``, int64, never changed in place."""
-        return {name: getattr(self, name) for name in _COUNTERS}
+        return {name: getattr(self, name) for name in COUNTERS}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Call `flush`, and return copies of the counters."""
@@ -165,7 +166,7 @@ class UpdateCounts:
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise the errors that `load_state_dict` would raise, without changing anything."""
-        for name in _COUNTERS:
+        for name in COUNTERS:
             _check_counter(name, state_dict[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

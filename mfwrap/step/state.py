@@ -1,21 +1,39 @@
 """Restore the state of a step completely, or change nothing if any entry does not fit."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
-from mfwrap.step.counts import UpdateCounts
 
 
-def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
+class StateOwner(Protocol):
+    """A part of an update that has a state of its own, such as the counts of updates."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state; the tensors do not change later."""
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise the errors that `load_state_dict` would raise, without changing anything."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state; names of other owners are ignored."""
+
+
+def check_keys(
+    state_dict: object, expected: set[str], owner: str, *, optional: AbstractSet[str] = frozenset()
+) -> None:
     """Check that a state has exactly the expected keys.
 
     Args:
         state_dict: State to check.
         expected: Keys that the state must have.
         owner: Kind of object that the state belongs to, for errors.
+        optional: Keys that the state may have.
 
     Raises:
         KeyError: If a key is missing or unknown.
@@ -24,7 +42,7 @@ def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
     if not isinstance(state_dict, Mapping):
         msg = f"`state_dict` must be a mapping, got {described(state_dict)}"
         raise TypeError(msg)
-    if set(state_dict) != expected:
+    if set(state_dict) - optional != expected - optional:
         msg = (
             f"`state_dict` of this {owner} must have the keys {sorted(expected)}, "
             f"got {sorted(state_dict)}"
@@ -34,11 +52,11 @@ def check_keys(state_dict: object, expected: set[str], owner: str) -> None:
 
 def check(
     loss_scale: tuple[LossScale, Mapping[str, Any]],
-    counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
+    owners: Sequence[tuple[StateOwner, Mapping[str, Any]]],
     ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
 ) -> None:
     """Raise the errors that `restore` would raise, without changing anything."""
-    for owner, state in counts:
+    for owner, state in owners:
         owner.check(state)
     scale, scale_state = loss_scale
     scale.check_state_dict(scale_state)
@@ -50,14 +68,14 @@ def check(
 
 def restore(
     loss_scale: tuple[LossScale, Mapping[str, Any]],
-    counts: Sequence[tuple[UpdateCounts, Mapping[str, Any]]],
+    owners: Sequence[tuple[StateOwner, Mapping[str, Any]]],
     ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
 ) -> None:
     """Load each state into its owner, or change nothing if any state does not fit.
 
     Args:
         loss_scale: Pair of the loss scale and its state.
-        counts: Pairs of the update counts and their state, one pair for each optimizer.
+        owners: Pairs of the owners of an update's state and this state, for each optimizer.
         ema: Pair of the average and its state; ``None`` without an average.
 
     Raises:
@@ -66,8 +84,8 @@ def restore(
         TypeError: If a value has the wrong type.
         ValueError: If a value has the wrong shape or range.
     """
-    check(loss_scale, counts, ema)
-    for owner, state in counts:
+    check(loss_scale, owners, ema)
+    for owner, state in owners:
         owner.load_state_dict(state)
     scale, scale_state = loss_scale
     scale.load_state_dict(scale_state)

@@ -48,6 +48,8 @@ from mfwrap.step.optimizers import (
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement, StageTotals
 from mfwrap.step.schedules import Schedule
+from mfwrap.step.spikes import SpikeVerdict, spike_policy
+from mfwrap.step.state import StateOwner
 from mfwrap.tensors.norm_groups import NormGroups
 from mfwrap.tensors.norms import sum_of_squares, sums_by_group
 from mfwrap.tensors.sharded_norms import SquareReduction
@@ -214,6 +216,7 @@ class StepUpdate:
         self.agreement = agreement
         self.stages = stages
         self._device = parameters.device
+        self._spikes = spike_policy(config, self._device)
         self._loss_scale = loss_scale
         self._ema = ema
         self.counts = UpdateCounts(
@@ -343,16 +346,20 @@ class StepUpdate:
             rates = learning_rates(
                 self._optimizer.optimizer, self._device, may_be_bad=self.stages is not None
             )
-            applied = ~self._skips(measured)
-            divisor = self._clipped_divisor(measured, coefficient)
+            spike = None if self._spikes is None else self._spikes.judge(measured.global_norm)
+            applied = ~self._skips(measured, spike)
+            divisor = self._clipped_divisor(measured, coefficient, spike)
             skipped = self._optimizer.step(divisor, ~applied)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:
                 self._ema.update(applied)
             self.counts.count(applied)
+            if self._spikes is not None and spike is not None:
+                self._spikes.count(spike, applied)
+            is_asked_for = coefficient is not None or spike is not None
             report = self._report(
-                loss, measured, applied, rates, losses, norm_is_asked_for=coefficient is not None
+                loss, measured, applied, rates, losses, spike, norm_is_asked_for=is_asked_for
             )
             self.counts.submit(report, measured.local_norm, skipped=skipped)
         return report
@@ -367,8 +374,17 @@ class StepUpdate:
         """
         self.counts.flush()
 
-    def _skips(self, measured: Measurement) -> Tensor:
-        skips = measured.overflow
+    def state_owners(self) -> tuple[StateOwner, ...]:
+        """Return the objects whose states belong into a checkpoint; their names are distinct."""
+        return (self.counts,) if self._spikes is None else (self.counts, self._spikes)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Call `flush`, and return counters and earlier norms; the tensors do not change later."""
+        states = [owner.state_dict() for owner in self.state_owners()]
+        return {name: tensor for state in states for name, tensor in state.items()}
+
+    def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
+        skips = measured.overflow if spike is None else measured.overflow | spike.skips
         if self._config.use_skip_data_by_global_norm:
             # Do not write `norm >= threshold`: it is False for a nan norm, but an update with a nan
             # norm must be skipped, too.
@@ -386,9 +402,13 @@ class StepUpdate:
             return None
         return clip_coefficient(measured.global_norm, self._config.max_grad_norm)
 
-    def _clipped_divisor(self, measured: Measurement, coefficient: Tensor | None) -> Tensor | None:
+    def _clipped_divisor(
+        self, measured: Measurement, coefficient: Tensor | None, spike: SpikeVerdict | None
+    ) -> Tensor | None:
         if coefficient is None:
             coefficient = self.configured_coefficient(measured)
+        if spike is not None:
+            coefficient = spike.clipped(coefficient)
         if coefficient is None:
             return measured.divisor
         if measured.divisor is None:
@@ -402,6 +422,7 @@ class StepUpdate:
         applied: Tensor,
         rates: Tensor,
         losses: Mapping[str, Tensor] | None,
+        spike: SpikeVerdict | None,
         *,
         norm_is_asked_for: bool,
     ) -> StepReport:
@@ -425,6 +446,7 @@ class StepUpdate:
             learning_rate_names=group_names(self._optimizer.optimizer),
             local_norm_names=groups.names,
             losses=losses or {},
+            spike_score=None if spike is None else spike.score,
             sections=section_clock.end_step(self._device),
             **self.counts.tensors(),
         )

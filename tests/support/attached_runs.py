@@ -91,6 +91,8 @@ class RunSettings:
     num_networks: int = 1
     """Number of networks, each with its own optimizer; only the first network is trained."""
 
+    spike_policy: str = "record"
+
     seed: int = 0
 
 
@@ -116,7 +118,7 @@ class AttachedRun:
         if attached:
             self.step = attach(
                 self.accelerator,
-                StepConfig(),
+                StepConfig(spike_policy=settings.spike_policy),
                 _average if settings.ema else None,
                 scale_sense=LOSS_SCALES[settings.loss_scale](),
             )

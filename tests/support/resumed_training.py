@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class RunSettings:
     spoilt_rows: tuple[int, ...] = (3, 17, 30)
     """Rows with a NaN loss, whose updates are skipped."""
 
+    spike_policy: Literal["record", "skip", "clip"] = "record"
     dynamic_scale: bool = True
     max_grad_norm: float = 0.5
     ema: bool = True
@@ -163,7 +164,9 @@ def _step_keywords(settings: RunSettings) -> dict[str, Any]:
         "scale_sense": DynamicLossScaleUpdateCell(2.0**10, 2, 2)
         if settings.dynamic_scale
         else None,
-        "step": StepConfig(local_norm=True, local_norm_groups="layer"),
+        "step": StepConfig(
+            local_norm=True, local_norm_groups="layer", spike_policy=settings.spike_policy
+        ),
     }
 
 

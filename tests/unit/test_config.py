@@ -20,6 +20,8 @@ DEFAULTS = {
     "calculate_per_token_loss": False,
     "use_skip_data_by_global_norm": False,
     "global_norm_spike_threshold": 1.0,
+    "spike_policy": "record",
+    "spike_z": None,
     "local_norm_groups": None,
     "max_consecutive_skips": 100,
     "sync_each_batch": False,
@@ -131,6 +133,35 @@ def test_skipping_by_global_norm_needs_clipping():
 
     config = StepConfig(use_skip_data_by_global_norm=True, use_clip_grad=True)
     assert config.use_skip_data_by_global_norm
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, math.inf),
+        ({"spike_policy": "skip"}, 6),
+        ({"spike_policy": "clip"}, 2.5),
+        ({"spike_policy": "skip", "spike_z": 4}, 4),
+    ],
+)
+def test_each_policy_has_a_limit_for_spikes(settings, limit):
+    """The limit is that of the policy unless it is set."""
+    assert StepConfig(**settings).spike_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"spike_policy": "clamp"}, ValueError, r"`spike_policy` must be one of \['record', "),
+        ({"spike_policy": "skip", "spike_z": 0}, ValueError, "`spike_z` must be"),
+        ({"spike_policy": "skip", "spike_z": "6"}, TypeError, "`spike_z` must be"),
+        ({"spike_z": 6}, ValueError, '`spike_z` has no effect with spike_policy="record", got 6'),
+    ],
+)
+def test_a_wrong_policy_for_spikes_is_refused(settings, error, message):
+    """A wrong value is an error that names the setting."""
+    with pytest.raises(error, match=message):
+        StepConfig(**settings)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_without_clipping_the_norm_is_absent():
             "`use_skip_data_by_global_norm` must be False with DeepSpeed",
         ),
         ({"calculate_per_token_loss": True}, "`calculate_per_token_loss` must be False with"),
+        ({"spike_policy": "clip"}, '`spike_policy` must be "record" with DeepSpeed'),
         ({"sync_each_batch": True}, "`sync_each_batch` must be False with DeepSpeed"),
         ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` must be 1, as in the"),
         ({"use_clip_grad": True}, "`max_grad_norm` must be 100.0, as the engine's"),

@@ -47,6 +47,9 @@ class Case:
     spike_threshold: float | None = None
     """Smallest global norm for which an update is skipped; ``None`` turns this off."""
 
+    spike_policy: str = "record"
+    """Policy for a norm that is far above those before it."""
+
     overflows: bool = True
     """Whether the step overflows."""
 
@@ -64,6 +67,10 @@ CASES = {
     "inf of either sign": Case(factors=(INF, -INF), bad_ranks=(True, True)),
     "overflow in the first step": Case(step=0, factors=(INF, 1.0), bad_ranks=(True, False)),
     "spike on one": Case(factors=(1e3, 1.0), spike_threshold=50.0, overflows=False),
+    "relative spike on one": Case(factors=(1e3, 1.0), spike_policy="skip", overflows=False),
+    "clipped spike on one": Case(
+        factors=(1.0, 1e3), spike_policy="clip", overflows=False, skips=False
+    ),
     "no targets on one": Case(without_targets=(1,), overflows=False, skips=False),
     "no targets on both": Case(without_targets=(0, 1), overflows=False),
     "no targets and a NaN": Case(without_targets=(1,), factors=(NAN, 1.0), bad_ranks=(True, False)),
@@ -94,6 +101,7 @@ def _meet(rank: int, case: Case, optimizer: str) -> dict[str, Any]:
         calculate_per_token_loss=True,
         use_skip_data_by_global_norm=case.spike_threshold is not None,
         global_norm_spike_threshold=case.spike_threshold or 1.0,
+        spike_policy=case.spike_policy,
         communication_hook=None if case.hook is None else (None, case.hook),
     )
 

@@ -69,6 +69,7 @@ def _cell(network: nn.Module, rank: int, **settings: Any) -> Callable[[int], Any
         scale_sense=DynamicLossScaleUpdateCell(1024.0, 2, 100),
         use_skip_data_by_global_norm=True,
         global_norm_spike_threshold=1e6,
+        spike_policy="clip",
         **settings,
     )
     return lambda number: cell(*share(number, rank))

@@ -1,5 +1,6 @@
 """Attached runs load checkpoints of other kinds of runs and reject damaged ones."""
 
+import contextlib
 import json
 
 import pytest
@@ -54,6 +55,23 @@ def test_a_checkpoint_of_accelerate_alone_starts_a_new_count(tmp_path):
     assert counts(run) == [0, 0]
     assert_average_starts_from_the_weights(run)
     assert run.accelerator.optimizer_step_was_skipped is False
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["of accelerate", "without a policy"])
+def test_a_policy_for_spikes_starts_without_norms(tmp_path, attached):
+    """A run that judges norms resumes a checkpoint that has none, and the other way round."""
+    saved_by(tmp_path / "plain", attached=attached, factors=ALL_APPLIED)
+    run = saved_by(tmp_path / "judged", RunSettings(seed=1, spike_policy="skip"))
+    norms = "/step/updates/0/spike_values"
+    assert run.state()[norms].isfinite().any()
+
+    with contextlib.nullcontext() if attached else pytest.warns(UserWarning, match="^no "):
+        run.accelerator.load_state(tmp_path / "plain")
+    plain = AttachedRun()
+    plain.accelerator.load_state(tmp_path / "judged")
+
+    assert run.state()[norms].isnan().all()
+    assert norms not in plain.state()
 
 
 @pytest.mark.parametrize("loss_scale", ["none", "dynamic", "number"])

@@ -29,6 +29,7 @@ JOBS = {
     "not fused, after a skip": (RunSettings(optimizer="foreach AdamW"), AFTER_SKIPPED),
     "fused SGD, after a skip": (RunSettings(optimizer="fused SGD"), AFTER_SKIPPED),
     "SGD": (RunSettings(optimizer="SGD", schedule="warm restarts"), AFTER_APPLIED),
+    "spikes are clipped": (RunSettings(spike_policy="clip"), AFTER_SKIPPED),
     "adaptive scale": (RunSettings(loss_scale="adaptive"), AFTER_SKIPPED),
     "bf16, fixed scale": (RunSettings(precision="bf16", loss_scale="fixed"), AFTER_APPLIED),
     "bf16, no scale": (RunSettings(precision="bf16", loss_scale="none"), AFTER_SKIPPED),

@@ -1,6 +1,7 @@
 """An attached loop skips updates whose gradients are not finite and reports each skip."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -256,6 +257,33 @@ def test_an_update_with_a_spike_of_its_norm_is_skipped_too(optimizer):
     for index in range(6):
         if expected[index]:
             assert_unchanged(trace.states[index], trace.states[index + 1])
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.3], ids=["not clipped", "clipped"])
+@pytest.mark.parametrize("optimizer", ["fused SGD", "foreach AdamW"])
+def test_a_norm_far_above_those_before_is_skipped_or_clipped(optimizer, max_norm):
+    """A finite spike is skipped, or clipped to what is usual or to the loop's own limit."""
+    loop = loop_with(3, optimizer=optimizer, bad_value=1e6, max_norm=max_norm)
+    skipping, clipping = (
+        train(loop, attached=True, config=StepConfig(spike_policy=policy))
+        for policy in ("skip", "clip")
+    )
+
+    assert skipping.skipped == [False, False, False, True, False]
+    assert_unchanged(skipping.states[3], skipping.states[4])
+    assert clipping.skipped == [False] * 5
+    for trace in (skipping, clipping):
+        scores = [report.spike_score.item() for report in trace.reports]
+        assert math.isnan(scores[0])
+        assert [score > 6 for score in scores] == [False, False, False, True, False]
+    if optimizer == "fused SGD" and max_norm is None:
+        moves = [
+            torch.cat([(new - old).flatten() for old, new in zip(*pair, strict=True)]).norm().item()
+            for pair in itertools.pairwise(
+                list(weights_of(state).values()) for state in clipping.states
+            )
+        ]
+        assert moves[3] < 4 * moves[2]
 
 
 @each_precision

@@ -96,6 +96,14 @@ def test_shipped_recipes_are_valid(name):
             "runner_wrapper.use_skip_data_by_global_norm=true",
             "runner_wrapper.use_skip_data_by_global_norm: needs the global norm",
         ),
+        (
+            "runner_wrapper.spike_policy=clamp",
+            "runner_wrapper.spike_policy: expected 'record', 'skip' or 'clip', got 'clamp'",
+        ),
+        (
+            "runner_wrapper.spike_z=3",
+            'runner_wrapper.spike_z: has no effect with spike_policy="record", got 3',
+        ),
         ("optimizer.type=SGDD", "optimizer.type: expected one of ['Adafactor', 'AdamW', "),
         (
             "optimizer={type: AdamW, betas: 0.9}",

@@ -20,6 +20,8 @@ def test_runner_wrapper_becomes_the_step():
         "use_skip_data_by_global_norm": True,
         "global_norm_spike_threshold": 3,
         "max_consecutive_skips": None,
+        "spike_policy": "clip",
+        "spike_z": 3,
         "accumulate_allreduce_grads_in_fp32": True,
     }
     recipe = parsed(runner_wrapper=wrapper)
@@ -30,6 +32,7 @@ def test_runner_wrapper_becomes_the_step():
     assert recipe.step.config.use_skip_data_by_global_norm
     assert recipe.step.config.global_norm_spike_threshold == 3
     assert recipe.step.config.max_consecutive_skips is None
+    assert (recipe.step.config.spike_policy, recipe.step.config.spike_limit) == ("clip", 3)
     assert recipe.step.config.accumulate_allreduce_grads_in_fp32
     assert isinstance(scale, DynamicLossScaleUpdateCell)
     assert (scale.get_loss_scale(), scale.scale_window) == (4096, 50)

@@ -60,6 +60,7 @@ def whole_step(
     loss_scale="dynamic",
     groups=None,
     device="cpu",
+    spike_policy="record",
 ) -> Training:
     """Return a cell with every feature of a step, and batches on its device."""
     network = TokenClassifier().to(device)
@@ -77,6 +78,7 @@ def whole_step(
         calculate_per_token_loss=True,
         use_skip_data_by_global_norm=True,
         global_norm_spike_threshold=1e3,
+        spike_policy=spike_policy,
         local_norm_groups=groups,
     )
     batches = [
@@ -111,6 +113,14 @@ def test_no_loss_scale_and_no_grouping_reads(loss_scale, groups):
     training = whole_step(
         FUSED["AdamW"], FACTORS["applied first"], loss_scale=loss_scale, groups=groups
     )
+
+    assert [counted.reads for _, counted in count_reads(training)] == [[]] * 6
+
+
+@pytest.mark.parametrize("spike_policy", ["skip", "clip"])
+def test_no_policy_for_spikes_reads(spike_policy):
+    """A step reads nothing on the host, whether it skips or clips spikes."""
+    training = whole_step(FUSED["AdamW"], FACTORS["applied first"], spike_policy=spike_policy)
 
     assert [counted.reads for _, counted in count_reads(training)] == [[]] * 6
 
@@ -230,8 +240,10 @@ def _default_sync_debug_mode() -> Iterator[None]:
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
 def test_a_step_on_cuda_waits_for_nothing(make_optimizer, factors):
-    """No step of a fused optimizer synchronizes with the device."""
-    cell, batches = whole_step(make_optimizer, factors, groups="layer", device="cuda")
+    """No step of a fused optimizer synchronizes with the device, also if it judges norms."""
+    cell, batches = whole_step(
+        make_optimizer, factors, groups="layer", device="cuda", spike_policy="clip"
+    )
 
     torch.cuda.set_sync_debug_mode("error")
     reports = []

@@ -37,7 +37,9 @@ from support.training_state import assert_same_state, training_state
 CASES = {
     "fused": RunSettings(),
     "not fused": RunSettings(optim="adamw_torch"),
-    "no scale, no average": RunSettings(dynamic_scale=False, ema=False),
+    "no scale, no average, spikes are clipped": RunSettings(
+        dynamic_scale=False, ema=False, spike_policy="clip"
+    ),
     "grouped by length, logs between": RunSettings(sampling="group_by_length", logging_steps=5),
     "worker": RunSettings(workers=1),
     "evaluations, callbacks with a state": RunSettings(evaluates=True),
