@@ -8,7 +8,6 @@ import gc
 import os
 import shlex
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -380,19 +379,11 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
-    from mfwrap.checkpoints.folders import whole_file  # noqa: PLC0415  (slow)
+    from mfwrap.recipe.folder import write_traceback  # noqa: PLC0415  (slow)
 
-    rank = os.environ.get("RANK", "0")
-    file = Path(recipe.arguments.output_dir or "") / f"error_rank_{rank}.txt"
-    where = ""
-    try:
-        with whole_file(file) as partial:
-            partial.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        where = f"; traceback in {file}"
-    except OSError:  # the run may have failed because the disk is full
-        traceback.print_exception(error)
-    line = " ".join(str(error).split())
-    click.echo(f"mfwrap: the run failed: {type(error).__name__}: {line}{where}", err=True)
+    file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
+    line = " ".join(str(error).split()) + ("" if file is None else f"; traceback in {file}")
+    click.echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
     sys.exit(1)
 
 

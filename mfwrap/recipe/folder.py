@@ -1,8 +1,10 @@
 """Find, keep and delete what an earlier run has left in a run folder."""
 
 import contextlib
+import os
 import re
 import shutil
+import traceback
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -13,6 +15,7 @@ from mfwrap.checkpoints.folders import (
     remove_checkpoints,
     staging_folder,
     sync,
+    whole_file,
 )
 from mfwrap.recipe.document import RecipeDocument
 
@@ -107,6 +110,25 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         path.unlink(missing_ok=True)
     removed += [path.relative_to(folder).as_posix() for path in files]
     return sorted(removed)
+
+
+def write_traceback(folder: Path, error: BaseException) -> Path | None:
+    """Write the traceback of a run's error to its folder, and return the file.
+
+    If the folder cannot be written, print the traceback and return ``None``.
+
+    Args:
+        folder: Run folder, which may be missing.
+        error: The error.
+    """
+    file = folder / f"error_rank_{os.environ.get('RANK', '0')}.txt"
+    try:
+        with whole_file(file) as partial:
+            partial.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:  # the run may have failed because the disk is full
+        traceback.print_exception(error)
+        return None
+    return file
 
 
 def set_aside_tracebacks(folder: Path) -> None:
