@@ -96,7 +96,19 @@ def cli() -> None:
     is_flag=True,
     help="Delete the checkpoints, models and records of an earlier run from the run folder.",
 )
-def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrite: bool) -> None:
+@click.option(
+    "--skip-rows",
+    metavar="FILE",
+    help='Leave rows of the training data out: one {"epoch": 0, "position": 12} per line of FILE.',
+)
+def train(
+    recipe: str,
+    overrides: Sequence[str],
+    resume: str | None,
+    skip_rows: str | None,
+    *,
+    overwrite: bool,
+) -> None:
     """Run the training that RECIPE describes.
 
     The run writes recipe.yaml, metrics.jsonl (the reports of all steps), checkpoints, model and, if
@@ -111,25 +123,27 @@ def train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrit
       mfwrap train causal_lm --set training.max_steps=20
       mfwrap train my.yaml --set callbacks.0.per_print_times=1 --set ema=null
       mfwrap train my.yaml --resume=auto
-      mfwrap train my.yaml --resume
       mfwrap train my.yaml --resume runs/my/checkpoint-50
+      mfwrap train my.yaml --resume=auto --skip-rows bad.jsonl
       mfwrap train my.yaml --overwrite
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     from mfwrap.termination import EXIT_STOPPED, exiting_when_stopped  # noqa: PLC0415  (slow)
 
     try:
         with exiting_when_stopped():
-            _train(recipe, overrides, resume, overwrite=overwrite)
+            _train(_checked(recipe, overrides), resume, skip_rows, overwrite=overwrite)
     except SystemExit as stopped:
         if stopped.code == EXIT_STOPPED:
             given = [word for override in overrides for word in ("--set", override)]
+            given += [] if skip_rows is None else ["--skip-rows", skip_rows]
             again = shlex.join(["mfwrap", "train", recipe, *given, "--resume=auto"])
             _say(f"stopped by a signal; continue with: {again}")
         raise
 
 
-def _train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwrite: bool) -> None:
-    checked = _checked(recipe, overrides)
+def _train(
+    checked: "Recipe", resume: str | None, skip_rows: str | None, *, overwrite: bool
+) -> None:
     from mfwrap.recipe.resumption import check_resume  # noqa: PLC0415  (loads transformers)
     from mfwrap.recipe.run import run_recipe  # noqa: PLC0415  (loads transformers)
 
@@ -137,7 +151,9 @@ def _train(recipe: str, overrides: Sequence[str], resume: str | None, *, overwri
     check_resume(checked.arguments.output_dir or "", chosen, overwrite=overwrite)
     _hide_progress_bars(checked)
     try:
-        result = run_recipe(checked, resume=chosen, overwrite=overwrite, say=_say)
+        result = run_recipe(
+            checked, resume=chosen, overwrite=overwrite, skip_rows=skip_rows, say=_say
+        )
     except RecipeError:
         raise
     except Exception as error:  # noqa: BLE001  (any library may raise any error)

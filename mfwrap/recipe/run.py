@@ -22,6 +22,7 @@ from mfwrap.recipe.resumption import RECIPE_FILE, former_run, write_result
 from mfwrap.recipe.training import optimized
 from mfwrap.recipes.data.columns import ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
+from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 
 
 class RunResult(NamedTuple):
@@ -40,6 +41,7 @@ def run_recipe(
     *,
     resume: str | bool = False,
     overwrite: bool = False,
+    skip_rows: SkipRows | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunResult:
     """Train as a recipe describes; evaluate and save the raw weights and any averaged weights.
@@ -51,15 +53,19 @@ def run_recipe(
             checkpoint, or returns its result if it has finished. Rank 0 decides for all ranks.
         overwrite: Whether to delete the checkpoints and models of an earlier run in the folder. The
             records of an earlier run are always deleted, except when the run is resumed.
+        skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
+            order, or the path of a file that `mfwrap.records.read_skipped_rows` reads. A run that
+            is resumed without it leaves out the rows of its checkpoint.
         say: Called in the main process with a line that lists what `overwrite` has deleted, or that
             says that the run had finished before.
 
     Raises:
         RecipeError: If the data lack something that the task needs, if the folder has checkpoints
-            and neither `resume` nor `overwrite` is given, or if `resume` is ``"auto"`` and the
-            folder has the run of another recipe.
+            and neither `resume` nor `overwrite` is given, if `resume` is ``"auto"`` and the folder
+            has the run of another recipe, or if `skip_rows` is wrong.
         ValueError: If there is no intact checkpoint to resume from.
     """
+    left_out = _checked_skip(skip_rows)
     folder = Path(recipe.arguments.output_dir or "")
     if resume == AUTO:
         former = former_run(recipe.document, folder)
@@ -70,7 +76,7 @@ def run_recipe(
         resume = AUTO if former.has_checkpoints else False
     elif not (resume or overwrite):
         check_former_run(recipe.document, folder)
-    trainer, recorder = build_trainer(recipe)
+    trainer, recorder = build_trainer(recipe, left_out)
     if not resume:
         # Delete only after the Trainer was built: a run that cannot start must not delete an
         # earlier run.
@@ -90,8 +96,22 @@ def run_recipe(
     return RunResult(folder, metrics)
 
 
-def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
+def _checked_skip(skip_rows: SkipRows | None) -> frozenset[SkippedRow] | None:
+    try:
+        return None if skip_rows is None else skipped_rows(skip_rows)
+    except OSError as error:
+        msg = f"{error.filename}: cannot be read ({error.strerror})"
+        raise RecipeError(msg) from error
+    except (TypeError, ValueError) as error:
+        raise RecipeError(str(error)) from error
+
+
+def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[Any, MetricsRecorder]:
     """Return the Trainer of a recipe, and the callback that records its metrics.
+
+    Args:
+        recipe: The recipe.
+        skip_rows: Rows of the training data to leave out, as in `run_recipe`.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -120,6 +140,7 @@ def build_trainer(recipe: Recipe) -> tuple[Any, MetricsRecorder]:
         scale_sense=None if step.make_scale is None else step.make_scale(),
         ema=recipe.make_average,
         data_skip_steps=recipe.data_skip_steps,
+        skip_rows=skip_rows,
         **keywords,
     )
     if has_record:

@@ -19,6 +19,7 @@ from mfwrap.checkpoints.random_states import (
     random_states,
     restore_random_states,
 )
+from mfwrap.records.skipped_rows import checked_row
 from mfwrap.trainer.log import check_log
 
 
@@ -200,6 +201,8 @@ def _read(path: Path) -> dict[str, Any]:
         if content.get("data_skip") is not None:
             _check_count(abs(content["data_skip"]["offset"]))
             _check_count(content["data_skip"]["steps"] or 0)
+            for row in content["data_skip"].get("rows", []):
+                checked_row(*row)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
         raise DamagedFileError(path, reason) from error
@@ -259,7 +262,8 @@ def _position_on_other_ranks(folder: Path, saved: dict[str, Any], rank: int) -> 
 
 class _MadeBatch(NamedTuple):
     number: int
-    """Number of the batch within its epoch on this rank, from 0."""
+    """Number of the batch within its epoch on this rank, from 0; batches count whose rows are left
+    out."""
 
     states: HostStates
     """States of the random generators just before the batch was made."""
@@ -342,11 +346,12 @@ class DataPosition:
         The batch that was made ahead of the checkpoint gets the same states as the first time. The
         batch after it gets the states that the generators had when the checkpoint was written.
         """
-        if self._resumed is not None and number == self._resumed.ahead.number:
+        if self.is_resumed:
+            self._restore_rest()
+        elif self._resumed is not None and number >= self._resumed.ahead.number:
+            # The batch itself may lack since then, because its rows are left out.
             self._resumed.ahead.states.restore()
             self.is_resumed = True
-        elif self.is_resumed:
-            self._restore_rest()
         self._made = _MadeBatch(number, HostStates.now())
 
     def after_batches(self) -> None:
@@ -369,7 +374,8 @@ def _watched_class(sampler_class: Any) -> Any:
 
         def __iter__(self: Self) -> Iterator[Any]:
             for number, indices in enumerate(super().__iter__()):
-                self.position.before_batch(number)
+                # Without rows that are left out, some batches are missing.
+                self.position.before_batch(getattr(self, "slot", number))
                 yield indices
             self.position.after_batches()
 

@@ -1,7 +1,8 @@
-"""Begin the data of a Trainer at another update than its training: ``data_skip_steps``.
+"""Leave data of a Trainer out: those of the first updates, and listed rows.
 
 The Trainer derives its position in the data from ``global_step``, the number of updates done. Here
-the two differ by an offset, which is saved in each checkpoint.
+the two differ by an offset, which is saved in each checkpoint: the number of updates whose data
+have been left out.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
+from mfwrap.records.skipped_rows import SkipRows
+from mfwrap.trainer.row_skip import RowSkip
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -27,13 +30,17 @@ class DataStart(NamedTuple):
 
 @final
 class DataSkip:
-    """Skip the data of the first updates, without training on them.
+    """Skip data without training on them: those of the first updates, and listed rows.
 
     - A training from the start begins with the data of update ``data_skip_steps``.
     - A training that resumes with the ``data_skip_steps`` of its checkpoint, or without any,
       continues with the data that follow the checkpoint's.
     - A training that resumes with other ``data_skip_steps`` begins with the data of that update,
       whatever ``global_step`` is: for data that have been changed at an earlier resume.
+
+    Listed rows are left out of their micro-batches (`mfwrap.trainer.row_skip.RowSkip`). A training
+    that resumes leaves out those of its checkpoint, unless others are given. An update whose rows
+    are all left out is not made.
 
     The number of updates is the same as without skipping, so the data may begin another pass.
 
@@ -43,21 +50,35 @@ class DataSkip:
     Args:
         trainer: The trainer.
         data_skip_steps: Number of updates whose data are skipped; ``None`` for none.
+        skip_rows: Rows to leave out, or their file; ``None`` for those of the checkpoint.
 
     Raises:
-        TypeError: If `data_skip_steps` is neither an int nor ``None``.
-        ValueError: If `data_skip_steps` is negative.
+        OSError: If the file of rows cannot be read.
+        TypeError: If an argument has another type.
+        ValueError: If `data_skip_steps` or the number of a row is negative, or a line of the file
+            of rows is wrong.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin", data_skip_steps: int | None) -> None:
+    def __init__(
+        self,
+        trainer: "MFTrainerMixin",
+        data_skip_steps: int | None,
+        skip_rows: SkipRows | None = None,
+    ) -> None:
         self._trainer = trainer
         self._steps = data_skip_steps or None
         if data_skip_steps is not None:
             check_int("data_skip_steps", data_skip_steps, minimum=0)
         # Without a number, checkpoints keep that of the checkpoint from which the training resumed.
         self._saved_steps = self._steps
+        self.rows = RowSkip(trainer, skip_rows)
+        """Rows to leave out."""
+        self._skips_rows = False
         self._offset = 0
         self._epochs_added = 0
+        # Present epoch, and number of updates of each epoch, with all rows.
+        self._epoch = 0
+        self._updates_per_epoch = 1
         self._start: DataStart | None = None
         self.is_moved = False
         """Whether the data of this training do not continue those before it."""
@@ -75,17 +96,18 @@ class DataSkip:
                 # The Trainer skips batches only in a resumed training. The name of no checkpoint
                 # restores no random states.
                 resume_from_checkpoint = ""
-            run_epoch(
-                epoch=epoch + self._epochs_added,
-                epochs_trained=epochs_trained + self._epochs_added,
-                resume_from_checkpoint=resume_from_checkpoint,
-                **keywords,
-            )
+            keywords |= {
+                "epoch": epoch + self._epochs_added,
+                "epochs_trained": epochs_trained + self._epochs_added,
+                "resume_from_checkpoint": resume_from_checkpoint,
+            }
+            self.rows.run_epoch(run_epoch, keywords)
 
         # An attribute of the trainer hides the method of its class.
         vars(trainer)["_run_epoch"] = shifted
         try:
-            yield
+            with self.rows.of_training():
+                yield
         finally:
             del vars(trainer)["_run_epoch"]
 
@@ -113,7 +135,7 @@ class DataSkip:
             has_length: Whether the data loader has a length.
 
         Raises:
-            ValueError: If data are to be skipped that have no length.
+            ValueError: If data are to be skipped that have no length, or rows cannot be left out.
         """
         trainer = self._trainer
         done = trainer.state.global_step
@@ -121,8 +143,18 @@ class DataSkip:
         self._set_offset(saved, done)
         if trainer.args.ignore_data_skip:
             self._offset, self.is_moved = 0, False
+        self._updates_per_epoch = updates_per_epoch
+        saved_rows = None if saved is None else saved.get("rows")
+        self._skips_rows = self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
+        end = max_steps + self._offset
+        if self._skips_rows:
+            first = self.rows.settled(done + self._offset)
+            end = self.rows.end(first, max_steps - done)
+            self._offset = first - done
+            trainer.state.epoch = self.rows.progress(first)
         self._start = start = DataStart(*divmod(done + self._offset, updates_per_epoch))
-        if self._offset == 0:
+        self._epoch = start.epoch - 1
+        if end == max_steps:
             return epochs, batches
         if not has_length:
             msg = (
@@ -131,20 +163,37 @@ class DataSkip:
                 "for example by `dataset.skip(number)`"
             )
             raise ValueError(msg)
-        passes = math.ceil((max_steps + self._offset) / updates_per_epoch)
+        passes = math.ceil(end / updates_per_epoch)
         # The Trainer ends after `num_epochs` epochs, so count from so much earlier.
         self._epochs_added = passes - num_epochs
         first_batch = start.updates * trainer.args.gradient_accumulation_steps
         return start.epoch - self._epochs_added, first_batch
 
-    def next_start(self, *, is_resumed: bool) -> DataStart | None:
+    def begin_epoch(self, loader: Any, *, is_resumed: bool) -> DataStart | None:
         """Return where the next epoch begins in the data; ``None`` for an epoch as any other.
 
         Args:
+            loader: Data loader of the epoch.
             is_resumed: Whether the epoch is the first one after a resume.
         """
         start, self._start = self._start, None
+        self._epoch += 1
+        if self._skips_rows:
+            if start is None:
+                # A callback may have ended the former epoch before its end.
+                first = self._epoch * self._updates_per_epoch
+                self._offset = max(self._offset, first - self._trainer.state.global_step)
+            self.rows.begin_epoch(loader, self._epoch, 0 if start is None else start.updates)
         return start if is_resumed or self._offset else None
+
+    def count_update(self) -> None:
+        """Add the updates without rows that come before the update that has just been made."""
+        if self._skips_rows:
+            state = self._trainer.state
+            following = self.rows.end(state.global_step - 1 + self._offset, 1)
+            following = self.rows.settled(following)
+            self._offset = following - state.global_step
+            state.epoch = self.rows.progress(following)
 
     def _set_offset(self, saved: Mapping[str, Any] | None, done: int) -> None:
         former: Mapping[str, Any] = {"steps": None, "offset": 0} if saved is None else saved
@@ -155,6 +204,10 @@ class DataSkip:
         else:
             self._offset = former["offset"]
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a resume needs, as JSON values."""
-        return {"steps": self._saved_steps, "offset": self._offset}
+        return {
+            "steps": self._saved_steps,
+            "offset": self._offset,
+            "rows": self.rows.state_dict(),
+        }

@@ -23,6 +23,7 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.run_files import records_of_training
+from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -93,6 +94,10 @@ class MFTrainerMixin(_Base):
             after their local norms are taken; ``None`` for the usual all-reduce.
         data_skip_steps: Number of updates whose data are skipped at the start, without training on
             them; see `mfwrap.trainer.data_skip.DataSkip` for what it means in a resume.
+        skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
+            order, both from 0, or the path of a file with such rows, one JSON object per line
+            (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.row_skip.RowSkip`. A training
+            that resumes without the argument leaves out the rows of its checkpoint.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -110,6 +115,7 @@ class MFTrainerMixin(_Base):
         scale_sense: ScaleSense | None = None,
         communication_hook: CommunicationHook | None = None,
         data_skip_steps: int | None = None,
+        skip_rows: SkipRows | None = None,
         **kwargs: Any,
     ) -> None:
         if step is not None and not isinstance(step, StepConfig):
@@ -123,7 +129,7 @@ class MFTrainerMixin(_Base):
         self._step_arguments = (ema, scale_sense, communication_hook)
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
-        self._skip = DataSkip(self, data_skip_steps)
+        self._skip = DataSkip(self, data_skip_steps, skip_rows)
         self._batch = TrainerBatch(self, self._step_config)
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
@@ -254,7 +260,9 @@ class MFTrainerMixin(_Base):
         self.state.train_batch_size = self._train_batch_size
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
-        check_trainer_ranks(self, self._step_config, max_steps, num_update_steps_per_epoch)
+        check_trainer_ranks(
+            self, self._step_config, max_steps, num_update_steps_per_epoch, self._skip.rows.fact
+        )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
         self._batch.check_epoch(num_update_steps_per_epoch, has_length=has_length)
@@ -286,7 +294,9 @@ class MFTrainerMixin(_Base):
             is_resumed = self._position.resumed_from is not None
             self._batch.begin_epoch(
                 self.callback_handler.train_dataloader,
-                self._skip.next_start(is_resumed=is_resumed),
+                self._skip.begin_epoch(
+                    self.callback_handler.train_dataloader, is_resumed=is_resumed
+                ),
             )
             self._position.begin_epoch(
                 self.callback_handler.train_dataloader,
@@ -294,8 +304,10 @@ class MFTrainerMixin(_Base):
                 epoch=self.state.epoch,
                 skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
             )
-        elif event == "on_step_end" and self.attached.last_report is not None:
-            self._losses.step_log.count(self.attached.last_report)
+        elif event == "on_step_end":
+            self._skip.count_update()
+            if self.attached.last_report is not None:
+                self._losses.step_log.count(self.attached.last_report)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None

@@ -84,7 +84,11 @@ def check_construction(trainer: "MFTrainerMixin") -> None:
 
 
 def check_trainer_ranks(
-    trainer: "MFTrainerMixin", settings: StepConfig, num_updates: int, updates_per_epoch: int
+    trainer: "MFTrainerMixin",
+    settings: StepConfig,
+    num_updates: int,
+    updates_per_epoch: int,
+    skipped_rows: str,
 ) -> None:
     """Raise the same error on all ranks if they disagree, or if a checkpoint cannot be written.
 
@@ -95,6 +99,7 @@ def check_trainer_ranks(
         settings: Settings of the step.
         num_updates: Number of updates of the training.
         updates_per_epoch: Number of updates of an epoch.
+        skipped_rows: Description of the rows that are left out.
 
     Raises:
         RuntimeError: If the ranks disagree, or if a rank has a problem.
@@ -107,6 +112,7 @@ def check_trainer_ranks(
     numbers = {
         "number of updates": str(num_updates),
         "first update": str(trainer.state.global_step),
+        "rows to leave out": skipped_rows,
     }
     if args.max_steps <= 0 or "epoch" in (args.eval_strategy, args.save_strategy):
         numbers["number of updates in an epoch"] = str(updates_per_epoch)

@@ -22,6 +22,7 @@ from transformers import (
 from mfwrap.accelerate.setup import EMA
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import ScaleSense
+from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.trainer.mixin import MFTrainerMixin
 
@@ -33,8 +34,8 @@ class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
-    ``communication_hook`` and ``data_skip_steps``) and what differs from the Trainer; the other
-    arguments are the Trainer's.
+    ``communication_hook``, ``data_skip_steps`` and ``skip_rows``) and what differs from the
+    Trainer; the other arguments are the Trainer's.
 
     Example:
         >>> import torch
@@ -85,6 +86,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         scale_sense: ScaleSense | None = None,
         communication_hook: CommunicationHook | None = None,
         data_skip_steps: int | None = None,
+        skip_rows: SkipRows | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -105,4 +107,5 @@ class MFTrainer(MFTrainerMixin, Trainer):
             scale_sense=scale_sense,
             communication_hook=communication_hook,
             data_skip_steps=data_skip_steps,
+            skip_rows=skip_rows,
         )

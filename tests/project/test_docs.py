@@ -53,6 +53,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_llama.yaml").write_text(mindformers_text())
     (tmp_path / "finetune_llama.yaml").write_text(mindformers_text({"run_mode": "finetune"}))
+    (tmp_path / "bad_rows.jsonl").write_text('{"epoch": 0, "position": 12}\n')
     for words in mfwrap_commands(page):
         with pytest.raises(SystemExit) as left:
             main([*words, *(TINY if is_long(words) else [])])

@@ -125,10 +125,12 @@ def test_a_signal_stops_a_run(recipe, capsys, monkeypatch, number, event, saved)
 
     with monkeypatch.context() as planted:
         planted.setattr(ThroughputRecorder, event, tell_to_end)
-        code, _, err = call(capsys, "train", recipe, "--set", "training.run_name=of two words")
+        options = ["--set", "training.run_name=of two words", "--skip-rows", "bad.jsonl"]
+        Path("bad.jsonl").write_text('{"epoch": 0, "position": 1}\n')
+        code, _, err = call(capsys, "train", recipe, *options)
 
     assert code == 75
-    again = f"mfwrap train {recipe} --set 'training.run_name=of two words' --resume=auto"
+    again = f"mfwrap train {recipe} {shlex.join(options)} --resume=auto"
     assert f"stopped by a signal; continue with: {again}\n" in err
     found = sorted(int(path.name[11:]) for path in Path("runs/small").glob("checkpoint-*"))
     assert found == saved
@@ -178,6 +180,8 @@ def test_a_second_run_into_one_folder(recipe, capsys):
             ["train", "RECIPE", "--resume", "--overwrite"],
             "--overwrite deletes the checkpoints that --resume needs",
         ),
+        (["train", "RECIPE", "--skip-rows", "no.jsonl"], "no.jsonl: cannot be read (No such file"),
+        (["train", "RECIPE", "--skip-rows", "RECIPE"], "small.yaml:1: expected an object such as"),
         (["plot", "nowhere"], "nowhere is not a run folder"),
         (["verify", "nowhere"], "nowhere: no checkpoint found; expected the folder of a run or of"),
         (["init", "causal_lmm"], "did you mean 'causal_lm'?"),

@@ -115,7 +115,7 @@ def train_until(
         folder: Run folder.
         stop: Step to stop after.
         settings: Keywords of ``TrainingArguments``; also ``data``, the name of a data set, and
-            ``data_skip_steps``.
+            ``data_skip_steps`` and ``skip_rows``.
 
     Returns:
         This rank's rows of each update, the losses in the log, the weights at the end, and the
@@ -162,7 +162,7 @@ def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrai
         "dataloader_pin_memory": False,
     } | dict(settings or {})
     data = {"rows": Numbered, "stream": NumberedStream}[arguments.pop("data", "rows")]()
-    skipped = arguments.pop("data_skip_steps", None)
+    skipped = {name: arguments.pop(name, None) for name in ("data_skip_steps", "skip_rows")}
     trainer = MFTrainer(
         Regression(),
         TrainingArguments(folder, **arguments),
@@ -170,7 +170,7 @@ def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrai
         data_collator=collated,
         step=StepConfig(local_norm=True),
         ema=lambda model: ExponentialMovingAverage(model, 0.9),
-        data_skip_steps=skipped,
+        **skipped,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -161,7 +161,7 @@ def position_file(rank):
             "updates_per_epoch": 5,
             "group_size": None,
         },
-        "data_skip": {"steps": 3, "offset": 3},
+        "data_skip": {"steps": 3, "offset": 3, "rows": [[0, 5]]},
         "epoch_random_states": states,
         "random_states": states,
         "loss_since_last_log": 1.0 + 2 * rank,
@@ -229,6 +229,7 @@ DAMAGE = {
     "updates": changed("global_batch/updates_per_epoch", 1.5),
     "offset of the data": changed("data_skip/offset", "3"),
     "skipped steps": changed("data_skip/steps", 1.5),
+    "skipped rows": changed("data_skip/rows", [[0, -1]]),
 }
 
 

@@ -78,6 +78,8 @@ CALLED = {
         "self, model, inputs, return_outputs=False, num_items_in_batch=None",
     ),
     "create_optimizer": (Trainer, "self, model=None"),
+    "get_batch_samples": (Trainer, "self, epoch_iterator, num_batches, device"),
+    "set_initial_training_values": (Trainer, "self, args, dataloader"),
     "state": (ExportableState, "self"),
     "save_to_json": (TrainerState, "self, json_path"),
 }
@@ -102,6 +104,7 @@ ORDERS = {
             "skip_first_batches(",
             "iter(train_dataloader)",
             "get_batch_samples(",
+            "current_gradient_accumulation_steps = len(batch_samples)",
             "_load_rng_state(",
         ),
         *("on_step_begin", "self.training_step(", "logging_nan_inf_filter", "_tr_loss += tr_loss"),
@@ -110,7 +113,8 @@ ORDERS = {
         *("model.zero_grad()", "global_step += 1", "on_step_end", "_maybe_log_save_evaluate("),
     ),
     "_inner_training_loop": (
-        *("accelerator.free_memory()", "_init_training_state(", "_prepare_for_training("),
+        *("accelerator.free_memory()", "self.set_initial_training_values("),
+        *("_init_training_state(", "_prepare_for_training("),
         *("_tr_loss = torch.tensor(0.0", "_total_loss_scalar = 0.0", "_globalstep_last_logged ="),
         *("on_train_begin", "range(epochs_trained, num_train_epochs)", "on_epoch_begin"),
         *("_run_epoch(", "_finalize_training("),

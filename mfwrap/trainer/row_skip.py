@@ -1,0 +1,339 @@
+"""Leave listed rows out of the training data of an `MFTrainer`: ``skip_rows``."""
+
+import contextlib
+import enum
+import zlib
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
+from mfwrap.trainer.dealt_rows import Dealing, EpochRows
+
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+_IGNORED = -100
+"""Label that transformers does not count as a target."""
+
+
+_NO_DEALING = Dealing(1, 1, 1, 0, 1, 1, fills_up=False)
+"""Placeholder before a training has begun."""
+
+
+class _Part(enum.Enum):
+    """What a micro-batch of an update that lacks rows has."""
+
+    NOTHING = enum.auto()
+    """No rows on any rank."""
+
+    STAND_IN = enum.auto()
+    """A row without weight, because only other ranks have rows."""
+
+    ROWS = enum.auto()
+
+
+@final
+class RowSkip:
+    """Leave rows out of the micro-batches that they belong to.
+
+    No other row takes the place of a row that is left out:
+
+    - Its micro-batch has fewer rows. The loss of an update is the mean over its targets if the
+      Trainer counts them, and else the mean over those micro-batches that have rows, on all ranks.
+    - A micro-batch without rows on all ranks is not trained on.
+    - A micro-batch without rows on some ranks trains there on a row of another micro-batch with
+      weight 0, because all ranks must do forward and backward together.
+    - An update without rows is not made, and not counted.
+
+    Rows that fill up the last micro-batches of an epoch, so that all ranks have equally many, are
+    left out with the row that they repeat.
+
+    Args:
+        trainer: The trainer.
+        skip_rows: Rows to leave out, or their file; ``None`` for those of the checkpoint.
+
+    Raises:
+        OSError: If the file cannot be read.
+        TypeError: If `skip_rows` has another type.
+        ValueError: If a line of the file or a number is wrong.
+    """
+
+    def __init__(self, trainer: "MFTrainerMixin", skip_rows: SkipRows | None) -> None:
+        self._trainer = trainer
+        self._given = None if skip_rows is None else skipped_rows(skip_rows)
+        self._rows: frozenset[SkippedRow] = self._given or frozenset()
+        self._loader: Any = None
+        self._dealing = _NO_DEALING
+        self._epochs: dict[int, EpochRows] = {}
+        self._empty: list[int] = []
+        # Of the present epoch, and of its update that is being trained on.
+        self._epoch = EpochRows(_NO_DEALING)
+        self._updates: Iterator[int] = iter(())
+        self._parts: deque[_Part] = deque()
+        self._divisor: float = 1
+
+    @property
+    def fact(self) -> str:
+        """Description of the rows that were given, to be compared across ranks."""
+        if self._given is None:
+            return "none"
+        checksum = zlib.crc32(str(sorted(map(tuple, self._given))).encode())
+        return f"{len(self._given)} with checksum {checksum:08x}"
+
+    @contextlib.contextmanager
+    def of_training(self) -> Iterator[None]:
+        """Follow a training within the block."""
+        trainer = self._trainer
+        values = trainer.set_initial_training_values
+
+        def noting(args: Any, dataloader: Any) -> Any:
+            self._loader = dataloader
+            return values(args, dataloader)
+
+        # Attributes of the trainer hide the methods of its class.
+        vars(trainer)["set_initial_training_values"] = noting
+        try:
+            yield
+        finally:
+            for name in ("set_initial_training_values", "get_batch_samples", "training_step"):
+                vars(trainer).pop(name, None)
+            sampler: Any = getattr(self._loader, "batch_sampler", None)
+            if hasattr(sampler, "skipped"):
+                sampler.__class__ = type(sampler).with_all_rows
+                del sampler.skipped
+            self._loader = None
+
+    def begin(self, saved: Iterable[Collection[int]] | None, updates_per_epoch: int) -> bool:
+        """Prepare a training; return whether rows are left out.
+
+        Args:
+            saved: Rows that `state_dict` returned; ``None`` for a training from the start.
+            updates_per_epoch: Number of updates of an epoch with all rows; 0 for data without a
+                length.
+
+        Raises:
+            ValueError: If the data do not allow to leave out rows, or an epoch lacks such a row.
+        """
+        trainer = self._trainer
+        if self._given is None:
+            self._rows = frozenset(SkippedRow(*each) for each in saved or ())
+        self._epochs, self._empty = {}, []
+        self._epoch = EpochRows(_NO_DEALING)
+        if not self._rows:
+            return False
+        if trainer.args.ignore_data_skip:
+            msg = (
+                "`ignore_data_skip` must be False with `skip_rows`, got True: the positions of "
+                "rows count from the start of an epoch"
+            )
+            raise ValueError(msg)
+        dealing = Dealing.of_loader(self._loader, trainer.args.gradient_accumulation_steps)
+        if dealing.num_updates != updates_per_epoch:
+            msg = (
+                f"`skip_rows` needs epochs of {dealing.num_updates} updates, as the data loader "
+                f"has, got {updates_per_epoch}; do not use sequence parallelism"
+            )
+            raise ValueError(msg)
+        self._dealing = dealing
+        for epoch in sorted({row.epoch for row in self._rows}):
+            rows = self._rows_of(epoch)
+            rows.check(epoch)
+            self._epochs[epoch] = rows
+            self._empty += [epoch * updates_per_epoch + update for update in rows.empty_updates]
+        vars(trainer)["get_batch_samples"] = self._reading(trainer.get_batch_samples)
+        vars(trainer)["training_step"] = self._training(trainer.training_step)
+        return True
+
+    def _rows_of(self, epoch: int, first_update: int = 0) -> EpochRows:
+        skipped = frozenset(row.position for row in self._rows if row.epoch == epoch)
+        return EpochRows(self._dealing, skipped, first_update)
+
+    def settled(self, update: int) -> int:
+        """Return an update, or the start of the next epoch that has rows if its own has none left.
+
+        Args:
+            update: Number of the update from the start of the data, with all rows.
+        """
+        per_epoch = self._dealing.num_updates
+        while self.end(update, 1) > (update // per_epoch + 1) * per_epoch:
+            update = (update // per_epoch + 1) * per_epoch
+        return update
+
+    def end(self, update: int, number: int) -> int:
+        """Return the update after so many updates that have rows.
+
+        Args:
+            update: First update, counted from the start of the data, with all rows.
+            number: Number of updates.
+        """
+        end = update + number
+        for index in range(bisect_left(self._empty, update), len(self._empty)):
+            if self._empty[index] >= end:
+                break
+            end += 1
+        return end
+
+    def progress(self, update: int) -> float:
+        """Return the number of epochs before an update, as in the Trainer's ``state.epoch``."""
+        epoch, update = divmod(update, self._dealing.num_updates)
+        return epoch + update * self._dealing.accumulation_steps / self._dealing.num_slots
+
+    def begin_epoch(self, loader: Any, epoch: int, first_update: int) -> None:
+        """Leave out rows of an epoch.
+
+        Args:
+            loader: Data loader of the epoch.
+            epoch: Number of the epoch.
+            first_update: Update of the epoch at which the training begins or resumes.
+
+        Raises:
+            ValueError: If the loader's batch sampler is not torch's or accelerate's.
+        """
+        sampler = loader.batch_sampler
+        if not isinstance(sampler, Sampler):
+            msg = f"`skip_rows` needs a torch Sampler, got {type(sampler).__name__}"
+            raise ValueError(msg)  # noqa: TRY004  (a value of the loader)
+        self._loader = loader
+        if not hasattr(sampler, "skipped"):
+            sampler.__class__ = _skipping_class(type(sampler))
+        is_whole = first_update == 0 and epoch not in self._epochs
+        self._epoch = self._rows_of(-1) if is_whole else self._rows_of(epoch, first_update)
+        vars(sampler)["skipped"] = self._epoch
+        self._updates = self._epoch.updates()
+
+    def run_epoch(self, run: Callable[..., None], keywords: Mapping[str, Any]) -> None:
+        """Call the Trainer's ``_run_epoch`` for the updates of the epoch that have rows.
+
+        Args:
+            run: The method.
+            keywords: Its keywords for an epoch with all rows.
+        """
+        rows = self._epoch
+        if not rows.empty_updates:
+            run(**keywords)
+            return
+        num_updates = keywords["num_update_steps_per_epoch"] - len(rows.empty_updates)
+        # Without any update, the Trainer would end the training.
+        if num_updates > rows.first_update:
+            steps = keywords["steps_in_epoch"] - rows.num_empty_slots
+            run(**{**keywords, "num_update_steps_per_epoch": num_updates, "steps_in_epoch": steps})
+
+    def _reading(self, read: Callable[..., tuple[list[Any], Any]]) -> Callable[..., Any]:
+        """Return a ``get_batch_samples`` that reads the micro-batches that have rows."""
+        trainer = self._trainer
+
+        def get_batch_samples(
+            epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+        ) -> tuple[list[Any], Any]:
+            rows, update = self._epoch, next(self._updates, None)
+            self._parts.clear()
+            if update is None or not rows.lacks_rows(update):
+                return read(epoch_iterator, num_batches, device)
+            slots = rows.dealing.slots(update)
+            filled = [slot for slot in slots if rows.num_filled(slot)]
+            batches = [next(epoch_iterator) for _ in filled]
+            stands_in = [not rows.is_filled_here(slot) for slot in filled]
+            # The Trainer reduces gradients in the last micro-batch of an update, so that one must
+            # have rows on some rank.
+            num_left_out = len(slots) - len(filled)
+            self._parts += [_Part.NOTHING] * num_left_out
+            self._parts += [_Part.STAND_IN if each else _Part.ROWS for each in stands_in]
+            # The Trainer divides by the number of micro-batches of a rank, and the gradients are
+            # averaged over the ranks.
+            total, num_ranks = sum(map(rows.num_filled, filled)), rows.dealing.num_ranks
+            self._divisor = total // num_ranks if total % num_ranks == 0 else total / num_ranks
+            counted = [
+                _without_targets(batch) if each else batch
+                for batch, each in zip(batches, stands_in, strict=True)
+            ]
+            if all(stands_in) and not trainer.args.average_tokens_across_devices:
+                counted = batches  # a rank that divides by its own number must not divide by 0
+            num_items = trainer._get_num_items_in_batch(counted, device)  # noqa: SLF001  (the Trainer's own count)
+            return [_without_rows(batches[0])] * num_left_out + batches, num_items
+
+        return get_batch_samples
+
+    def _training(self, train: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a ``training_step`` that gives each micro-batch its weight."""
+        trainer = self._trainer
+
+        def training_step(*args: Any, **keywords: Any) -> Tensor:
+            if not self._parts:
+                return train(*args, **keywords)
+            part = self._parts.popleft()
+            if part is _Part.NOTHING:
+                return torch.zeros((), device=trainer.args.device)
+            trainer.current_gradient_accumulation_steps = self._divisor  # type: ignore[assignment]  # (the Trainer divides by it)
+            if part is _Part.ROWS:
+                return train(*args, **keywords)
+            with _without_gradient(trainer.accelerator):
+                return torch.zeros_like(train(*args, **keywords))
+
+        return training_step
+
+    def state_dict(self) -> list[list[int]]:
+        """Return the rows that are left out, as JSON values."""
+        return sorted([row.epoch, row.position] for row in self._rows)
+
+
+def _skipping_class(sampler_class: Any) -> Any:
+    class Skipping(sampler_class):  # type: ignore[misc]  # (a base that is known at run time)
+        """A batch sampler that leaves rows out of its batches."""
+
+        with_all_rows = sampler_class
+        skipped: EpochRows
+        slot: int
+        """Number of the last batch among those of an epoch with all rows."""
+
+        def __iter__(self: Self) -> Iterator[Any]:
+            for slot, batch in self.skipped.batches(super().__iter__()):
+                self.slot = slot
+                yield batch
+
+    Skipping.__name__, Skipping.__qualname__ = sampler_class.__name__, sampler_class.__qualname__
+    return Skipping
+
+
+def _without_rows(batch: Any) -> dict[str, Any]:
+    """Return the tensors of a batch with no rows; the Trainer counts its tokens."""
+    if not isinstance(batch, Mapping):
+        return {}
+    return {
+        name: value[:0]
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim()
+    }
+
+
+def _without_targets(batch: Any) -> Any:
+    """Return a batch whose labels are ignored when the Trainer counts targets."""
+    if not isinstance(batch, Mapping):
+        return batch
+    ignored = {
+        name: torch.full_like(batch[name], _IGNORED)
+        for name in ("labels", "shift_labels")
+        if isinstance(batch.get(name), Tensor)
+    }
+    return {**batch, **ignored}
+
+
+@contextlib.contextmanager
+def _without_gradient(accelerator: Any) -> Iterator[None]:
+    """Within the block, run backward with gradients that are 0."""
+    backward: Callable[..., None] = accelerator.backward
+
+    def weightless(loss: Tensor, **keywords: Any) -> None:
+        backward(loss * 0, **keywords)
+
+    # An attribute of the accelerator hides the method of its class.
+    vars(accelerator)["backward"] = weightless
+    try:
+        yield
+    finally:
+        del vars(accelerator)["backward"]
