@@ -120,6 +120,12 @@ class StepReport:
     in deviations; NaN if the norm is 0 or non-finite, and in the first update. ``None`` with
     ``spike_policy="record"``."""
 
+    reduction_norms: Tensor | None = None
+    """Shape ``(2,)``, float32. L2 norms of all unscaled gradients of the optimizer: of this rank's
+    own gradients before their reduction over ranks, and of the reduced ones. ``None`` without
+    ``local_norm``, if no gradients are reduced, if the ranks reduce only some of them, and in a
+    pipeline."""
+
     sections: "StepSections | None" = None
     """Times of data loading, forward and backward, reduction, update and waiting on this rank,
     since the previous update. ``None`` unless a monitor such as `RankClock` reads them."""

@@ -67,6 +67,8 @@ class StateMetrics:
         model: nn.Module | None,
         optimizer: Any,
         forward: ForwardNumbers | None = None,
+        *,
+        noise_scale: Tensor | None = None,
     ) -> PackedMetrics:
         """Return the metrics of one step.
 
@@ -78,6 +80,7 @@ class StateMetrics:
             optimizer: Optimizer whose state is measured, with or without wrappers; ``None`` if
                 unknown.
             forward: Numbers from the forward passes of the step; ``None`` if they were not watched.
+            noise_scale: Gradient noise scale, shape ``()``; ``None`` if none is due.
         """
         found = _Numbers()
         if self.is_due(step):
@@ -86,6 +89,8 @@ class StateMetrics:
                 self._add_states(found, model, optimizer)
             if forward is not None:
                 self._add_forward(found, forward)
+        if noise_scale is not None:
+            found.add(["noise_scale"], self._settings.noise_scale_format, noise_scale)
         stable_rank = self._stable_rank
         if model is not None and stable_rank.format and step % stable_rank.step_interval == 0:
             tags, values = tagged_spectra(trainable(model), stable_rank)

@@ -132,7 +132,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             model=known.get("model"),
             optimizer=known.get("optimizer"),
         )
-        for text in _missing_values(self._settings, step_output, known):
+        for text in _missing_values(self._settings, step_output, step_report, known):
             self._warn_once(f"TrainingStateMonitor cannot show {text}")
         if self._settings.print_struct:
             _log_structure(known.get("model"))
@@ -271,13 +271,17 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
 
 def _missing_values(
-    settings: TrainingStateSettings, output: Any, known: Mapping[str, Any]
+    settings: TrainingStateSettings,
+    output: Any,
+    report: StepReport | None,
+    known: Mapping[str, Any],
 ) -> list[str]:
     """Return a text for each kind of value that the loop does not provide, with the reason.
 
     Args:
         settings: Settings of the monitor.
         output: Output of a step; ``None`` if the loop passes none.
+        report: Report of a step; ``None`` if the loop passes none.
         known: Other keywords of ``on_step_end``: ``model``, ``optimizer``.
     """
     missing = []
@@ -287,6 +291,12 @@ def _missing_values(
         )
     elif not hasattr(output, "local_norm"):
         missing.append("local norms and the layer of an anomaly: set StepConfig(local_norm=True)")
+    has_norms = report is not None and report.reduction_norms is not None
+    if settings.noise_scale_format and not has_norms:
+        missing.append(
+            "the noise scale: it needs two ranks whose gradients are averaged, "
+            "StepConfig(local_norm=True), and a loop that passes a `step_report`"
+        )
     if known.get("model") is None:
         if settings.weight_state_format or settings.optimizer_state_format or settings.replay:
             missing.append("weights, optimizer state and a replay: the loop passes no `model`")

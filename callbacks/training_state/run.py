@@ -30,6 +30,7 @@ from mfwrap.callbacks.shared.step_values import (
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
+from mfwrap.callbacks.training_state.noise_scale import NoiseScale
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
@@ -104,6 +105,7 @@ class TrainingStateRun:
         )
         self._samples_per_process = global_batch_size(settings, state, args) / num_ranks()
         self._metrics = StateMetrics(settings)
+        self._noise_scale = _noise_scale(settings, global_batch_size(settings, state, args))
         self._watches = forward_watches(
             settings,
             None if model is None else unwrapped_network(model),
@@ -164,8 +166,17 @@ class TrainingStateRun:
         self.clock.end_step()
         self.last_step = global_step
         names = () if report is None else report.local_norm_names
+        noise_scale = None
+        if self._noise_scale is not None and report is not None:
+            noise_scale = self._noise_scale.end_step(global_step, report)
         shown = self._metrics.of_step(
-            global_step, output, names, model, optimizer, self._forward_numbers()
+            global_step,
+            output,
+            names,
+            model,
+            optimizer,
+            self._forward_numbers(),
+            noise_scale=noise_scale,
         )
         skipped = skip_flag(output, report)
         evidence = _NO_EVIDENCE
@@ -242,12 +253,13 @@ class TrainingStateRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, ready for JSON. Call `before_save` first."""
-        finder, spike_count = self.finder, self._spike_count
+        finder, spike_count, noise = self.finder, self._spike_count, self._noise_scale
         return {
             "global_step": self.last_step,
             "last_scale": self._last_scale,
             "finder": None if finder is None else finder.state_dict(),
             "spike_count": None if spike_count is None else spike_count.state_dict(),
+            "noise_scale": None if noise is None else noise.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,6 +275,9 @@ class TrainingStateRun:
             self.finder.load_state_dict(state["finder"])
         if self._spike_count is not None and state["spike_count"] is not None:
             self._spike_count.load_state_dict(state["spike_count"])
+        # A state that was saved without a noise scale has no entry, or none.
+        if self._noise_scale is not None and state.get("noise_scale") is not None:
+            self._noise_scale.load_state_dict(state["noise_scale"])
 
     def close(self) -> None:
         """Close all files, and remove all hooks from the network."""
@@ -346,6 +361,18 @@ def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> 
         msg = "`folder` must be given for the format 'jsonl' in a loop of your own, got None"
         raise ValueError(msg)
     return folder
+
+
+def _noise_scale(settings: TrainingStateSettings, batch_size: int) -> NoiseScale | None:
+    if not settings.noise_scale_format or num_ranks() == 1:
+        return None
+    if not batch_size:
+        msg = (
+            "`global_batch_size` must be given for `noise_scale_format` in a loop that does not "
+            "tell its batch size, got 0"
+        )
+        raise ValueError(msg)
+    return NoiseScale(batch_size, num_ranks(), settings.noise_scale_steps)
 
 
 def _finder(

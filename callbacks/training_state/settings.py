@@ -27,8 +27,8 @@ class TrainingStateSettings(RunSettings):
     computed.
 
     Source: MindFormers, ``monitor_config``. Not in MindFormers: `expert_load_format`,
-    `expert_capacity_factor`, `find_culprit`, `replay`, `spike_factor`, `folder`, `log_to`, and the
-    formats ``"jsonl"`` and ``"trackers"``.
+    `expert_capacity_factor`, `noise_scale_format`, `noise_scale_steps`, `find_culprit`, `replay`,
+    `spike_factor`, `folder`, `log_to`, and the formats ``"jsonl"`` and ``"trackers"``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -82,6 +82,14 @@ class TrainingStateSettings(RunSettings):
     """Capacity of an expert as a multiple of the mean share. If set, ``expert_load_format`` also
     writes ``drop_rate/<module>``, the share of assignments that experts of this capacity would
     drop."""
+
+    noise_scale_format: Formats = None
+    """``noise_scale``: gradient noise scale in samples, the batch size from which on larger batches
+    gain little. It needs two ranks with samples of their own, and local norms. See
+    `mfwrap.callbacks.training_state.noise_scale.NoiseScale`."""
+
+    noise_scale_steps: int = 100
+    """Number of steps over which ``noise_scale`` is averaged. It is written at the multiples."""
 
     stable_rank_config: Mapping[str, Any] | StableRankSettings | None = None
     """Mapping with the fields of `StableRankSettings` as keys. It configures the metrics
@@ -155,7 +163,7 @@ class TrainingStateSettings(RunSettings):
             object.__setattr__(self, name, value)
         check_bools(self)
         self.check_run()
-        for name in ("step_interval", "global_norm_spike_count_threshold"):
+        for name in ("step_interval", "noise_scale_steps", "global_norm_spike_count_threshold"):
             check_int(name, getattr(self, name), minimum=1)
         for name in ("global_norm_spike_threshold", "spike_factor"):
             check_positive_number(name, getattr(self, name), finite=True)

@@ -273,6 +273,7 @@ class OptimizerWindow:
             measured = measured._replace(
                 global_norm=self._first.global_norm,
                 local_norm=self._first.local_norm,
+                reduction_norms=self._first.reduction_norms,
                 groups=self._first.groups,
             )
         loss = self._loss(accumulation_steps, measured.global_norm.device)
@@ -418,8 +419,10 @@ def _of_unscaled(measured: Measurement) -> Measurement:
     """Correct norms that were divided by the loss scale although the gradients were unscaled."""
     if measured.divisor is None:
         return measured
+    norms = measured.reduction_norms
     return measured._replace(
         divisor=None,
+        reduction_norms=None if norms is None else norms * measured.divisor,
         global_norm=measured.global_norm * measured.divisor,
         local_norm=measured.local_norm * measured.divisor,
     )

@@ -26,7 +26,7 @@ from mfwrap.step.accumulation import mean_by_name
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
-from mfwrap.step.state import check, check_keys, restore
+from mfwrap.step.state import check, check_keys, restore, state_of
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.shards import on_device
 
@@ -261,7 +261,9 @@ class LoopStep:
         updates = [window.update for window in self.windows.values()]
         state: dict[str, Any] = {
             "loss_scale": self.loss_scale.state_dict(),
-            "updates": {str(index): each.state_dict() for index, each in enumerate(updates)},
+            "updates": {
+                str(index): state_of(each.state_owners()) for index, each in enumerate(updates)
+            },
         }
         if self._ema is not None:
             state["ema"] = self._ema.state_dict()

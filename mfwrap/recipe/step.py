@@ -40,8 +40,8 @@ def read_wrapper(
 
 
 def shows_local_norms(monitor_config: Mapping[str, Any]) -> bool:
-    """Return whether the monitor of a section ``monitor_config`` shows local norms."""
-    formats = ("local_norm_format", "device_local_norm_format")
+    """Return whether the monitor of a section ``monitor_config`` needs local norms."""
+    formats = ("local_norm_format", "device_local_norm_format", "noise_scale_format")
     return monitor_config.get("monitor_on") is True and any(map(monitor_config.get, formats))
 
 

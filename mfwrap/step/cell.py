@@ -34,7 +34,7 @@ from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.ranks import agreement_of
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
-from mfwrap.step.state import check_keys, restore
+from mfwrap.step.state import check_keys, restore, state_of
 from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
@@ -310,7 +310,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         """
         # Call this method before the others, because it flushes, and a flush may raise. Then
         # nothing has been copied in vain.
-        own = self._update.state_dict()
+        own = state_of(self._update.state_owners())
         self._update.parameters.warn_of_replaced()
         state = {"loss_scale": self._loss_scale.state_dict(), **own}
         if self.ema is not None:

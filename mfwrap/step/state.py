@@ -1,6 +1,6 @@
 """Restore the state of a step completely, or change nothing if any entry does not fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -22,6 +22,12 @@ class StateOwner(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state; names of other owners are ignored."""
+
+
+def state_of(owners: Iterable[StateOwner]) -> dict[str, Tensor]:
+    """Return the states of all owners of an update as one mapping."""
+    states = [owner.state_dict() for owner in owners]
+    return {name: tensor for state in states for name, tensor in state.items()}
 
 
 def check_keys(

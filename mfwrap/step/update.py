@@ -83,6 +83,9 @@ class Measurement(NamedTuple):
     loss: Tensor | None = None
     """Loss to report, shape ``()``, float32; ``None`` if it was not given."""
 
+    reduction_norms: Tensor | None = None
+    """As in `StepReport`, a copy."""
+
     has_bad_rate: Tensor | None = None
     """Whether a learning rate is non-finite, shape ``()``, bool; ``None`` if it is unknown yet."""
 
@@ -143,8 +146,12 @@ def measure(
     else:
         divisor = loss_scale * _nonzero(normalizer.reduced)
         local_divisor = loss_scale * _nonzero(normalizer.local)
+    reduction_norms = None
     if own_squares is None:
         own_squares = squares
+    elif agreement is None and stages is None:
+        divisors = torch.stack((local_divisor, divisor))
+        reduction_norms = torch.stack((own_squares.sum(), square)).sqrt() / divisors
     global_norm = square.sqrt() / divisor
     return Measurement(
         # Check the divisor here, too, because the host never reads it: a loop may set a scale <= 0,
@@ -156,6 +163,7 @@ def measure(
         groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
         loss=loss,
+        reduction_norms=reduction_norms,
         has_bad_rate=has_bad_rate,
     )
 
@@ -378,11 +386,6 @@ class StepUpdate:
         """Return the objects whose states belong into a checkpoint; their names are distinct."""
         return (self.counts,) if self._spikes is None else (self.counts, self._spikes)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Call `flush`, and return counters and earlier norms; the tensors do not change later."""
-        states = [owner.state_dict() for owner in self.state_owners()]
-        return {name: tensor for state in states for name, tensor in state.items()}
-
     def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
         skips = measured.overflow if spike is None else measured.overflow | spike.skips
         if self._config.use_skip_data_by_global_norm:
@@ -446,6 +449,7 @@ class StepUpdate:
             learning_rate_names=group_names(self._optimizer.optimizer),
             local_norm_names=groups.names,
             losses=losses or {},
+            reduction_norms=measured.reduction_norms,
             spike_score=None if spike is None else spike.score,
             sections=section_clock.end_step(self._device),
             **self.counts.tensors(),

@@ -45,7 +45,7 @@ def train_attached(rank: int, accumulation: int, way: str) -> dict[str, Any]:
     # does not support sharded parameters.
     network._is_accelerate_prepared = True
     network, optimizer = accelerator.prepare(network, optimizer_of("fused AdamW", network))
-    norms, local_norms = [], []
+    norms, local_norms, reduction_norms = [], [], []
     for step in range(NUM_STEPS):
         micro_batches = micro_batches_of(case, step, rank)
         for index, batch in enumerate(micro_batches):
@@ -57,8 +57,10 @@ def train_attached(rank: int, accumulation: int, way: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         local_norms.append(attached.last_output.local_norm)
+        reduction_norms.append(attached.last_report.reduction_norms)
     return {
         "weights": [whole(parameter) for parameter in network.parameters()],
         "norms": torch.stack(norms),
         "local norms": torch.stack(local_norms),
+        "reduction norms": torch.stack(reduction_norms),
     }

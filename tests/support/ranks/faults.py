@@ -111,7 +111,7 @@ def _meet(rank: int, case: Case, optimizer: str) -> dict[str, Any]:
         del present["/ExponentialMovingAverage/counters/num_calls"]
         return present
 
-    states, outputs = [state()], []
+    states, outputs, reduction_norms = [state()], [], []
     for step in range(NUM_STEPS):
         [(inputs, labels)] = labelled_batches(1, seed=10 * step + rank)
         is_bad = step == case.step
@@ -119,6 +119,7 @@ def _meet(rank: int, case: Case, optimizer: str) -> dict[str, Any]:
             labels[:] = IGNORED
         outputs.append(cell(inputs, labels, case.factors[rank] if is_bad else 1.0))
         cell.flush()
+        reduction_norms.append(cell.last_report.reduction_norms)
         states.append(state())
     report = cell.last_report
     return {
@@ -126,6 +127,7 @@ def _meet(rank: int, case: Case, optimizer: str) -> dict[str, Any]:
         "overflows": [output.overflow.item() for output in outputs],
         "scales": [output.loss_scale.item() for output in outputs],
         "norms": torch.stack([output.global_norm for output in outputs]),
+        "reduction_norms": torch.stack(reduction_norms),
         "local_norms": torch.stack([output.local_norm for output in outputs]),
         "counts": [report.applied_updates.item(), report.skipped_updates.item()],
     }

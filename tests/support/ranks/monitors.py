@@ -28,9 +28,10 @@ from mfwrap.callbacks.culprit.norm_history import RunningNorms
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
-from support.small_networks import Classifier, labelled_batches
+from support.small_networks import Classifier, LinearProbe, labelled_batches
 
 __all__ = [
+    "estimate_noise",
     "gather_norms",
     "losses_shown",
     "named_losses_shown",
@@ -165,6 +166,53 @@ def train_monitored(rank: int, folder: str, kind: str, callbacks: dict[str, Any]
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     Path(folder, f"logged_{rank}.txt").write_text(" ".join(map(str, logged)), encoding="utf-8")
     return [each for each in records.messages if each.startswith("{ Epoch")]
+
+
+def estimate_noise(
+    rank: int, folder: str, mean: float, deviation: float, data: str, num_steps: int
+) -> dict[str, Any]:
+    """Train a linear model on noise, and return what the monitor records of the noise scale.
+
+    Each row of a batch is the gradient of one sample. It has 64 elements with the same mean and
+    deviation.
+
+    Args:
+        rank: Rank of this process.
+        folder: Run folder.
+        mean: Mean of each element.
+        deviation: Deviation of each element.
+        data: ``"same"`` if both ranks train on the same rows, else ``"own"``.
+        num_steps: Number of steps, in two intervals of the noise scale.
+
+    Returns:
+        Noise scales by step, and the sizes of all ``all_reduce`` of the monitor.
+    """
+    network = DistributedDataParallel(LinearProbe(64))
+    optimizer = SGD(network.parameters(), lr=1.0, fused=True)
+    cell = MFTrainOneStepCell(network, optimizer, local_norm=True, scale_sense=1024.0)
+    monitor = TrainingStateMonitor(
+        noise_scale_format="jsonl",
+        noise_scale_steps=num_steps // 2,
+        folder=folder,
+        global_batch_size=16,
+        dataset_size=num_steps,
+    )
+    state, control = TrainerState(max_steps=num_steps, num_train_epochs=1), TrainerControl()
+    state.is_world_process_zero = rank == 0
+    generator = torch.Generator().manual_seed(0 if data == "same" else rank)
+    sent: list[int] = []
+    monitor.on_train_begin(None, state, control)
+    for state.global_step in range(1, num_steps + 1):
+        rows = mean + deviation * torch.randn(8, 64, generator=generator)
+        cell(rows * NAN if state.global_step == 7 else rows)
+        with _AllReduceSizes() as sizes:
+            monitor.on_step_end(None, state, control, cell.last_report.output, cell.last_report)
+        sent += sizes
+    monitor.on_train_end(None, state, control)
+    name = "training_state.jsonl" if rank == 0 else "training_state_rank1.jsonl"
+    records = read_json_lines(Path(folder, name))
+    scales = {each["step"]: float(each["noise_scale"]) for each in records if "noise_scale" in each}
+    return {"scales": scales, "sent": sent}
 
 
 class _RecordsAtSave(TrainerCallback):

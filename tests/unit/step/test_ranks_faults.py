@@ -62,6 +62,15 @@ def test_local_norms_tell_whose_gradients_they_were(met, name):
         assert rank[name]["local_norms"][case.step].isfinite().all().item() is not is_bad
 
 
+@with_case
+def test_norms_around_the_reduction_are_those_of_this_rank_and_of_all(met, name):
+    """The report has the norm of the rank's own gradients, and that of the reduced ones."""
+    for rank in met:
+        own = rank[name]["local_norms"].norm(dim=1)
+        expected = torch.stack((own, rank[name]["norms"]), dim=1)
+        torch.testing.assert_close(rank[name]["reduction_norms"], expected, equal_nan=True)
+
+
 def test_a_rank_without_targets_adds_nothing(met):
     """A rank without targets has local norms of 0 and does not change the update."""
     name = "no targets on one"

@@ -8,11 +8,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell
 from mfwrap.step.spikes import STATE_NAMES, SpikePolicy
 from mfwrap.tensors.robust_window import RobustWindow
+from support.operations import Operations
 from support.small_networks import LinearProbe
 from support.training_state import assert_unchanged, training_state
 
@@ -268,33 +268,13 @@ def test_a_damaged_state_is_refused_and_changes_nothing(change, error, message):
     assert cell.state_dict()["applied_updates"] == len(USUAL)
 
 
-class _Operations(TorchDispatchMode):
-    """Count the operations within the block, and the bytes that they read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = self.num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [
-            each
-            for each in torch.utils._pytree.tree_leaves((args, result))
-            if isinstance(each, torch.Tensor)
-        ]
-        if not func.is_view:
-            self.number += 1
-            self.num_bytes += sum(each.nbytes for each in tensors)
-        return result
-
-
 @pytest.mark.parametrize(("policy", "operations"), [("skip", 47), ("clip", 59)])
 def test_the_cost_is_that_of_the_documentation(policy, operations):
     """An update costs as many small operations as docs/scaling.md says."""
     judged = SpikePolicy(policy, 6.0, CPU)
     skips_of(judged, USUAL)
     norm, applied = torch.tensor(1.0), torch.tensor(1) > 0
-    with _Operations() as counted:
+    with Operations() as counted:
         judged.count(judged.judge(norm), applied)
 
     assert counted.number == operations
