@@ -1,0 +1,1 @@
+"""Faults planted into trainings of many architectures, and what the monitor says about them."""
