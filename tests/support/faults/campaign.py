@@ -1,0 +1,107 @@
+"""Plant faults into many trainings, and count what the monitor records.
+
+Run ``python -m support.faults.campaign [NUMBER [SEED]]`` in the folder of the tests. It logs the
+verdict on each of the faults, planted on one rank, and the table.
+"""
+
+import logging
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mfwrap.records.json_lines import rank_file, read_json_lines
+from support.faults.kinds import KINDS, truth_of
+from support.faults.networks import ARCHITECTURES, BATCH_SIZE
+from support.faults.planting import Fault
+from support.faults.training import NUM_MICRO_BATCHES, Case, train
+from support.faults.verdicts import Verdict, judge, table
+
+__all__ = ["drawn_cases", "records_in", "run_case", "run_cases"]
+
+_STEPS_AFTER = 3
+"""Steps that a run goes on after the last step at which a record of its fault is in time."""
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the anomalies that rank 0 has recorded; an empty list if it has written no file."""
+    path = rank_file(folder, "anomalies", 0)
+    return read_json_lines(path) if path.exists() else []
+
+
+def run_case(case: Case, folder: Path) -> Verdict:
+    """Train a case with a fault in this process, and judge what was recorded."""
+    assert case.fault is not None
+    train(case, folder)
+    truth = truth_of(case.fault, ARCHITECTURES[case.architecture])
+    return judge(case.fault.kind, truth, records_in(folder))
+
+
+def run_cases(rank: int, folder: str, seed: int, number: int) -> list[dict[str, Any]]:
+    """Train drawn cases as one rank of two, and return the verdicts as mappings."""
+    del rank
+    return [
+        asdict(run_case(case, Path(folder) / str(place)))
+        for place, case in enumerate(drawn_cases(seed, number, num_ranks=2))
+    ]
+
+
+def drawn_cases(seed: int, number: int, *, num_ranks: int = 1) -> list[Case]:
+    """Draw cases that have every kind of fault equally often.
+
+    Half of the faults are within the first 20 steps, if their kind has no other steps.
+
+    Args:
+        seed: Seed of the draw.
+        number: Number of cases.
+        num_ranks: Number of ranks that will train them.
+    """
+    dice = random.Random(seed)  # noqa: S311  (test data, not cryptography)
+    kinds = [name for name, kind in KINDS.items() if num_ranks >= kind.min_ranks]
+    cases = []
+    for place in range(number):
+        if place % len(kinds) == 0:
+            dice.shuffle(kinds)
+        name = kinds[place % len(kinds)]
+        kind = KINDS[name]
+        names = [key for key, each in ARCHITECTURES.items() if kind.needs(each)]
+        lowest, highest = (3, 20) if dice.random() < 0.5 else (21, 70)
+        if highest < kind.earliest or lowest > kind.latest:
+            lowest, highest = kind.earliest, kind.latest
+        architecture = dice.choice(names)
+        fault = Fault(
+            kind=name,
+            step=dice.randint(max(lowest, kind.earliest), min(highest, kind.latest)),
+            layer=dice.randrange(2),
+            rank=dice.randrange(num_ranks),
+            micro_batch=dice.randrange(NUM_MICRO_BATCHES),
+            row=dice.randrange(BATCH_SIZE),
+        )
+        case = Case(
+            architecture=architecture,
+            way=dice.choice(kind.ways),
+            fault=fault,
+            num_steps=truth_of(fault, ARCHITECTURES[architecture]).last_step + _STEPS_AFTER,
+            dtype=kind.dtype,
+            seed=dice.randrange(1000),
+        )
+        cases.append(case)
+    return cases
+
+
+def _log_campaign(number: int = 200, seed: int = 0) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log = logging.getLogger(__name__)
+    verdicts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for place, case in enumerate(drawn_cases(seed, number)):
+            verdict = run_case(case, Path(folder) / str(place))
+            log.info("%s\n    %s", case, verdict)
+            verdicts.append(verdict)
+    log.info("%s", table(verdicts))
+
+
+if __name__ == "__main__":
+    _log_campaign(*map(int, sys.argv[1:]))
