@@ -27,7 +27,8 @@ class MetricsRecorder(MonitorCallback):
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
     record has ``max_grad_norm``. If all parameter groups have a name, ``learning_rates`` has the
-    rate of each.
+    rate of each. With a ``spike_policy``, ``spike_score`` says how far the global norm was above
+    the expected one, see `StepReport`.
 
     A training from the start renames an earlier run's file to ``metrics.jsonl.1``. A resumed
     training removes the records that were written after its checkpoint, and continues the file.
@@ -129,6 +130,8 @@ class MetricsRecorder(MonitorCallback):
             for name in outputs[0]._fields
             if name != "size"
         } | {"skipped": _column([report.skipped for report in reports])}
+        if reports[0].spike_score is not None:
+            columns["spike_score"] = _column([report.spike_score for report in reports])
         losses = _losses(reports)
         rate_names = reports[0].learning_rate_names
         if rate_names:

@@ -3,11 +3,14 @@
 import itertools
 
 import pytest
+import torch
 from transformers import TrainerState, TrainingArguments
 
+from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
+from support.small_networks import LinearProbe
 
 
 def arguments_of(folder, **settings):
@@ -47,6 +50,30 @@ def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
     recorder.write({"step": 1, "loss": 1.0})
 
     assert read_run(tmp_path).max_grad_norm == found
+
+
+def test_scores_of_spikes_are_recorded_with_a_policy_for_them(tmp_path):
+    """The record of a skipped update shows by how much its norm was too high."""
+    for policy in ("record", "skip"):
+        network = LinearProbe()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=True)
+        cell = MFTrainOneStepCell(network, optimizer, spike_policy=policy)
+        folder, state = tmp_path / policy, TrainerState()
+        folder.mkdir()
+        recorder = MetricsRecorder(folder, evaluates_average=False)
+        recorder.on_train_begin(None, state, None)
+        for state.global_step, norm in enumerate((1.0, 1.0, 1e3), start=1):
+            cell(torch.tensor([[norm, 0.0]]))
+            recorder.on_step_end(None, state, None, step_report=cell.last_report)
+        recorder.write_steps()
+
+    plain, scored = (
+        read_json_lines(tmp_path / each / "metrics.jsonl") for each in ("record", "skip")
+    )
+    assert [record["skipped"] for record in scored] == [False, False, True]
+    assert scored[2]["spike_score"] > 6
+    assert read_run(tmp_path / "skip").curves["spike_score"].steps == [1, 2, 3]
+    assert not any("spike_score" in record for record in plain)
 
 
 def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
