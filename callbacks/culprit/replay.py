@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.batch_rows import IGNORED, is_target
 from mfwrap.callbacks.culprit.recorder import (
     NetworkCall,
     RandomState,
@@ -18,6 +17,12 @@ from mfwrap.callbacks.culprit.recorder import (
     loss_of,
     tensors_in,
 )
+
+_TARGETS = ("labels", "targets", "target")
+"""Names under which a batch may hold its targets."""
+
+_IGNORED = -100
+"""Target that torch's cross entropy ignores by default."""
 
 
 class Origin(NamedTuple):
@@ -54,26 +59,16 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
         Place of the first non-finite value; ``None`` if all values of the replay are finite.
     """
     network = recorder.network
-    with undisturbed(recorder):
+    now = RandomState.now(recorder.device)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
+    recorder.is_on = False
+    try:
         for number, inputs in enumerate(recorder.last_step):
             inputs.random.restore(recorder.device)
             origin = _replay_micro_batch(network, inputs, loss_scale)
             if origin is not None:
                 return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
-    return None
-
-
-@contextlib.contextmanager
-def undisturbed(recorder: StepRecorder) -> Iterator[None]:
-    """Call the network within the block; then restore random states and buffers.
-
-    The recorder does not record these calls.
-    """
-    now = RandomState.now(recorder.device)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in recorder.network.buffers()]
-    recorder.is_on = False
-    try:
-        yield
+        return None
     finally:
         recorder.is_on = True
         now.restore(recorder.device)
@@ -89,7 +84,7 @@ def _replay_micro_batch(
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
-    with _Watch(network) as watch, gradients_aside(network) as weights, torch.enable_grad():
+    with _Watch(network) as watch, _gradients_aside(network) as weights, torch.enable_grad():
         with inputs.autocast():
             output = network(*inputs.positional, **inputs.keywords)
         loss = loss_of(output)
@@ -112,7 +107,7 @@ def _replay_micro_batch(
 
 
 @contextlib.contextmanager
-def gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+def _gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Let a backward write to empty gradients, without the hooks that act on whole gradients.
 
     The replay calls ``backward`` as the step did: `torch.autograd.grad` raises an error for
@@ -255,7 +250,8 @@ def origin_of_loss(network: nn.Module, inputs: NetworkCall) -> Origin:
     Synchronizes with the device.
     """
     for name, tensor in tensors_in(arguments_of(network, inputs)):
-        if is_target(name, tensor) and bool((tensor == IGNORED).all()):
+        is_target = name.rpartition(".")[2] in _TARGETS and not tensor.is_floating_point()
+        if is_target and bool((tensor == _IGNORED).all()):
             return Origin("targets", name, 0)
     return Origin("loss", "", 0)
 

@@ -1,6 +1,6 @@
 """MindFormers' training state monitor, and the search for the cause when a step goes wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.callbacks.shared.progress import global_batch_size
 from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
@@ -15,7 +16,7 @@ from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks
 from mfwrap.tensors.wrappers import trainable
-from mfwrap.trainer import MonitorCallback
+from mfwrap.trainer import BadSteps, MonitorCallback
 
 _TIMINGS = ("_runtime", "_per_second", "_time", "epoch")
 """Suffixes of evaluation metrics that are not results."""
@@ -67,6 +68,8 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             ``on_train_begin`` if the length of the run or, for ``"jsonl"``, its folder is unknown.
     """
 
+    bad_kinds = tuple(kind for kind in KINDS if kind != "replicas_differ")
+
     @takes_settings(TrainingStateSettings)
     def __init__(self, settings: TrainingStateSettings) -> None:
         self._settings = settings
@@ -74,6 +77,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._scale_before: Tensor | None = None
         self._warn_once = WarnOnce(__package__)
         self._num_scale_overflows = 0
+        self._bad_steps: list[BadSteps] = []
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
 
@@ -162,6 +166,14 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
                     "`log_to`"
                 )
             self._run.clock.restart()
+
+    def bad_steps(self) -> Sequence[BadSteps]:
+        """Return the steps whose anomalies have been recorded since the last call."""
+        found, self._bad_steps = self._bad_steps, []
+        if self._run is not None:
+            found += self._run.bad_steps
+            self._run.bad_steps.clear()
+        return found
 
     def values_to_log(self) -> dict[str, float]:
         """Return the newest reported step's metrics for trackers, keyed by tag.
@@ -264,6 +276,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     def _close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
+            self._bad_steps += run.bad_steps
             self.saved_run = run.state_dict()
             if run.finder is not None:
                 self._num_scale_overflows = run.finder.num_scale_overflows

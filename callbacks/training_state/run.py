@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -15,7 +16,6 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
-from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.run_log import run_logger
@@ -36,8 +36,10 @@ from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.tensors.wrappers import unwrapped_network
+from mfwrap.trainer import BadSteps
 
 _NO_EVIDENCE = StepEvidence((), None, None)
+_MOST_BAD_STEPS = 1000
 _LARGEST_FLOAT16 = 65504.0
 _LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
 """Largest norm whose square float32 can hold. A step with a larger norm overflows."""
@@ -95,6 +97,8 @@ class TrainingStateRun:
         self.clock = StepClock(settings.clock)
         self.finder = _finder(settings, args, model) if settings.find_culprit else None
         self.last_step = global_step
+        self.bad_steps: deque[BadSteps] = deque(maxlen=_MOST_BAD_STEPS)
+        """Last steps with an anomaly, for a rollback; the monitor empties it."""
         self.has_outputs = False
         """Whether any step of this run has had an output."""
         self._settings = settings
@@ -113,8 +117,6 @@ class TrainingStateRun:
             is_compiled=_is_compiled(model, args),
         )
         self._is_watched = False
-        recorder = None if self.finder is None else self.finder.recorder
-        self._samples = None if recorder is None else SampleSearch(recorder)
         self._anomalies = AnomalyLog(folder, this_rank(), first_step=global_step)
         self._spike_guard = (
             SpikeGuard(threshold, folder, writes=is_main)
@@ -346,15 +348,12 @@ class TrainingStateRun:
             # All ranks find the same overflow or spike, so the main process alone writes it. A
             # non-finite loss without an overflow is known to one rank only, which writes it.
             is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")
-            if anomaly is not None and self._samples is not None:
-                anomaly = self._samples.added_to(
-                    anomaly,
-                    numbers,
-                    is_shared=is_shared,
-                    weights_have_moved=weights_have_moved,
-                )
             if anomaly is not None and (self._is_main or not is_shared):
                 self._anomalies.write(anomaly)
+            if anomaly is not None:
+                self.bad_steps.append(
+                    BadSteps(anomaly.kind, anomaly.step, anomaly.step, is_shared=is_shared)
+                )
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None
         if self._settings.check_for_nan_in_loss_and_grad and not is_ordinary:
             check_finite(numbers)

@@ -18,6 +18,7 @@ from mfwrap.checkpoints.folders import (
     whole_file,
 )
 from mfwrap.recipe.document import RecipeDocument
+from mfwrap.trainer.rollback import ROLLBACKS_FILE, SKIP_ROWS_FILE
 
 RESULT = "result.json"
 """File with the metrics of a run, written when the run has finished."""
@@ -29,7 +30,8 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _RECORD = re.compile(
     r"(anomalies|checkpoint_health|local_norms|metrics|rank_clock|throughput|training_state)"
     r"(_rank\d+)?\.jsonl"
-    rf"|({re.escape(RESULT)}|abnormal_global_norm\.json|run\.(html|png)"
+    rf"|({re.escape(RESULT)}|{re.escape(ROLLBACKS_FILE)}|{re.escape(SKIP_ROWS_FILE)}"
+    r"|abnormal_global_norm\.json|run\.(html|png)"
     rf"|({EARLIER})?error_rank_\d+\.txt)({re.escape(PARTIAL)})?"
 )
 _EVENTS = "tensorboard/events.out.tfevents.*"

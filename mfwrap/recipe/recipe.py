@@ -40,6 +40,7 @@ from mfwrap.recipes.models.settings import (
 )
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
 from mfwrap.trainer.mixin import loop_settings
+from mfwrap.trainer.rollback import Rollback
 
 
 class RecipeWarning(UserWarning):
@@ -83,6 +84,9 @@ class Recipe:
 
     data_skip_steps: int | None
     """Number of updates whose data are skipped at the start."""
+
+    rollback: Rollback | None
+    """When to go back to a checkpoint; ``None`` for never."""
 
     make_callbacks: tuple[MakeCallback, ...]
     """Functions that each build one callback of a run."""
@@ -176,9 +180,14 @@ def read_document(document: RecipeDocument) -> Recipe:
         make_average=read_average(objects, sections.ema),
         peft=read_peft(objects, sections.peft, task.peft_task_type),
         data_skip_steps=sections.data_skip_steps,
+        rollback=_read_rollback(objects, sections.rollback),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )
+
+
+def _read_rollback(objects: RecipeObjects, section: dict[str, Any] | None) -> Rollback | None:
+    return None if section is None else objects.build(("rollback",), Rollback, section)
 
 
 def _check_dtypes(

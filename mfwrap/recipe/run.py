@@ -141,6 +141,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         ema=recipe.make_average,
         data_skip_steps=recipe.data_skip_steps,
         skip_rows=skip_rows,
+        rollback=recipe.rollback,
         **keywords,
     )
     if has_record:

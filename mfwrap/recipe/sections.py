@@ -55,6 +55,9 @@ class Sections(Section):
     data_skip_steps: int | None = None
     """Number of updates whose data are skipped at the start; see `mfwrap.trainer.MFTrainer`."""
 
+    rollback: dict[str, Any] | None = None
+    """Fields of `mfwrap.trainer.Rollback`."""
+
     def __post_init__(self) -> None:
         """Check values that no other class checks."""
         if self.data_skip_steps is not None:

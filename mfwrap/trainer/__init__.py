@@ -5,19 +5,22 @@ from typing import TYPE_CHECKING
 from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
-    from mfwrap.trainer.events import MonitorCallback
+    from mfwrap.trainer.events import BadSteps, MonitorCallback
     from mfwrap.trainer.mixin import MFTrainerMixin
+    from mfwrap.trainer.rollback import Rollback
     from mfwrap.trainer.trainer import MFTrainer
 
-__all__ = ["MFTrainer", "MFTrainerMixin", "MonitorCallback"]
+__all__ = ["BadSteps", "MFTrainer", "MFTrainerMixin", "MonitorCallback", "Rollback"]
 
 # Import the Trainer on first use. `Model` and the callbacks need only MonitorCallback; if it came
 # with the Trainer, their import would be about a tenth slower.
 __getattr__ = package_getattr(
     __name__,
     {
+        "BadSteps": "mfwrap.trainer.events",
         "MFTrainer": "mfwrap.trainer.trainer",
         "MFTrainerMixin": "mfwrap.trainer.mixin",
         "MonitorCallback": "mfwrap.trainer.events",
+        "Rollback": "mfwrap.trainer.rollback",
     },
 )

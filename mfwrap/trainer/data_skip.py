@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
-from mfwrap.records.skipped_rows import SkipRows
+from mfwrap.records.skipped_rows import SkippedRow, SkipRows
 from mfwrap.trainer.row_skip import RowSkip
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class DataSkip:
         self.rows = RowSkip(trainer, skip_rows)
         """Rows to leave out."""
         self._skips_rows = False
+        # Steps from which on the update of the data differs from the step by another number.
+        self._made: list[tuple[int, int]] = []
         self._offset = 0
         self._epochs_added = 0
         # Present epoch, and number of updates of each epoch, with all rows.
@@ -144,6 +146,7 @@ class DataSkip:
         if trainer.args.ignore_data_skip:
             self._offset, self.is_moved = 0, False
         self._updates_per_epoch = updates_per_epoch
+        self._made = []
         saved_rows = None if saved is None else saved.get("rows")
         self._skips_rows = self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
         end = max_steps + self._offset
@@ -191,9 +194,32 @@ class DataSkip:
         if self._skips_rows:
             state = self._trainer.state
             following = self.rows.end(state.global_step - 1 + self._offset, 1)
+            difference = following - 1 - state.global_step
+            if not self._made or self._made[-1][1] != difference:
+                self._made.append((state.global_step, difference))
             following = self.rows.settled(following)
             self._offset = following - state.global_step
             state.epoch = self.rows.progress(following)
+
+    def rows_of_steps(
+        self, first_step: int, last_step: int, updates_before: int, updates_after: int
+    ) -> frozenset[SkippedRow]:
+        """Return the rows of steps of this training, and of updates of the data around them.
+
+        Args:
+            first_step: First step.
+            last_step: Last step.
+            updates_before: Number of updates of the data before the first step.
+            updates_after: Number of updates of the data after the last step.
+        """
+        first = max(self._update_of(first_step) - updates_before, 0)
+        last = self._update_of(last_step) + updates_after
+        return frozenset().union(*(self.rows.positions(one) for one in range(first, last + 1)))
+
+    def _update_of(self, step: int) -> int:
+        """Return the update of the data that a step of this training was made on."""
+        known = [difference for begin, difference in self._made if begin <= step]
+        return step + (known[-1] if known else self._made[0][1])
 
     def _set_offset(self, saved: Mapping[str, Any] | None, done: int) -> None:
         former: Mapping[str, Any] = {"steps": None, "offset": 0} if saved is None else saved

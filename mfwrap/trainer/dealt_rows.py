@@ -107,8 +107,8 @@ def _length(batch_sampler: Any) -> int | None:
 
 def _refuse(what: str, remedy: str) -> NoReturn:
     msg = (
-        "`skip_rows` needs a map-style data set that each rank reads in batches of a fixed size, "
-        f"got {what}; {remedy}"
+        "`skip_rows` and `rollback` need a map-style data set that each rank reads in batches of "
+        f"a fixed size, got {what}; {remedy}"
     )
     raise ValueError(msg)
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
 
+class BadSteps(NamedTuple):
+    """Steps of a training that went wrong, for `Rollback`."""
+
+    kind: str
+    """What went wrong, one of `MonitorCallback.bad_kinds`."""
+
+    first_step: int
+    last_step: int
+    is_shared: bool
+    """Whether all ranks report the same at the same step. If not, other ranks may know nothing."""
+
+
 class MonitorCallback(TrainerCallback):
     """A transformers callback with additional methods that `MFTrainer` calls.
 
@@ -32,6 +44,17 @@ class MonitorCallback(TrainerCallback):
     saves_checkpoints: bool = False
     """Whether the callback requests checkpoints. `MFTrainer` then checks before the first step that
     the disk has room for one."""
+
+    bad_kinds: tuple[str, ...] = ()
+    """Kinds of steps that `bad_steps` can report."""
+
+    def bad_steps(self) -> Sequence[BadSteps]:
+        """Return the steps found to be bad since the last call, also after ``on_train_end``.
+
+        `MFTrainer` calls it after each step if it may go back to a checkpoint. It must not
+        synchronize with the device, nor start a collective.
+        """
+        return ()
 
     def values_to_log(self) -> dict[str, float]:
         """Return values, by name, that `MFTrainer` adds to each training log."""
@@ -93,6 +116,7 @@ class StepCallbackHandler(CallbackHandler):
 
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
+    after_event: Callable[[str, TrainerControl], None]
     termination: "TerminationCallback"
     postpones_save: bool = False
     """Whether a checkpoint is due at the end of this epoch."""
@@ -153,6 +177,7 @@ class StepCallbackHandler(CallbackHandler):
             # prevented a postponed save.
             self.postpones_save = self.must_save = False
         changed.should_save |= self.must_save
+        self.after_event(event, changed)
         return changed
 
     @contextlib.contextmanager
@@ -201,6 +226,7 @@ def check_callback(callback: object) -> None:
 def add_step_to_events(
     trainer: "MFTrainerMixin",
     before_event: Callable[[str], None],
+    after_event: Callable[[str, TrainerControl], None],
     termination: RankTermination,
 ) -> None:
     """Make a trainer's callback handler pass the step's results to callbacks, in place.
@@ -210,11 +236,14 @@ def add_step_to_events(
     Args:
         trainer: A trainer that already has its callback handler.
         before_event: Function that is called with the name of each event, before the callbacks.
+        after_event: Function that is called with the name of each event and the trainer's control,
+            which it may change, after the callbacks.
         termination: Decides after which step SIGTERM ends the training.
     """
     handler: Any = trainer.callback_handler
     handler.__class__ = _step_handler_class(type(handler))
-    handler.trainer, handler.before_event = trainer, before_event
+    handler.trainer = trainer
+    handler.before_event, handler.after_event = before_event, after_event
     handler.termination = TerminationCallback(termination)
 
 

@@ -40,6 +40,7 @@ from mfwrap.trainer.events import (
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
+from mfwrap.trainer.rollback import Rollback, Rollbacks
 
 if TYPE_CHECKING:
     # The mixin is combined with a Trainer, so it has the Trainer's methods.
@@ -98,6 +99,7 @@ class MFTrainerMixin(_Base):
             order, both from 0, or the path of a file with such rows, one JSON object per line
             (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.row_skip.RowSkip`. A training
             that resumes without the argument leaves out the rows of its checkpoint.
+        rollback: When to go back to a checkpoint after a bad step; ``None`` for never.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -116,6 +118,7 @@ class MFTrainerMixin(_Base):
         communication_hook: CommunicationHook | None = None,
         data_skip_steps: int | None = None,
         skip_rows: SkipRows | None = None,
+        rollback: Rollback | None = None,
         **kwargs: Any,
     ) -> None:
         if step is not None and not isinstance(step, StepConfig):
@@ -130,15 +133,17 @@ class MFTrainerMixin(_Base):
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
         self._skip = DataSkip(self, data_skip_steps, skip_rows)
+        self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
+        self._back_to: str | None = None
         super().__init__(*args, **kwargs)
         # Where gradients lie on several meshes, the Trainer would clip them itself, although they
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         self._mixed_mesh_grads = False
         check_construction(self)
-        add_step_to_events(self, self._before_event, self._termination)
+        add_step_to_events(self, self._before_event, self.rollbacks.after_event, self._termination)
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
@@ -206,11 +211,16 @@ class MFTrainerMixin(_Base):
                 when the error is raised.
         """
         self._checkpoints.check_run_folder()
-        if resume_from_checkpoint:
-            resume_from_checkpoint = self._checkpoints.checked(resume_from_checkpoint, trial)
-        checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        with self._batch.resuming(checkpoint):
-            return super().train(resume_from_checkpoint or None, trial, *args, **kwargs)
+        asked_for = resume_from_checkpoint
+        while True:
+            asked_for = self.rollbacks.begin(asked_for)
+            if asked_for:
+                asked_for = self._checkpoints.checked(asked_for, trial)
+            with self._batch.resuming(Path(asked_for) if asked_for else None):
+                result = super().train(asked_for or None, trial, *args, **kwargs)
+            asked_for, self._back_to = self._back_to, None
+            if asked_for is None:
+                return result
 
     def _inner_training_loop(
         self,
@@ -238,7 +248,8 @@ class MFTrainerMixin(_Base):
             # The model of `load_best_model_at_end` no longer has the weights of the last step.
             has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             is_saved = self._checkpoints.saved_step == self.state.global_step
-            if must_exit and not has_best and not is_saved:
+            self._back_to = self.rollbacks.decide()
+            if must_exit and not has_best and not is_saved and self._back_to is None:
                 trained: Any = self.model
                 self._save_checkpoint(trained, trial)
         if must_exit:
@@ -287,6 +298,7 @@ class MFTrainerMixin(_Base):
             if self._position.resumed_from is not None:
                 for callback in monitors(self.callback_handler.callbacks):
                     callback.resume_from(self._position.resumed_from)
+            self.rollbacks.begun()
             self._losses.begin(self._position.saved_log)
         elif event == "on_epoch_begin":
             # A subclass may give a loader that the accelerator has not prepared.

@@ -67,7 +67,12 @@ class RowSkip:
     def __init__(self, trainer: "MFTrainerMixin", skip_rows: SkipRows | None) -> None:
         self._trainer = trainer
         self._given = None if skip_rows is None else skipped_rows(skip_rows)
-        self._rows: frozenset[SkippedRow] = self._given or frozenset()
+        self.present: frozenset[SkippedRow] = self._given or frozenset()
+        """Rows that the present training leaves out."""
+        self.added: frozenset[SkippedRow] = frozenset()
+        """Further rows to leave out."""
+        self.needs_positions = False
+        """Whether `positions` is needed, even if no row is left out."""
         self._loader: Any = None
         self._dealing = _NO_DEALING
         self._epochs: dict[int, EpochRows] = {}
@@ -110,7 +115,7 @@ class RowSkip:
             self._loader = None
 
     def begin(self, saved: Iterable[Collection[int]] | None, updates_per_epoch: int) -> bool:
-        """Prepare a training; return whether rows are left out.
+        """Prepare a training; return whether positions of rows are known.
 
         Args:
             saved: Rows that `state_dict` returned; ``None`` for a training from the start.
@@ -121,16 +126,18 @@ class RowSkip:
             ValueError: If the data do not allow to leave out rows, or an epoch lacks such a row.
         """
         trainer = self._trainer
-        if self._given is None:
-            self._rows = frozenset(SkippedRow(*each) for each in saved or ())
+        given = self._given
+        if given is None:
+            given = frozenset(SkippedRow(*each) for each in saved or ())
+        self.present = given | self.added
         self._epochs, self._empty = {}, []
         self._epoch = EpochRows(_NO_DEALING)
-        if not self._rows:
+        if not self.present and not self.needs_positions:
             return False
         if trainer.args.ignore_data_skip:
             msg = (
-                "`ignore_data_skip` must be False with `skip_rows`, got True: the positions of "
-                "rows count from the start of an epoch"
+                "`ignore_data_skip` must be False with `skip_rows` or `rollback`, got True: the "
+                "positions of rows count from the start of an epoch"
             )
             raise ValueError(msg)
         dealing = Dealing.of_loader(self._loader, trainer.args.gradient_accumulation_steps)
@@ -141,7 +148,7 @@ class RowSkip:
             )
             raise ValueError(msg)
         self._dealing = dealing
-        for epoch in sorted({row.epoch for row in self._rows}):
+        for epoch in sorted({row.epoch for row in self.present}):
             rows = self._rows_of(epoch)
             rows.check(epoch)
             self._epochs[epoch] = rows
@@ -151,8 +158,16 @@ class RowSkip:
         return True
 
     def _rows_of(self, epoch: int, first_update: int = 0) -> EpochRows:
-        skipped = frozenset(row.position for row in self._rows if row.epoch == epoch)
+        skipped = frozenset(row.position for row in self.present if row.epoch == epoch)
         return EpochRows(self._dealing, skipped, first_update)
+
+    def positions(self, update: int) -> frozenset[SkippedRow]:
+        """Return all rows of an update, counted from the start of the data."""
+        dealing = self._dealing
+        epoch, of_epoch = divmod(update, dealing.num_updates)
+        slots, size = dealing.slots(of_epoch), dealing.rows_per_slot
+        last = min(slots.stop * size, dealing.num_rows)
+        return frozenset(SkippedRow(epoch, row) for row in range(slots.start * size, last))
 
     def settled(self, update: int) -> int:
         """Return an update, or the start of the next epoch that has rows if its own has none left.
@@ -279,7 +294,7 @@ class RowSkip:
 
     def state_dict(self) -> list[list[int]]:
         """Return the rows that are left out, as JSON values."""
-        return sorted([row.epoch, row.position] for row in self._rows)
+        return sorted([row.epoch, row.position] for row in self.present)
 
 
 def _skipping_class(sampler_class: Any) -> Any:

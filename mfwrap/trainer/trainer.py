@@ -25,6 +25,7 @@ from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.rollback import Rollback
 
 if TYPE_CHECKING:
     import datasets
@@ -34,8 +35,8 @@ class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
-    ``communication_hook``, ``data_skip_steps`` and ``skip_rows``) and what differs from the
-    Trainer; the other arguments are the Trainer's.
+    ``communication_hook``, ``data_skip_steps``, ``skip_rows`` and ``rollback``) and what differs
+    from the Trainer; the other arguments are the Trainer's.
 
     Example:
         >>> import torch
@@ -87,6 +88,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         communication_hook: CommunicationHook | None = None,
         data_skip_steps: int | None = None,
         skip_rows: SkipRows | None = None,
+        rollback: Rollback | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -108,4 +110,5 @@ class MFTrainer(MFTrainerMixin, Trainer):
             communication_hook=communication_hook,
             data_skip_steps=data_skip_steps,
             skip_rows=skip_rows,
+            rollback=rollback,
         )

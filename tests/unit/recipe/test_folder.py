@@ -73,6 +73,8 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
         "error_rank_1.txt",
         "earlier_error_rank_1.txt",
         "metrics_rank1.jsonl",
+        "rollbacks.json",
+        "skip_rows.jsonl",
         "run.png.partial",
     ):
         (tmp_path / name).touch()

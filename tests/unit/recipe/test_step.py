@@ -4,6 +4,7 @@ import pytest
 
 from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from mfwrap.recipe.document import RecipeError
+from mfwrap.trainer import Rollback
 from support.recipe_texts import parsed
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
@@ -74,6 +75,17 @@ def test_the_threshold_of_spikes_comes_from_the_monitor():
 
     assert recipe.step.config.global_norm_spike_threshold == 7.5
     assert recipe.make_callbacks == ()
+
+
+def test_rollback():
+    """The section `rollback` has the fields of `Rollback`."""
+    assert parsed().rollback is None
+    recipe = parsed(rollback={"kinds": ["spike"], "max_rollbacks": 2})
+    assert recipe.rollback == Rollback(kinds=("spike",), max_rollbacks=2)
+    with pytest.raises(RecipeError, match=r"rollback\.max_rollback: unknown key"):
+        parsed(rollback={"max_rollback": 2})
+    with pytest.raises(RecipeError, match=r"rollback.* must be >= 1, got 0"):
+        parsed(rollback={"max_rollbacks": 0})
 
 
 def test_skipped_data():

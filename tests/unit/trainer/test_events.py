@@ -79,7 +79,7 @@ def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]
     attached = SimpleNamespace(last_report=last, answers_late=False)
     listener.attached = attached
     trainer = SimpleNamespace(callback_handler=handler, attached=attached)
-    add_step_to_events(trainer, listener.order.append, RankTermination())
+    add_step_to_events(trainer, listener.order.append, lambda *_: None, RankTermination())
     return handler, listener, attached
 
 
@@ -97,7 +97,7 @@ def test_the_handler_keeps_its_own_class():
     handler = Own([], None, None, None, None)
     handler.train_dataloader = "loader"
     trainer = SimpleNamespace(callback_handler=handler, attached=None)
-    add_step_to_events(trainer, print, RankTermination())
+    add_step_to_events(trainer, print, print, RankTermination())
 
     assert isinstance(handler, Own)
     assert isinstance(handler, StepCallbackHandler)
@@ -282,7 +282,7 @@ def test_sigterm_is_handled_between_the_flow_and_other_callbacks(first, tmp_path
     trainer = SimpleNamespace(
         callback_handler=handler, attached=SimpleNamespace(last_report=None, answers_late=False)
     )
-    add_step_to_events(trainer, print, termination)
+    add_step_to_events(trainer, print, print, termination)
     args = TrainingArguments(str(tmp_path), eval_strategy="epoch", save_strategy="epoch")
     state = TrainerState(max_steps=9, epoch=1.5, global_step=3)
 

@@ -17,7 +17,8 @@ def test_the_trainers_own_parameters_are_declared():
     assert form[: len(expected)] == [(each.name, each.kind, each.default) for each in expected]
     added = {each.name: each for each in found[len(expected) :]}
     assert list(added) == [
-        *("step", "ema", "scale_sense", "communication_hook", "data_skip_steps", "skip_rows")
+        *("step", "ema", "scale_sense", "communication_hook", "data_skip_steps", "skip_rows"),
+        "rollback",
     ]
     assert all(each.kind is each.KEYWORD_ONLY and each.default is None for each in added.values())
 

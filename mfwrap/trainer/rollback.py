@@ -1,0 +1,360 @@
+"""Go back to a checkpoint after a bad step, and around the data of that step: ``rollback``."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from transformers.trainer_callback import TrainerControl
+
+from mfwrap.arguments import check_int, described
+from mfwrap.checkpoints.file_formats import json_content
+from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.resumption import AUTO
+from mfwrap.checkpoints.verification import TRAINER_STATE, newest_whole_checkpoint
+from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
+from mfwrap.records.skipped_rows import SkippedRow, checked_row
+from mfwrap.trainer.data_skip import DataSkip
+from mfwrap.trainer.events import BadSteps, monitors
+
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+_LOG = logging.getLogger(__name__)
+
+ROLLBACKS_FILE = "rollbacks.json"
+"""File in the run folder with all rollbacks of the run."""
+
+SKIP_ROWS_FILE = "skip_rows.jsonl"
+"""File in the run folder with all rows that the run has left out."""
+
+_FORMAT_VERSION = 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """After a bad step, go back to the newest checkpoint before it, and leave its data out.
+
+    The result is bitwise that of a training from the start without these rows, unless the training
+    process itself changes rows by random numbers.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
+    """
+
+    kinds: tuple[str, ...] = ("spike",)
+    """Kinds of anomalies to go back after, as in ``anomalies.jsonl``: ``"spike"``,
+    ``"gradient_not_finite"`` or ``"loss_not_finite"``. A list is accepted, too."""
+
+    max_rollbacks: int = 3
+    """Largest number of rollbacks of a run, also if it is started again. After that, training goes
+    on without any."""
+
+    updates_before: int = 0
+    """Number of updates before the bad steps whose data are left out, too."""
+
+    updates_after: int = 0
+    """Number of updates after the bad steps whose data are left out, too."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        kinds = self.kinds
+        if not isinstance(kinds, (tuple, list)) or not all(isinstance(one, str) for one in kinds):
+            msg = f"`kinds` must be names of kinds of anomalies, got {described(kinds)}"
+            raise TypeError(msg)
+        if not kinds:
+            msg = "`kinds` must name at least one kind of anomalies, got none"
+            raise ValueError(msg)
+        object.__setattr__(self, "kinds", tuple(kinds))
+        check_int("max_rollbacks", self.max_rollbacks)
+        check_int("updates_before", self.updates_before, minimum=0)
+        check_int("updates_after", self.updates_after, minimum=0)
+
+
+@final
+@dataclass(frozen=True)
+class _Done:
+    """A rollback, as ``rollbacks.json`` records it."""
+
+    kind: str
+    first_step: int
+    last_step: int
+    checkpoint: str
+    """Name of the checkpoint that the training went back to."""
+
+    rows: tuple[SkippedRow, ...]
+    """Rows that are left out since then."""
+
+
+@final
+class Rollbacks:
+    """Decide when an `MFTrainer` goes back, and to which checkpoint.
+
+    All ranks know of the same non-finite gradients and spikes, and stop after the same step. What
+    one rank knows alone, such as a non-finite loss, is told to the others before the next
+    checkpoint and at the end of the training, so that no step has another message.
+
+    A rollback is written to ``rollbacks.json`` before anything else is done. If the process is
+    killed, ``resume_from_checkpoint="auto"`` continues with it.
+
+    Args:
+        trainer: The trainer.
+        settings: Settings; ``None`` never goes back.
+        skip: Data to skip.
+
+    Raises:
+        TypeError: If `settings` is neither a `Rollback` nor ``None``.
+    """
+
+    def __init__(
+        self, trainer: "MFTrainerMixin", settings: Rollback | None, skip: DataSkip
+    ) -> None:
+        if settings is not None and not isinstance(settings, Rollback):
+            msg = f"`rollback` must be a mfwrap.trainer.Rollback or None, got {described(settings)}"
+            raise TypeError(msg)
+        self._trainer = trainer
+        self._settings = settings
+        self._skip = skip
+        self._done: list[_Done] = []
+        self._pending: str | None = None
+        self._own: list[BadSteps] = []  # that other ranks do not know of yet
+        self._request: BadSteps | None = None
+        self.is_stopping = False
+        """Whether the training is about to end, to go back."""
+        skip.rows.needs_positions = settings is not None
+
+    @property
+    def _run_folder(self) -> Path:
+        return Path(str(self._trainer.args.output_dir))
+
+    def begin(self, asked_for: Any) -> Any:
+        """Read the rollbacks of the run, and return the checkpoint to resume from.
+
+        Call it on all ranks before each training. The file of an earlier run is deleted.
+
+        Args:
+            asked_for: Checkpoint that the user asks for, as in ``resume_from_checkpoint``.
+
+        Returns:
+            The checkpoint of a rollback that was begun and not completed, if the newest one is
+            asked for; else `asked_for`.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        path = self._run_folder / ROLLBACKS_FILE
+        self.is_stopping, self._request, self._own = False, None, []
+        self._done, self._pending = [], None
+        content = None
+        with raising_together():
+            if this_rank() == 0 and path.exists() and asked_for:
+                content = _read(path)
+            elif this_rank() == 0 and path.exists():
+                path.unlink()
+        content = gather_objects(content)[0] if asked_for else None
+        if content is not None:
+            self._done, self._pending = content
+        self._skip.rows.added = frozenset(row for done in self._done for row in done.rows)
+        if self._pending is not None and (asked_for is True or asked_for == AUTO):
+            return str(self._run_folder / self._pending)
+        return asked_for
+
+    def begun(self) -> None:
+        """Note that the training has resumed from the checkpoint of the last rollback.
+
+        Call it when checkpoints of later steps have other names.
+
+        Raises:
+            ValueError: If no monitor reports anomalies of a chosen kind.
+        """
+        if self._pending is not None:
+            self._pending = None
+            self._write()
+        if self._settings is None:
+            return
+        callbacks = monitors(self._trainer.callback_handler.callbacks)
+        known = sorted({kind for callback in callbacks for kind in callback.bad_kinds})
+        for kind in self._settings.kinds:
+            if kind not in known:
+                msg = (
+                    f"`rollback` needs a callback that reports anomalies of kind {kind!r}, such as "
+                    f"TrainingStateMonitor; the callbacks report {', '.join(known) or 'none'}"
+                )
+                raise ValueError(msg)
+
+    def after_event(self, event: str, control: TrainerControl) -> None:
+        """Look at what the monitors have found, and stop the training if it must go back.
+
+        Call it on all ranks. Before a checkpoint is written, all ranks exchange what they have
+        found. The training stops on all ranks or on none.
+
+        Args:
+            event: Name of the event that the callbacks have handled.
+            control: The trainer's control after that, which is changed.
+        """
+        if self._settings is None:
+            return
+        if event in {"on_step_end", "on_epoch_end"} and not self.is_stopping:
+            self._look_after_step(self._settings.kinds, is_saving=control.should_save)
+        if self.is_stopping:
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+
+    def _look_after_step(self, kinds: Sequence[str], *, is_saving: bool) -> None:
+        trainer = self._trainer
+        if is_saving:
+            known = {"model": trainer.model, "optimizer": trainer.optimizer}
+            for callback in monitors(trainer.callback_handler.callbacks):
+                callback.on_pre_save(trainer.args, trainer.state, trainer.control, **known)
+        self._look(kinds, exchanges=is_saving or num_ranks() == 1)
+
+    def _look(self, kinds: Sequence[str], *, exchanges: bool) -> None:
+        callbacks = monitors(self._trainer.callback_handler.callbacks)
+        found = [bad for callback in callbacks for bad in callback.bad_steps()]
+        found = [bad for bad in found if bad.kind in kinds]
+        known_to_all = [bad for bad in found if bad.is_shared]
+        self._own += [bad for bad in found if not bad.is_shared]
+        if exchanges:
+            own, self._own = self._own, []
+            known_to_all += [bad for of_rank in gather_objects(own) for bad in of_rank]
+        if known_to_all:
+            first = min(known_to_all, key=lambda bad: bad.first_step)
+            self._request = first if self._may_go_back(first) else None
+            self.is_stopping = self._request is not None
+
+    def _limit(self, bad: BadSteps) -> int:
+        """Return the first step whose checkpoint is too late."""
+        return bad.first_step - (0 if self._settings is None else self._settings.updates_before)
+
+    def _may_go_back(self, bad: BadSteps) -> bool:
+        """Return whether a rollback is possible; if not, log why. Call it on all ranks."""
+        settings = self._settings
+        if settings is None:
+            return False
+        limit = self._limit(bad)
+        steps = gather_objects(_steps_of(self._run_folder))[0]  # the disk of rank 0
+        if len(self._done) >= settings.max_rollbacks:
+            reason = f"{settings.max_rollbacks} rollbacks have been done"
+        elif not any(step < limit for step in steps):
+            reason = f"there is no checkpoint before step {limit}; set `save_steps` lower"
+        else:
+            return True
+        if this_rank() == 0:
+            _LOG.warning("step %d: no rollback after %s: %s", bad.first_step, bad.kind, reason)
+        return False
+
+    def decide(self) -> str | None:
+        """Return the checkpoint to go back to; ``None`` if the training is complete.
+
+        Call it on all ranks when the training has ended. The decision is on disk before it returns.
+
+        Raises:
+            RuntimeError: If no checkpoint before the bad steps is intact any more.
+        """
+        settings = self._settings
+        if settings is None:
+            return None
+        if not self.is_stopping:
+            self._look(settings.kinds, exchanges=True)
+        bad, self._request, self.is_stopping = self._request, None, False
+        if bad is None:
+            return None
+        name = None
+        with raising_together():
+            if this_rank() == 0:
+                name = self._newest_name(bad)
+        name = gather_objects(name)[0] or ""
+        rows = self._skip.rows_of_steps(
+            bad.first_step, bad.last_step, settings.updates_before, settings.updates_after
+        )
+        self._done.append(_Done(bad.kind, bad.first_step, bad.last_step, name, tuple(sorted(rows))))
+        self._pending = name
+        self._write()
+        if this_rank() == 0:
+            _LOG.warning(
+                "step %d: %s; going back to %s and leaving out %d rows of the data (rollback %d of "
+                "%d); see %s",
+                *(bad.first_step, bad.kind, name, len(rows), len(self._done)),
+                *(settings.max_rollbacks, self._run_folder / ROLLBACKS_FILE),
+            )
+        return str(self._run_folder / name)
+
+    def _newest_name(self, bad: BadSteps) -> str:
+        limit = self._limit(bad)
+        before = self._run_folder / f"checkpoint-{limit}"
+        found = newest_whole_checkpoint(self._run_folder, before, required=[TRAINER_STATE])
+        if found is None:
+            msg = (
+                f"cannot go back after {bad.kind} at step {bad.first_step}: no checkpoint before "
+                f"step {limit} in {self._run_folder} is intact any more"
+            )
+            raise RuntimeError(msg)
+        return found.name
+
+    def _write(self) -> None:
+        """Write all rollbacks, and the list of rows for a run that leaves them out from its start.
+
+        Rank 0 writes; all ranks wait for it.
+        """
+        with raising_together():
+            if this_rank() != 0:
+                return
+            rows = sorted(
+                {*self._skip.rows.present, *(row for done in self._done for row in done.rows)}
+            )
+            with whole_file(self._run_folder / SKIP_ROWS_FILE) as partial:
+                lines = (f'{{"epoch": {epoch}, "position": {place}}}\n' for epoch, place in rows)
+                partial.write_text("".join(lines), encoding="utf-8")
+            content = {
+                "format_version": _FORMAT_VERSION,
+                "pending": self._pending,
+                "rollbacks": [dataclasses.asdict(done) for done in self._done],
+            }
+            with whole_file(self._run_folder / ROLLBACKS_FILE) as partial:
+                partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _steps_of(run_folder: Path) -> Sequence[int]:
+    names = [path.name.partition("-")[2] for path in run_folder.glob("checkpoint-*")]
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _read(path: Path) -> tuple[list[_Done], str | None]:
+    """Return the rollbacks in a file, and the checkpoint of one that was not completed.
+
+    Raises:
+        ValueError: If the file is damaged or has another format version.
+    """
+    try:
+        content: Any = json_content(path)
+        version, pending = content["format_version"], content["pending"]
+        done = [
+            _Done(
+                str(each["kind"]),
+                int(each["first_step"]),
+                int(each["last_step"]),
+                str(each["checkpoint"]),
+                tuple(checked_row(*row) for row in each["rows"]),
+            )
+            for each in content["rollbacks"]
+        ]
+        if not isinstance(pending, (str, type(None))) or Path(pending or "").name != (
+            pending or ""
+        ):
+            msg = f"expected the name of a checkpoint, got {pending!r}"
+            raise ValueError(msg)  # noqa: TRY301  (reported below)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        msg = (
+            f"{path} is damaged ({type(error).__name__}: {error}); delete it and give the rows to "
+            "leave out as `skip_rows`"
+        )
+        raise ValueError(msg) from error
+    if version != _FORMAT_VERSION:
+        msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
+        raise ValueError(msg)
+    return done, pending
