@@ -11,6 +11,9 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.records.json_lines import rank_file
 from mfwrap.records.run_files import open_records
 
+_MOST_SAMPLES = 2
+"""Largest number of samples in the log line; the record has all of them."""
+
 KINDS = {
     "loss_not_finite": "non-finite loss",
     "gradient_not_finite": "non-finite gradient",
@@ -42,6 +45,44 @@ class WeightNorm:
     norm_before: float
     """Norm when it was last recorded: at the start of training, a save, an evaluation, or the end
     of an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRow:
+    """A row of a batch that stands out among the rows of its step. ``None`` means unknown."""
+
+    rank: int
+    micro_batch: int
+    """Micro-batch of the row, counted from 0 on its rank."""
+
+    row: int
+    """Row in the micro-batch, counted from 0."""
+
+    index: int | None = None
+    """Index of the sample in the data set."""
+
+    loss: float | None = None
+    """Loss of the row alone."""
+
+    gradient_norm: float | None = None
+    """Norm of the gradient of the row's share of the step's loss, without the loss scale."""
+
+    loss_without: float | None = None
+    """Loss of the micro-batch with another row in the place of this row."""
+
+    gradient_norm_without: float | None = None
+    """Norm of the micro-batch's gradient with another row in the place of this row."""
+
+    def described(self) -> str:
+        """Return a phrase with the place of the row, and the numbers by which it stands out."""
+        index = "" if self.index is None else f" (data set index {self.index})"
+        place = f"row {self.row} of micro-batch {self.micro_batch} on rank {self.rank}{index}"
+        if self.loss is not None and self.gradient_norm is not None:
+            return f"{place} has loss {self.loss:.4g} and gradient norm {self.gradient_norm:.4g}"
+        if self.loss_without is not None and self.gradient_norm_without is not None:
+            loss, norm = self.loss_without, self.gradient_norm_without
+            return f"without {place} the loss is {loss:.4g} and the gradient norm {norm:.4g}"
+        return place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +130,15 @@ class Anomaly:
     num_clean_replays: int | None = None
     """Number of replays in which all values were finite."""
 
+    samples: tuple[BadRow, ...] = ()
+    """Rows of batches that stand out, the worst first."""
+
+    samples_detail: str | None = None
+    """How the rows were found, or why no row is named; ``None`` without a search."""
+
+    are_samples_exact: bool | None = None
+    """Whether the rows were run with the weights and the random numbers of the step."""
+
     gradients: tuple[GroupNorm, ...] = ()
     """Norms of the groups of gradients that are most likely at fault, the likeliest first."""
 
@@ -119,8 +169,7 @@ class Anomaly:
 
     def as_record(self) -> dict[str, Any]:
         """Return the known fields, ready for JSON."""
-        unknown: tuple[object, ...] = (None, ())
-        return {name: v for name, v in dataclasses.asdict(self).items() if v not in unknown}
+        return dataclasses.asdict(self, dict_factory=_known)
 
     def __str__(self) -> str:
         """Describe the anomaly in one line."""
@@ -152,6 +201,7 @@ class Anomaly:
             # With finite gradients the update is usually applied, which changes the weights. A
             # replay would need the weights from before the update.
             findings.append("all gradients are finite, a replay is not possible after the update")
+        findings += [row.described() for row in self.samples[:_MOST_SAMPLES]]
         if self.buffers:
             findings.append(f"{_counted('buffer', self.buffers)} became non-finite")
         return findings
@@ -204,6 +254,12 @@ class Anomaly:
             what = "output" if self.where == "activation" else "gradient"
             cause = f"the first non-finite {what} is that of {self.name}"
         return cause
+
+
+def _known(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a record whose values are known."""
+    unknown: tuple[object, ...] = (None, ())
+    return {name: value for name, value in fields if value not in unknown}
 
 
 def _compared(norm: float, usual_norm: float | None) -> str:

@@ -29,6 +29,14 @@ class RandomState(NamedTuple):
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), on_device)
 
+    def differs_from(self, other: "RandomState") -> bool:
+        """Tell whether random numbers were drawn between two states of the same generators."""
+        if not torch.equal(self.host, other.host):
+            return True
+        if self.device is None or other.device is None:
+            return False
+        return not torch.equal(self.device, other.device)
+
     def restore(self, device: torch.device) -> None:
         """Set torch's random number generators on the host and on `device` to these states."""
         torch.set_rng_state(self.host)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.callbacks.culprit.batch_rows import IGNORED, is_target
 from mfwrap.callbacks.culprit.recorder import (
     NetworkCall,
     RandomState,
@@ -17,12 +18,6 @@ from mfwrap.callbacks.culprit.recorder import (
     loss_of,
     tensors_in,
 )
-
-_TARGETS = ("labels", "targets", "target")
-"""Names under which a batch may hold its targets."""
-
-_IGNORED = -100
-"""Target that torch's cross entropy ignores by default."""
 
 
 class Origin(NamedTuple):
@@ -59,16 +54,26 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
         Place of the first non-finite value; ``None`` if all values of the replay are finite.
     """
     network = recorder.network
-    now = RandomState.now(recorder.device)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
-    recorder.is_on = False
-    try:
+    with undisturbed(recorder):
         for number, inputs in enumerate(recorder.last_step):
             inputs.random.restore(recorder.device)
             origin = _replay_micro_batch(network, inputs, loss_scale)
             if origin is not None:
                 return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
-        return None
+    return None
+
+
+@contextlib.contextmanager
+def undisturbed(recorder: StepRecorder) -> Iterator[None]:
+    """Call the network within the block; then restore random states and buffers.
+
+    The recorder does not record these calls.
+    """
+    now = RandomState.now(recorder.device)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in recorder.network.buffers()]
+    recorder.is_on = False
+    try:
+        yield
     finally:
         recorder.is_on = True
         now.restore(recorder.device)
@@ -84,7 +89,7 @@ def _replay_micro_batch(
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
-    with _Watch(network) as watch, _gradients_aside(network) as weights, torch.enable_grad():
+    with _Watch(network) as watch, gradients_aside(network) as weights, torch.enable_grad():
         with inputs.autocast():
             output = network(*inputs.positional, **inputs.keywords)
         loss = loss_of(output)
@@ -107,7 +112,7 @@ def _replay_micro_batch(
 
 
 @contextlib.contextmanager
-def _gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+def gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Let a backward write to empty gradients, without the hooks that act on whole gradients.
 
     The replay calls ``backward`` as the step did: `torch.autograd.grad` raises an error for
@@ -250,8 +255,7 @@ def origin_of_loss(network: nn.Module, inputs: NetworkCall) -> Origin:
     Synchronizes with the device.
     """
     for name, tensor in tensors_in(arguments_of(network, inputs)):
-        is_target = name.rpartition(".")[2] in _TARGETS and not tensor.is_floating_point()
-        if is_target and bool((tensor == _IGNORED).all()):
+        if is_target(name, tensor) and bool((tensor == IGNORED).all()):
             return Origin("targets", name, 0)
     return Origin("loss", "", 0)
 

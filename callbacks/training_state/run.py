@@ -16,6 +16,7 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.run_log import run_logger
@@ -117,6 +118,8 @@ class TrainingStateRun:
             is_compiled=_is_compiled(model, args),
         )
         self._is_watched = False
+        recorder = None if self.finder is None else self.finder.recorder
+        self._samples = None if recorder is None else SampleSearch(recorder)
         self._anomalies = AnomalyLog(folder, this_rank(), first_step=global_step)
         self._spike_guard = (
             SpikeGuard(threshold, folder, writes=is_main)
@@ -348,6 +351,13 @@ class TrainingStateRun:
             # All ranks find the same overflow or spike, so the main process alone writes it. A
             # non-finite loss without an overflow is known to one rank only, which writes it.
             is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")
+            if anomaly is not None and self._samples is not None:
+                anomaly = self._samples.added_to(
+                    anomaly,
+                    numbers,
+                    is_shared=is_shared,
+                    weights_have_moved=weights_have_moved,
+                )
             if anomaly is not None and (self._is_main or not is_shared):
                 self._anomalies.write(anomaly)
             if anomaly is not None:

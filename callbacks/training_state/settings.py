@@ -131,8 +131,9 @@ class TrainingStateSettings(RunSettings):
 
     replay: bool = False
     """Repeat a step that has non-finite gradients, with the same inputs and random numbers, to name
-    the first module whose output or gradient is non-finite. For this, the monitor keeps references
-    to the inputs of two steps."""
+    the first module whose output or gradient is non-finite. Also run the rows of a bad step one by
+    one, to name the samples that stand out. For this, the monitor keeps references to the inputs of
+    two steps."""
 
     spike_factor: float = 10.0
     """A global norm is a spike, and an anomaly, if it is above this multiple of the usual norm and

@@ -3,7 +3,7 @@
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ _ANOMALY_COLUMNS = (
     ("name", "Module or weight"),
     ("ranks", "Rank"),
     ("micro_batch", "Micro-batch"),
+    ("samples", "Samples"),
     ("gradients", "Suspect group: norm"),
     ("skipped", "Update"),
 )
@@ -201,15 +202,28 @@ def _anomalies(runs: Sequence[RunRecord]) -> str:
 
 def _cell(key: str, anomaly: dict[str, Any]) -> str:
     value = anomaly.get(key)
-    if value is None:
-        return _UNKNOWN
-    if key == "skipped":
-        return "skipped" if value else "applied"
-    if key == "ranks":
-        return html.escape(", ".join(str(rank) for rank in value)) or _UNKNOWN
-    if key == "gradients":
-        # The record lists the most suspect group first, so show only the first group.
-        if not value:
-            return _UNKNOWN
-        return html.escape(f"{value[0]['name']}: {float(value[0]['norm']):{NUMBER}}")
-    return html.escape(str(value).replace("_", " ") if key == "kind" else str(value))
+    return html.escape(_UNKNOWN if value in (None, []) else _TEXTS.get(key, str)(value))
+
+
+def _first_group(gradients: Sequence[dict[str, Any]]) -> str:
+    """Return name and norm of the most suspect group, which is listed first."""
+    return f"{gradients[0]['name']}: {float(gradients[0]['norm']):{NUMBER}}"
+
+
+def _places(samples: Sequence[dict[str, Any]]) -> str:
+    """Return the places of samples: the index in the data set if it is known, and the row."""
+    return "; ".join(
+        (f"{sample['index']}: " if "index" in sample else "")
+        + f"rank {sample['rank']}, micro-batch {sample['micro_batch']}, row {sample['row']}"
+        for sample in samples
+    )
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "kind": lambda kind: str(kind).replace("_", " "),
+    "ranks": lambda ranks: ", ".join(str(rank) for rank in ranks),
+    "samples": _places,
+    "gradients": _first_group,
+    "skipped": lambda skipped: "skipped" if skipped else "applied",
+}
+"""Functions that return the text of a cell, by the name of the field."""

@@ -85,5 +85,11 @@ def check_record(
         assert (record["layer"], record["name"]) == (layer, layer)
     if replayed and fault.kind == "data":
         assert (record["name"], record["rows"]) == ("inputs", [fault.row])
+        (sample,) = record["samples"]
+        assert (sample["rank"], sample["micro_batch"]) == (rank, fault.micro_batch)
+        assert (sample["row"], sample["index"]) == (fault.row, record["indices"][fault.row])
+    if replayed and fault.kind == "activation":
+        # The fault is not in the data, so all rows are non-finite.
+        assert "samples" not in record
     if fault.kind == "data" or (not replayed and fault.kind == "activation"):
         assert "layer" not in record

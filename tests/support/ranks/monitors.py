@@ -173,7 +173,7 @@ def estimate_noise(
 ) -> dict[str, Any]:
     """Train a linear model on noise, and return what the monitor records of the noise scale.
 
-    Each row of a batch is the gradient of one sample. It has 64 elements with the same mean and
+    Each row of a batch is the gradient of one sample. It has 1024 elements with the same mean and
     deviation.
 
     Args:
@@ -187,7 +187,7 @@ def estimate_noise(
     Returns:
         Noise scales by step, and the sizes of all ``all_reduce`` of the monitor.
     """
-    network = DistributedDataParallel(LinearProbe(64))
+    network = DistributedDataParallel(LinearProbe(1024))
     optimizer = SGD(network.parameters(), lr=1.0, fused=True)
     cell = MFTrainOneStepCell(network, optimizer, local_norm=True, scale_sense=1024.0)
     monitor = TrainingStateMonitor(
@@ -203,7 +203,7 @@ def estimate_noise(
     sent: list[int] = []
     monitor.on_train_begin(None, state, control)
     for state.global_step in range(1, num_steps + 1):
-        rows = mean + deviation * torch.randn(8, 64, generator=generator)
+        rows = mean + deviation * torch.randn(8, 1024, generator=generator)
         cell(rows * NAN if state.global_step == 7 else rows)
         with _AllReduceSizes() as sizes:
             monitor.on_step_end(None, state, control, cell.last_report.output, cell.last_report)

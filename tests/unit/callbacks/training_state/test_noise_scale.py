@@ -96,12 +96,12 @@ def test_a_resumed_interval_continues():
 def test_two_ranks_find_the_closed_form(two_ranks, tmp_path):
     """Each rank is within 10 % of the known noise scale, and sends nothing for it."""
     mean, deviation = 0.5, 2.0
-    ranks = two_ranks.run(estimate_noise, str(tmp_path), mean, deviation, "own", 400)
+    ranks = two_ranks.run(estimate_noise, str(tmp_path), mean, deviation, "own", 60)
 
     expected = deviation**2 / mean**2
     for rank in ranks:
-        assert list(rank["scales"]) == [200, 400]
-        assert sum(rank["scales"].values()) / 2 == pytest.approx(expected, rel=0.1)
+        assert list(rank["scales"]) == [30, 60]
+        assert list(rank["scales"].values()) == pytest.approx([expected, expected], rel=0.1)
         assert rank["sent"] == []
 
 

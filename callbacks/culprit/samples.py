@@ -1,0 +1,90 @@
+"""Add the samples that stand out to the anomaly of a bad step."""
+
+import dataclasses
+import math
+from typing import final
+
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow
+from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.rows import RowSearch, find_rows
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.collectives import gather_objects, this_rank
+
+_NON_FINITE = frozenset({"loss_not_finite", "gradient_not_finite"})
+
+_OF_DATA = _NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
+"""Kinds of anomalies that a sample may have caused."""
+
+_NOT_OF_DATA = frozenset({"weight", "weights", "targets"})
+"""Places of a fault for which all rows are alike."""
+
+
+_SIMILAR = 5.0
+"""Rows of other ranks are named whose norm is within this factor of the worst norm."""
+
+
+@final
+class SampleSearch:
+    """Search the samples of bad steps, and add those that stand out to the anomalies.
+
+    Only the first of several bad steps in a row is searched: a diverged run would otherwise search
+    every step.
+
+    Args:
+        recorder: Recorder of the steps.
+    """
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._last_bad: int | None = None
+
+    def added_to(
+        self, anomaly: Anomaly, numbers: StepNumbers, *, is_shared: bool, weights_have_moved: bool
+    ) -> Anomaly:
+        """Return the anomaly with the samples that stand out.
+
+        Synchronizes with the device.
+
+        Args:
+            anomaly: Anomaly of the last step.
+            numbers: Numbers of the step.
+            is_shared: Whether all ranks have found the anomaly. All of them must then call this.
+            weights_have_moved: Whether a later update has already changed the weights.
+        """
+        is_first = self._last_bad is None or self._last_bad < numbers.step - 1
+        self._last_bad = numbers.step
+        may_be_sample = (
+            anomaly.kind in _OF_DATA
+            and anomaly.where not in _NOT_OF_DATA
+            and anomaly.replay in {None, "reproduced"}
+        )
+        search: RowSearch | None = None
+        if is_first and may_be_sample:
+            search = find_rows(
+                self._recorder,
+                1.0 if numbers.loss_scale is None else numbers.loss_scale,
+                rank=this_rank(),
+                loss_is_finite=math.isfinite(numbers.loss),
+                is_finite=anomaly.kind not in _NON_FINITE,
+                is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
+            )
+        # `is_first` may differ between ranks, because a rank may have had an anomaly of its own.
+        searches = gather_objects(search) if is_shared else [search]
+        done = [each for each in searches if each is not None]
+        if not done:
+            return anomaly
+        named = [each for each in done if each.rows]
+        rows = sorted((row for each in named for row in each.rows), key=_order)
+        return dataclasses.replace(
+            anomaly,
+            samples=tuple(row for row in rows if _order(row) <= _order(rows[0]) / _SIMILAR),
+            samples_detail=(named or done)[0].detail,
+            are_samples_exact=all(each.is_exact for each in named) if named else None,
+        )
+
+
+def _order(row: BadRow) -> float:
+    """Return the key by which rows are sorted, the worst first."""
+    norm = row.gradient_norm
+    # A row without a norm of its own was left out, which made a difference.
+    return -norm if norm is not None and math.isfinite(norm) else -math.inf

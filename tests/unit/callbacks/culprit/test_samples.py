@@ -1,0 +1,66 @@
+"""An anomaly names the samples that stand out, of all ranks, and of the first bad step only."""
+
+import math
+
+import torch
+
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.samples import SampleSearch
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from support.spoilt.rows import planted
+
+
+def numbers_of(step, *, overflow=True, skipped=True):
+    """Return the numbers of a step with a loss of NaN."""
+    return StepNumbers(
+        step=step,
+        loss=math.nan,
+        overflow=overflow,
+        global_norm=1.0,
+        loss_scale=None,
+        skipped=skipped,
+        consecutive_skips=0,
+    )
+
+
+def searched(search, number, *, kind="loss_not_finite", skipped=True, moved=False, **known):
+    """Return an anomaly of a step with its samples."""
+    anomaly = Anomaly(step=number, kind=kind, ranks=(0,), layer=None, **known)
+    numbers = numbers_of(number, overflow=skipped, skipped=skipped)
+    return search.added_to(anomaly, numbers, is_shared=True, weights_have_moved=moved)
+
+
+def test_a_sample_is_added():
+    """Record and log line name the sample; the search is exact if the update was skipped."""
+    step = planted("GroupNorm", "nan", 0)
+    found = searched(SampleSearch(step.recorder), 7)
+    (sample,) = found.as_record()["samples"]
+
+    assert (sample["micro_batch"], sample["row"]) == (step.micro_batch, step.row)
+    assert "index" not in sample
+    assert f"row {step.row} of micro-batch {step.micro_batch} on rank 0 has loss nan" in str(found)
+    assert found.are_samples_exact
+    assert not searched(SampleSearch(step.recorder), 7, skipped=False).are_samples_exact
+    assert not searched(SampleSearch(step.recorder), 7, moved=True).are_samples_exact
+
+
+def test_when_nothing_is_searched():
+    """A step after a bad step, a fault in a weight and a clean replay are not searched."""
+    search = SampleSearch(planted("GroupNorm", "nan", 0).recorder)
+    assert searched(search, 7, where="weight").samples_detail is None
+    assert searched(search, 8).samples_detail is None
+    assert searched(search, 10).samples
+    assert searched(search, 12, replay="not_reproduced").samples_detail is None
+    assert searched(search, 14, kind="replicas_differ").samples_detail is None
+
+
+def test_why_no_sample_is_named():
+    """If no row stands out, the record says so."""
+    step = planted("GroupNorm", "nan", 0)
+    with torch.no_grad():
+        for weight in step.recorder.network.parameters():
+            weight.fill_(math.nan)
+    found = searched(SampleSearch(step.recorder), 7)
+
+    assert (found.samples, found.are_samples_exact) == ((), None)
+    assert found.samples_detail == "rows were run one by one: all are non-finite"
