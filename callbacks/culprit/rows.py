@@ -296,8 +296,9 @@ def _run_apart(
         return (), "not searched: the step has only one row"
     worst = _non_finite(values) or (_outliers(values) if is_finite else [])
     if not worst:
-        alike = all(math.isinf(value.size) for value in values.values())
-        return (), f"{how}: {'all are non-finite' if alike else 'none stands out'}"
+        alike = any(math.isinf(value.size) for value in values.values())
+        what = "all of a micro-batch are non-finite" if alike else "none stands out"
+        return (), f"{how}: {what}"
     named = [
         passes.bad_row(part, rank, loss=values[part].loss, gradient_norm=values[part].norm)
         for part in worst[:_MOST_NAMED]
@@ -327,9 +328,25 @@ def _worst_groups(groups: Sequence[_Part], run: Callable[[_Part], _Value]) -> li
 
 
 def _non_finite(values: Mapping[_Part, _Value]) -> list[_Part]:
-    """Return the parts that are non-finite; empty if all are: the fault is not in the rows."""
-    bad = [part for part in values if math.isinf(values[part].size)]
-    return bad if len(bad) < len(values) else []
+    """Return the parts that are non-finite, unless the fault is not in single rows.
+
+    It is not if all rows are non-finite, or all of the several rows of a micro-batch.
+    """
+    of_micro_batch: dict[int, list[_Part]] = {}
+    for part in values:
+        of_micro_batch.setdefault(part.micro_batch, []).append(part)
+    bad = {
+        number: [part for part in parts if math.isinf(values[part].size)]
+        for number, parts in of_micro_batch.items()
+    }
+    if all(len(bad[number]) == len(parts) for number, parts in of_micro_batch.items()):
+        return []
+    return [
+        part
+        for number, parts in of_micro_batch.items()
+        if len(parts) == 1 or len(bad[number]) < len(parts)
+        for part in bad[number]
+    ]
 
 
 def _outliers(values: Mapping[_Part, _Value]) -> list[_Part]:

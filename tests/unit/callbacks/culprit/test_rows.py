@@ -90,7 +90,9 @@ def test_a_good_step_names_no_row():
         step.recorder.network.layers[1].weight.fill_(math.nan)
     step.recorder.network(**rows_of("tokens", 4))[0].backward()
     step.recorder.end_step()
-    assert search(step.recorder, loss_is_finite=False).detail.endswith("all are non-finite")
+    assert search(step.recorder, loss_is_finite=False).detail.endswith(
+        "all of a micro-batch are non-finite"
+    )
 
 
 class Contrastive(nn.Module):

@@ -63,4 +63,4 @@ def test_why_no_sample_is_named():
     found = searched(SampleSearch(step.recorder), 7)
 
     assert (found.samples, found.are_samples_exact) == ((), None)
-    assert found.samples_detail == "rows were run one by one: all are non-finite"
+    assert found.samples_detail == "rows were run one by one: all of a micro-batch are non-finite"
