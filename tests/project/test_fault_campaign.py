@@ -18,13 +18,13 @@ from support.faults.verdicts import Verdict, judge, table
 # peft uses `is_gradient_checkpointing`, which transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-NON_FINITE_RECORDED = 0.9
-NON_FINITE_EXACT = 0.5
+NON_FINITE_RECORDED = 0.98
+NON_FINITE_EXACT = 0.9
 FINITE_RECORDED = 0.2
 FINITE_RIGHT_CAUSE = 0.0
 """Shares of the faults that the monitor must reach, raised as it improves."""
 
-CLEAN_RECORDS = 10
+CLEAN_RECORDS = 2
 """Largest number of records in the 24,000 steps of the clean runs."""
 
 TRUTH = Truth(

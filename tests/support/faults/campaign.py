@@ -24,6 +24,9 @@ __all__ = ["drawn_cases", "records_in", "run_case", "run_cases"]
 _STEPS_AFTER = 3
 """Steps that a run goes on after the last step at which a record of its fault is in time."""
 
+_SHOWN = ("step", "kind", "cause", "layer", "ranks", "micro_batch", "rows", "samples")
+"""Fields of a record that `_log_campaign` logs."""
+
 
 def records_in(folder: Path) -> list[dict[str, Any]]:
     """Return the anomalies that rank 0 has recorded; an empty list if it has written no file."""
@@ -97,8 +100,11 @@ def _log_campaign(number: int = 200, seed: int = 0) -> None:
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
         for place, case in enumerate(drawn_cases(seed, number)):
-            verdict = run_case(case, Path(folder) / str(place))
+            path = Path(folder) / str(place)
+            verdict = run_case(case, path)
             log.info("%s\n    %s", case, verdict)
+            for one in records_in(path):
+                log.info("        %s", {name: one.get(name) for name in _SHOWN})
             verdicts.append(verdict)
     log.info("%s", table(verdicts))
 

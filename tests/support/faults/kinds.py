@@ -157,10 +157,6 @@ def truth_of(fault: Fault, architecture: Architecture) -> Truth:
     )
 
 
-def _has_images(architecture: Architecture) -> bool:
-    return architecture.images
-
-
 def _has_tokens(architecture: Architecture) -> bool:
     return not architecture.images
 
@@ -222,8 +218,9 @@ _FINITE = {
         on_all_ranks=False,
         min_ranks=2,
     ),
+    # A LayerNorm takes the factor out again, here and in "activation times -1000".
     "bright image": Kind(
-        cause="data", data=bright_row, needs=_has_images, held_out=True, **_IN_ROW
+        cause="data", data=bright_row, needs=_has_batch_norm, held_out=True, **_IN_ROW
     ),
     "first moments times 1e5": Kind(
         cause="optimizer_state", around=moments("exp_avg", 1e5), sampled=True
@@ -251,12 +248,16 @@ _FINITE = {
         sampled=True,
         **_IN_LAYER,
     ),
-    # In the other architectures a normalization behind the layer takes the factor out again.
     "activation times -1000": Kind(
-        cause="activation", needs=_has_batch_norm, data=activation(4), **_IN_LAYER_OF_BATCH
+        cause="activation",
+        also=("data",),
+        needs=_has_batch_norm,
+        data=activation(4),
+        **_IN_LAYER_OF_BATCH,
     ),
     "growing query": Kind(
         cause="attention_logits",
+        also=("weight_changed",),
         around=growing_query,
         num_steps=15,
         patience=15,

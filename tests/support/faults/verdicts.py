@@ -57,7 +57,7 @@ def judge(kind: str, truth: Truth, records: Sequence[Mapping[str, Any]]) -> Verd
     # A layer, or a row, is wrong, too, if the fault has none. All ranks and micro-batches have a
     # fault that is in none of them alone.
     firm = {name: places[name] for name in places if name in known or name in {"layer", "rows"}}
-    later = [one for one in records if one["step"] >= truth.step]
+    later = [_with_rows(one, truth) for one in records if one["step"] >= truth.step]
     found = [one for one in later if one["step"] <= truth.last_step]
     wrong = {
         name
@@ -80,6 +80,19 @@ def judge(kind: str, truth: Truth, records: Sequence[Mapping[str, Any]]) -> Verd
         wrong=tuple(sorted(wrong)),
         false_alarms=len(records) - len(later),
     )
+
+
+def _with_rows(record: Mapping[str, Any], truth: Truth) -> Mapping[str, Any]:
+    """Return a record with the samples of a micro-batch in its ``rows``, if the fault is in rows.
+
+    Without a fault in rows, the samples of a record are those that stand out, which is not wrong.
+    """
+    samples = record.get("samples")
+    if truth.rows is None or not samples or record.get("rows") is not None:
+        return record
+    first = samples[0]["micro_batch"]
+    rows = sorted(each["row"] for each in samples if each["micro_batch"] == first)
+    return {"micro_batch": first, **record, "rows": rows}
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
