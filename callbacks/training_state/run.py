@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
-from mfwrap.callbacks.culprit.anomaly_log import AnomalyLog
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
 from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
 from mfwrap.callbacks.culprit.samples import SampleSearch
@@ -361,9 +361,7 @@ class TrainingStateRun:
             if anomaly is not None and (self._is_main or not is_shared):
                 self._anomalies.write(anomaly)
             if anomaly is not None:
-                self.bad_steps.append(
-                    BadSteps(anomaly.kind, anomaly.step, anomaly.step, is_shared=is_shared)
-                )
+                self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None
         if self._settings.check_for_nan_in_loss_and_grad and not is_ordinary:
             check_finite(numbers)
@@ -371,6 +369,17 @@ class TrainingStateRun:
             for check in (self._spike_guard, self._spike_count):
                 if check is not None:
                     check.check(numbers.step, numbers.global_norm)
+
+
+def _bad_steps(anomaly: Anomaly, *, is_shared: bool) -> BadSteps:
+    return BadSteps(
+        anomaly.kind,
+        anomaly.step,
+        anomaly.step,
+        is_shared=is_shared,
+        rows=tuple((each.rank, each.micro_batch, each.row) for each in anomaly.samples),
+        description=str(anomaly),
+    )
 
 
 def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> Path | None:

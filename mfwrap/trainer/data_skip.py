@@ -7,7 +7,7 @@ have been left out.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
@@ -202,19 +202,25 @@ class DataSkip:
             state.epoch = self.rows.progress(following)
 
     def rows_of_steps(
-        self, first_step: int, last_step: int, updates_before: int, updates_after: int
+        self,
+        steps: tuple[int, int],
+        updates_around: tuple[int, int],
+        named: Collection[tuple[int, int, int]] = (),
     ) -> frozenset[SkippedRow]:
         """Return the rows of steps of this training, and of updates of the data around them.
 
         Args:
-            first_step: First step.
-            last_step: Last step.
-            updates_before: Number of updates of the data before the first step.
-            updates_after: Number of updates of the data after the last step.
+            steps: First and last step.
+            updates_around: Number of updates of the data before the first step and after the last.
+            named: If given, return only these rows of the steps: rank, micro-batch of the rank, and
+                row in the micro-batch. Rows that have not been trained on are left out.
         """
-        first = max(self._update_of(first_step) - updates_before, 0)
-        last = self._update_of(last_step) + updates_after
-        return frozenset().union(*(self.rows.positions(one) for one in range(first, last + 1)))
+        first, last = map(self._update_of, steps)
+        begin, end = max(first - updates_around[0], 0), last + updates_around[1]
+        places = [self.rows.position(first, *row) for row in named]
+        found = frozenset(place for place in places if place is not None)
+        whole = set(range(begin, end + 1)) - (set(range(first, last + 1)) if found else set())
+        return found.union(*(self.rows.positions(update) for update in whole))
 
     def _update_of(self, step: int) -> int:
         """Return the update of the data that a step of this training was made on."""

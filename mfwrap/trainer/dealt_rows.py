@@ -226,6 +226,24 @@ class EpochRows:
             waiting.clear()
             yield slot, rows
 
+    def position(self, update: int, rank: int, micro_batch: int, row: int) -> int | None:
+        """Return the position of a row that is kept; ``None`` if there is no such row.
+
+        Args:
+            update: Update of the pass.
+            rank: Rank of the row.
+            micro_batch: Number of the micro-batch among those of the update that are trained on.
+            row: Number of the row among those of the micro-batch that are kept.
+        """
+        slots = [slot for slot in self.dealing.slots(update) if self.num_filled(slot)]
+        if micro_batch >= len(slots):
+            return None
+        slot = slots[micro_batch]
+        positions = self.dealing.positions(slot, rank)
+        if slot in self._offsets:
+            positions = [positions[n] for n in self._offsets[slot][rank]]
+        return positions[row] if row < len(positions) else None
+
     def check(self, epoch: int) -> None:
         """Raise unless all positions are in the pass, and all ranks have rows or none has.
 

@@ -31,6 +31,13 @@ class BadSteps(NamedTuple):
     is_shared: bool
     """Whether all ranks report the same at the same step. If not, other ranks may know nothing."""
 
+    rows: tuple[tuple[int, int, int], ...] = ()
+    """Rows that are at fault in a single step: rank, micro-batch of the rank, and row in the
+    micro-batch, each from 0. Empty if they are unknown."""
+
+    description: str = ""
+    """What went wrong, in one line."""
+
 
 class MonitorCallback(TrainerCallback):
     """A transformers callback with additional methods that `MFTrainer` calls.

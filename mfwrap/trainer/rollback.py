@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from transformers.trainer_callback import TrainerControl
 
-from mfwrap.arguments import check_int, described
+from mfwrap.arguments import check_choice, check_int, described
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.resumption import AUTO
@@ -55,6 +55,10 @@ class Rollback:
     """Largest number of rollbacks of a run, also if it is started again. After that, training goes
     on without any."""
 
+    leave_out: Literal["update", "rows"] = "update"
+    """What to leave out: all rows of the bad steps, or only the rows that `TrainingStateMonitor`
+    names with ``replay``. If it names none, all rows of the bad steps are left out."""
+
     updates_before: int = 0
     """Number of updates before the bad steps whose data are left out, too."""
 
@@ -71,6 +75,7 @@ class Rollback:
             msg = "`kinds` must name at least one kind of anomalies, got none"
             raise ValueError(msg)
         object.__setattr__(self, "kinds", tuple(kinds))
+        check_choice("leave_out", self.leave_out, ("update", "rows"))
         check_int("max_rollbacks", self.max_rollbacks)
         check_int("updates_before", self.updates_before, minimum=0)
         check_int("updates_after", self.updates_after, minimum=0)
@@ -89,6 +94,9 @@ class _Done:
 
     rows: tuple[SkippedRow, ...]
     """Rows that are left out since then."""
+
+    description: str
+    """What went wrong, in one line. The records of the bad steps are removed."""
 
 
 @final
@@ -270,9 +278,20 @@ class Rollbacks:
                 name = self._newest_name(bad)
         name = gather_objects(name)[0] or ""
         rows = self._skip.rows_of_steps(
-            bad.first_step, bad.last_step, settings.updates_before, settings.updates_after
+            (bad.first_step, bad.last_step),
+            (settings.updates_before, settings.updates_after),
+            bad.rows if settings.leave_out == "rows" else (),
         )
-        self._done.append(_Done(bad.kind, bad.first_step, bad.last_step, name, tuple(sorted(rows))))
+        self._done.append(
+            _Done(
+                bad.kind,
+                bad.first_step,
+                bad.last_step,
+                name,
+                tuple(sorted(rows)),
+                bad.description,
+            )
+        )
         self._pending = name
         self._write()
         if this_rank() == 0:
@@ -340,6 +359,7 @@ def _read(path: Path) -> tuple[list[_Done], str | None]:
                 int(each["last_step"]),
                 str(each["checkpoint"]),
                 tuple(checked_row(*row) for row in each["rows"]),
+                str(each["description"]),
             )
             for each in content["rollbacks"]
         ]

@@ -169,6 +169,19 @@ class RowSkip:
         last = min(slots.stop * size, dealing.num_rows)
         return frozenset(SkippedRow(epoch, row) for row in range(slots.start * size, last))
 
+    def position(self, update: int, rank: int, micro_batch: int, row: int) -> SkippedRow | None:
+        """Return the place of a row that has been trained on; ``None`` if there is no such row.
+
+        Args:
+            update: Update, counted from the start of the data.
+            rank: Rank of the row.
+            micro_batch: Number of the micro-batch among those of the rank that have been trained.
+            row: Number of the row in the micro-batch.
+        """
+        epoch, of_epoch = divmod(update, self._dealing.num_updates)
+        position = self._rows_of(epoch).position(of_epoch, rank, micro_batch, row)
+        return None if position is None else SkippedRow(epoch, position)
+
     def settled(self, update: int) -> int:
         """Return an update, or the start of the next epoch that has rows if its own has none left.
 

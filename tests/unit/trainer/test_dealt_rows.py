@@ -73,6 +73,12 @@ def test_rows_are_where_accelerate_deals_them(of_ranks, steps, data):
             kept = [row for row in batches[slot] if row not in skipped or slot < steps_before]
             assert epoch.is_filled_here(slot) == bool(kept)
             # A rank without rows has one row of another slot.
+            update = slot // steps
+            number = [each for each in found if each // steps == update].index(slot)
+            if kept and slot >= steps_before:
+                rank = epoch.dealing.rank
+                rows = [epoch.position(update, rank, number, row) for row in range(len(kept) + 1)]
+                assert rows == [*kept, None]
             is_other = len(batch) == 1 < len(epochs) and not skipped & {*batch}
             assert batch == kept if kept else is_other
 

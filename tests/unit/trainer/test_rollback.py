@@ -50,14 +50,14 @@ class Noisy(nn.Module):
         return {"loss": (noisy @ self.weight - labels).square().mean()}
 
 
-def made(folder, bad, *, rollback=None, skip_rows=None, **arguments):
+def made(folder, bad, *, rollback=None, skip_rows=None, monitor=None, **arguments):
     """Return a trainer with updates of four rows."""
     return new_trainer(
         MFTrainer,
         folder,
         model=Noisy(),
         data=Rows(bad),
-        callbacks=[TrainingStateMonitor(check_for_nan_in_loss_and_grad=False)],
+        callbacks=[TrainingStateMonitor(**monitor or {})],
         extras={"data_collator": None, "rollback": rollback, "skip_rows": skip_rows},
         **{
             "gradient_accumulation_steps": 2,
@@ -120,6 +120,23 @@ def test_a_spike(tmp_path):
 
     assert [done["kind"] for done in record] == ["spike"]
     assert len(record[0]["rows"]) == 12
+    assert torch.equal(trainer.model.weight, fresh.model.weight)
+
+
+@pytest.mark.parametrize("index", [5, pytest.param(14, marks=pytest.mark.slow)])
+def test_only_the_rows(tmp_path, index):
+    """With a replay, only the rows at fault are left out."""
+    rollback = Rollback(kinds=("loss_not_finite",), max_rollbacks=9, leave_out="rows")
+    bad = {index: NAN, 7: NAN}
+    trainer = trained(tmp_path / "run", bad, rollback=rollback, monitor={"replay": True})
+    done = record_of(tmp_path / "run")["rollbacks"]
+    rows = tmp_path / "run" / "skip_rows.jsonl"
+    fresh = trained(tmp_path / "fresh", bad, skip_rows=rows)
+
+    for epoch, position in [row for one in done for row in one["rows"]]:
+        order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(42 + epoch))
+        assert int(order[position]) in bad
+    assert all("non-finite loss" in one["description"] for one in done)
     assert torch.equal(trainer.model.weight, fresh.model.weight)
 
 
@@ -216,6 +233,7 @@ def test_a_damaged_file(tmp_path):
     [
         ({"kinds": "spike"}, TypeError),
         ({"kinds": ()}, ValueError),
+        ({"leave_out": "row"}, ValueError),
         ({"max_rollbacks": 0}, ValueError),
         ({"updates_before": -1}, ValueError),
         ({"updates_after": 1.5}, TypeError),
