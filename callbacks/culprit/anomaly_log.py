@@ -73,6 +73,9 @@ class BadRow:
     gradient_norm_without: float | None = None
     """Norm of the micro-batch's gradient with another row in the place of this row."""
 
+    text: str | None = None
+    """Text of the row, if texts are to be shown."""
+
     def described(self) -> str:
         """Return a phrase with the place of the row, and the numbers by which it stands out."""
         index = "" if self.index is None else f" (data set index {self.index})"

@@ -13,6 +13,9 @@ from mfwrap.callbacks.culprit.recorder import NetworkCall, arguments_of, tensors
 _TARGETS = ("labels", "targets", "target")
 """Names under which a batch may hold its targets."""
 
+_TOKENS = ("input_ids", "decoder_input_ids", "tokens")
+"""Names under which a batch may hold texts as token ids."""
+
 IGNORED = -100
 """Target that torch's cross entropy ignores by default."""
 
@@ -83,6 +86,17 @@ class BatchRows:
         items = [self._taken(item, rows) for item in value]
         is_named = hasattr(value, "_fields")
         return type(value)(*items) if is_named else type(value)(items)
+
+    def tokens(self, row: int) -> list[int]:
+        """Return the tokens of a row; empty if no tokens are recognized.
+
+        Synchronizes with the device.
+        """
+        for name, tensor in tensors_in(self._arguments):
+            is_of_rows = tensor.dim() == 2 and len(tensor) == self.num_rows
+            if name.rpartition(".")[2] in _TOKENS and is_of_rows:
+                return [int(token) for token in tensor[row].tolist()]
+        return []
 
     def num_targets(self) -> list[tuple[int, ...]]:
         """Return ways to count the targets of each row; empty if no targets are recognized.

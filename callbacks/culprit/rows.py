@@ -1,5 +1,6 @@
 """Find the rows of a bad step that stand out: run its rows one by one, or leave rows out."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -180,8 +181,8 @@ class _Passes:
             loss = loss_of(self.network(*positional, **keywords))
         return math.nan if loss is None else loss.item()
 
-    def bad_row(self, part: _Part, rank: int, **values: float) -> BadRow:
-        """Describe the only row of a part."""
+    def place_of(self, part: _Part, rank: int) -> BadRow:
+        """Return the place of the only row of a part."""
         (row,) = part.rows
         indices = indices_of(self.network, self.calls[part.micro_batch])
         is_known = len(indices) == self.batches[part.micro_batch].num_rows
@@ -190,7 +191,6 @@ class _Passes:
             micro_batch=part.micro_batch,
             row=row,
             index=indices[row] if is_known else None,
-            **values,
         )
 
 
@@ -300,7 +300,9 @@ def _run_apart(
         what = "all of a micro-batch are non-finite" if alike else "none stands out"
         return (), f"{how}: {what}"
     named = [
-        passes.bad_row(part, rank, loss=values[part].loss, gradient_norm=values[part].norm)
+        dataclasses.replace(
+            passes.place_of(part, rank), loss=values[part].loss, gradient_norm=values[part].norm
+        )
         for part in worst[:_MOST_NAMED]
     ]
     return tuple(named), f"{how}: {len(worst)} of {len(values)} stand out"
@@ -402,9 +404,8 @@ def _leave_out(passes: _Passes, rank: int, *, is_finite: bool) -> tuple[tuple[Ba
     if len(part.rows) < 2 or not _is_cured(before, best, values):
         return (), f"{how}: none stands out"
     after = values[best]
-    row = passes.bad_row(
-        _Part(part.micro_batch, best),
-        rank,
+    row = dataclasses.replace(
+        passes.place_of(_Part(part.micro_batch, best), rank),
         loss_without=after.loss,
         gradient_norm_without=after.norm,
     )

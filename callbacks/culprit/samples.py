@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from typing import final
+from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow
+from mfwrap.callbacks.culprit.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
@@ -19,6 +20,9 @@ _NOT_OF_DATA = frozenset({"weight", "weights", "targets"})
 """Places of a fault for which all rows are alike."""
 
 
+_LONGEST_TEXT = 500
+"""Largest number of characters of a text that is shown."""
+
 _SIMILAR = 5.0
 """Rows of other ranks are named whose norm is within this factor of the worst norm."""
 
@@ -32,10 +36,16 @@ class SampleSearch:
 
     Args:
         recorder: Recorder of the steps.
+        shows_texts: Whether to add the texts of samples whose tokens are known.
+        tokenizer: Decodes the texts; without one, the numbers of the tokens are shown.
     """
 
-    def __init__(self, recorder: StepRecorder) -> None:
+    def __init__(
+        self, recorder: StepRecorder, *, shows_texts: bool = False, tokenizer: Any = None
+    ) -> None:
         self._recorder = recorder
+        self._shows_texts = shows_texts
+        self._tokenizer = tokenizer
         self._last_bad: int | None = None
 
     def added_to(
@@ -68,6 +78,8 @@ class SampleSearch:
                 is_finite=anomaly.kind not in _NON_FINITE,
                 is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
             )
+            if self._shows_texts:
+                search = search._replace(rows=tuple(map(self._with_text, search.rows)))
         # `is_first` may differ between ranks, because a rank may have had an anomaly of its own.
         searches = gather_objects(search) if is_shared else [search]
         done = [each for each in searches if each is not None]
@@ -81,6 +93,13 @@ class SampleSearch:
             samples_detail=(named or done)[0].detail,
             are_samples_exact=all(each.is_exact for each in named) if named else None,
         )
+
+    def _with_text(self, row: BadRow) -> BadRow:
+        call = self._recorder.last_step[row.micro_batch]
+        tokens = BatchRows(self._recorder.network, call).tokens(row.row)
+        decode = getattr(self._tokenizer, "decode", None)
+        text = " ".join(map(str, tokens)) if decode is None else str(decode(tokens))
+        return dataclasses.replace(row, text=text[:_LONGEST_TEXT]) if tokens else row
 
 
 def _order(row: BadRow) -> float:

@@ -263,6 +263,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             global_step=global_step,
             model=known.get("model"),
             train_dataloader=known.get("train_dataloader"),
+            tokenizer=known.get("processing_class"),
         )
         if self.saved_run is not None:
             run.load_state_dict(self.saved_run)

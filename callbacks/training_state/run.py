@@ -75,6 +75,7 @@ class TrainingStateRun:
         global_step: Steps finished before the first step of this run.
         model: Network, with its wrappers; ``None`` if unknown.
         train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
+        tokenizer: Decodes the texts of samples; ``None`` if unknown.
 
     Raises:
         ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
@@ -91,6 +92,7 @@ class TrainingStateRun:
         global_step: int,
         model: nn.Module | None = None,
         train_dataloader: Any = None,
+        tokenizer: Any = None,
     ) -> None:
         folder = _folder(settings, args)
         is_main = state.is_world_process_zero
@@ -119,7 +121,11 @@ class TrainingStateRun:
         )
         self._is_watched = False
         recorder = None if self.finder is None else self.finder.recorder
-        self._samples = None if recorder is None else SampleSearch(recorder)
+        self._samples = (
+            None
+            if recorder is None
+            else SampleSearch(recorder, shows_texts=settings.show_samples, tokenizer=tokenizer)
+        )
         self._anomalies = AnomalyLog(folder, this_rank(), first_step=global_step)
         self._spike_guard = (
             SpikeGuard(threshold, folder, writes=is_main)

@@ -135,6 +135,10 @@ class TrainingStateSettings(RunSettings):
     one, to name the samples that stand out. For this, the monitor keeps references to the inputs of
     two steps."""
 
+    show_samples: bool = False
+    """Also write the texts of the samples that `replay` names, up to 500 characters each. Texts are
+    decoded with the Trainer's ``processing_class``; without one, the token ids are written."""
+
     spike_factor: float = 10.0
     """A global norm is a spike, and an anomaly, if it is above this multiple of the usual norm and
     also more than six standard deviations above the usual norm."""
@@ -186,6 +190,9 @@ class TrainingStateSettings(RunSettings):
             if getattr(self, name) and not self.find_culprit:
                 msg = f"`{name}` must be False without `find_culprit`, got True"
                 raise ValueError(msg)
+        if self.show_samples and not self.replay:
+            msg = "`show_samples` must be False without `replay`, got True"
+            raise ValueError(msg)
         if self.spike_factor <= 1:
             msg = f"`spike_factor` must be > 1, got {self.spike_factor}"
             raise ValueError(msg)

@@ -10,11 +10,11 @@ from mfwrap.callbacks.shared.step_values import StepNumbers
 from support.spoilt.rows import planted
 
 
-def numbers_of(step, *, overflow=True, skipped=True):
-    """Return the numbers of a step with a loss of NaN."""
+def numbers_of(step, *, loss=math.nan, overflow=True, skipped=True):
+    """Return the numbers of a step."""
     return StepNumbers(
         step=step,
-        loss=math.nan,
+        loss=loss,
         overflow=overflow,
         global_norm=1.0,
         loss_scale=None,
@@ -26,7 +26,8 @@ def numbers_of(step, *, overflow=True, skipped=True):
 def searched(search, number, *, kind="loss_not_finite", skipped=True, moved=False, **known):
     """Return an anomaly of a step with its samples."""
     anomaly = Anomaly(step=number, kind=kind, ranks=(0,), layer=None, **known)
-    numbers = numbers_of(number, overflow=skipped, skipped=skipped)
+    loss = 1.0 if kind == "spike" else math.nan
+    numbers = numbers_of(number, loss=loss, overflow=skipped and kind != "spike", skipped=skipped)
     return search.added_to(anomaly, numbers, is_shared=True, weights_have_moved=moved)
 
 
@@ -64,3 +65,23 @@ def test_why_no_sample_is_named():
 
     assert (found.samples, found.are_samples_exact) == ((), None)
     assert found.samples_detail == "rows were run one by one: all of a micro-batch are non-finite"
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens):
+        """Return the text of tokens."""
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_texts_are_added_only_if_asked_for():
+    """The text of a sample is decoded; without a tokenizer the tokens are shown."""
+    step = planted("tokens", "labels", 0)
+    tokens = step.recorder.last_step[step.micro_batch].keywords["tokens"][step.row].tolist()
+    texts = [
+        searched(SampleSearch(step.recorder, **known), 7, kind="spike").samples[0].text
+        for known in ({}, {"shows_texts": True}, {"shows_texts": True, "tokenizer": Letters()})
+    ]
+
+    assert texts == [None, " ".join(map(str, tokens)), Letters().decode(tokens)]

@@ -118,6 +118,7 @@ def test_state_makes_the_same_monitor(tmp_path):
             ValueError,
             "`check_for_global_norm` and `use_skip_data_by_global_norm` must not both be True",
         ),
+        ({"show_samples": True}, ValueError, "`show_samples` must be False without `replay`"),
         (
             {"replay": True, "find_culprit": False},
             ValueError,
