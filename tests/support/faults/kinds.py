@@ -220,7 +220,12 @@ _FINITE = {
     ),
     # A LayerNorm takes the factor out again, here and in "activation times -1000".
     "bright image": Kind(
-        cause="data", data=bright_row, needs=_has_batch_norm, held_out=True, **_IN_ROW
+        cause="data",
+        also=("batch_norm",),
+        data=bright_row,
+        needs=_has_batch_norm,
+        held_out=True,
+        **_IN_ROW,
     ),
     "first moments times 1e5": Kind(
         cause="optimizer_state", around=moments("exp_avg", 1e5), sampled=True
