@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -14,16 +13,11 @@ from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.collectives import gather_on_all, num_ranks, this_rank
+from mfwrap.tensors.fingerprints import bitwise_hashes
 from mfwrap.tensors.norm_groups import layer_of
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import MonitorCallback
-
-_CHUNK = 2**20
-_MULTIPLIER = 0x1E3779B97F4A7C15
-"""Spreads positions over 64 bits: 2**64 divided by the golden ratio, without the sign bit."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Hashes(NamedTuple):
@@ -218,32 +212,3 @@ def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
         has_majority = 2 * column.count(usual) > len(column)
         ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
     return tuple(sorted(ranks))
-
-
-@torch.no_grad()
-def bitwise_hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """Hash the bits of each tensor, reading each tensor once.
-
-    The bits of each element are read as an integer and multiplied by an odd number that depends on
-    the element's position. The hash is the sum of these products modulo ``2**64``. A change of one
-    element always changes the hash, because an odd number has an inverse modulo ``2**64``. A change
-    of several elements goes unnoticed with a probability of about ``2**-64``.
-
-    Args:
-        tensors: ``N`` >= 1 dense tensors of any dtype, on one device.
-
-    Returns:
-        Shape ``(N,)``, int64, on that device, without host-device synchronization.
-    """
-    return torch.stack([_hash(tensor.detach()) for tensor in tensors])
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    bits = real.reshape(-1).view(_INTEGERS[real.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK]
-        positions = torch.arange(start, start + part.numel(), device=tensor.device)
-        total = total + (part.long() * (positions * _MULTIPLIER | 1)).sum()
-    return total

@@ -1,7 +1,6 @@
-"""The command line: check, run, write and convert recipes, plot runs, and verify checkpoints.
+"""The command line: check, run and convert recipes, plot and compare runs, verify checkpoints.
 
-Exit codes: 0 if all went well, 1 if a run failed or a checkpoint is damaged, 2 if a recipe or the
-command is wrong, 75 if SIGTERM or SIGUSR1 stopped a run, 130 if the user interrupted it.
+The help text of `cli` lists the exit codes.
 """
 
 import gc
@@ -19,6 +18,7 @@ try:
     import click
     from click.shell_completion import CompletionItem
 
+    from mfwrap.comparison.command import compare
     from mfwrap.recipe.document import RecipeError
     from mfwrap.recipe.library import find_recipe, shipped_recipes
 except ImportError as error:  # installed without the extra `recipes`
@@ -68,7 +68,7 @@ def cli() -> None:
     \b
     Exit codes:
       0    finished
-      1    failed; or `verify` found a damaged checkpoint
+      1    failed; `verify` found a damaged checkpoint; `compare` found a difference
       2    the recipe or the command is wrong
       75   a signal (SIGTERM, SIGUSR1) stopped the run; start it again
       130  interrupted by the user
@@ -339,6 +339,9 @@ def verify(run: Path) -> None:
         sys.exit(1)
 
 
+cli.add_command(compare)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code.
 
@@ -425,11 +428,7 @@ def _draw(file: Path, draw: Callable[[], None]) -> None:
 
 
 def _write_new(file: Path, text: str) -> None:
-    """Write a text to a new file.
-
-    Raises:
-        RecipeError: If the file exists or cannot be written.
-    """
+    """Write a text to a new file; raise `RecipeError` if that is impossible."""
     from mfwrap.checkpoints.folders import whole_file  # noqa: PLC0415  (slow)
 
     if os.path.lexists(file):

@@ -103,11 +103,18 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         attached = getattr(known.get("optimizer"), "attachment", None)
         self._scale_before = getattr(attached, "loss_scale", None)
         self._run.begin_step(state.global_step + 1)
+        self._run.fingerprints.begin_step(state.global_step + 1)
         self._run.clock.restart()
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
+    ) -> None:
         """Write and judge the previous step, before this step's update changes the weights."""
-        self._flush()
+        del args
+        if self._run is not None:
+            self._run.fingerprints.end_forward()
+            self._flush()
+            self._run.fingerprints.before_update(state.global_step + 1, known.get("model"))
 
     def on_step_end(
         self,
@@ -127,6 +134,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run = self._begin(args, state, state.global_step - 1, known)
         if step_output is None and step_report is not None:
             step_output = step_report.output
+        self._run.fingerprints.end_forward()
         scale_before, self._scale_before = self._scale_before, None
         self._run.end_step(
             state.global_step,
@@ -135,6 +143,9 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             scale_before=scale_before,
             model=known.get("model"),
             optimizer=known.get("optimizer"),
+        )
+        self._run.fingerprints.end_step(
+            state.global_step, known.get("model"), step_output, step_report
         )
         for text in _missing_values(self._settings, step_output, step_report, known):
             self._warn_once(f"TrainingStateMonitor cannot show {text}")

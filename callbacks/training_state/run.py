@@ -30,6 +30,7 @@ from mfwrap.callbacks.shared.step_values import (
     values_of_logs,
 )
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
+from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
 from mfwrap.callbacks.training_state.noise_scale import NoiseScale
@@ -125,6 +126,9 @@ class TrainingStateRun:
             None
             if recorder is None
             else SampleSearch(recorder, shows_texts=settings.show_samples, tokenizer=tokenizer)
+        )
+        self.fingerprints = FingerprintRecorder(
+            settings, args, folder, (global_step, first_step), model, _is_compiled(model, args)
         )
         self._anomalies = AnomalyLog(folder, this_rank(), first_step=global_step)
         self._spike_guard = (
@@ -226,6 +230,7 @@ class TrainingStateRun:
             RuntimeError: If `SpikeGuard.check` raises it.
             ValueError: If `check_finite` or `SpikeCount.check` raises it.
         """
+        self.fingerprints.flush()  # first, because judging a step may raise
         if self._reads is not None:
             self._weights_have_moved = weights_have_moved
             self._reads.flush()
@@ -296,6 +301,7 @@ class TrainingStateRun:
     def close(self) -> None:
         """Close all files, and remove all hooks from the network."""
         self.writers.close()
+        self.fingerprints.close()
         if self._watches is not None:
             self._watches.close()
         if self.finder is not None and self.finder.recorder is not None:
@@ -391,8 +397,9 @@ def _bad_steps(anomaly: Anomaly, *, is_shared: bool) -> BadSteps:
 def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> Path | None:
     """Return the run folder; ``None`` if it is unknown and nothing needs it."""
     folder = run_folder(settings.folder, args)
-    if folder is None and "jsonl" in settings.formats:
-        msg = "`folder` must be given for the format 'jsonl' in a loop of your own, got None"
+    if folder is None and ("jsonl" in settings.formats or settings.fingerprints):
+        what = "`fingerprints`" if settings.fingerprints else "the format 'jsonl'"
+        msg = f"`folder` must be given for {what} in a loop of your own, got None"
         raise ValueError(msg)
     return folder
 

@@ -28,7 +28,8 @@ class TrainingStateSettings(RunSettings):
 
     Source: MindFormers, ``monitor_config``. Not in MindFormers: `expert_load_format`,
     `expert_capacity_factor`, `noise_scale_format`, `noise_scale_steps`, `find_culprit`, `replay`,
-    `spike_factor`, `folder`, `log_to`, and the formats ``"jsonl"`` and ``"trackers"``.
+    `spike_factor`, `fingerprints`, `folder`, `log_to`, and the formats ``"jsonl"`` and
+    ``"trackers"``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -142,6 +143,14 @@ class TrainingStateSettings(RunSettings):
     spike_factor: float = 10.0
     """A global norm is a spike, and an anomaly, if it is above this multiple of the usual norm and
     also more than six standard deviations above the usual norm."""
+
+    fingerprints: bool = False
+    """Write ``fingerprints.jsonl``: hashes of each reported step's random states, inputs, gradients
+    and weights, by which ``mfwrap compare`` finds the first difference of two runs. Each rank reads
+    its inputs once, and its gradients and weights twice. A record has 38 bytes per gradient and
+    weight tensor, and 20 bytes per row of the inputs. The gradients are recorded at
+    ``on_pre_optimizer_step``, the inputs between ``on_step_begin`` and this event; a loop of your
+    own that does not send both leaves these out."""
 
     folder: str | os.PathLike[str] | None = None
     """Run folder; ``None`` takes ``args.output_dir``."""

@@ -15,6 +15,9 @@ Path = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
 
 
+RECIPE_FILE = "recipe.yaml"
+"""File in a run folder with the recipe of the run."""
+
 _MAX_BYTES = 256 * 1024
 """Limit above the size of any recipe. PyYAML needs about a second for a file of this size."""
 

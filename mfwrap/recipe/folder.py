@@ -28,7 +28,7 @@ EARLIER = "earlier_"
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _RECORD = re.compile(
-    r"(anomalies|checkpoint_health|local_norms|metrics|rank_clock|throughput|training_state)"
+    r"(anomalies|checkpoint_health|fingerprints|local_norms|metrics|rank_clock|throughput|training_state)"
     r"(_rank\d+)?\.jsonl"
     rf"|({re.escape(RESULT)}|{re.escape(ROLLBACKS_FILE)}|{re.escape(SKIP_ROWS_FILE)}"
     r"|abnormal_global_norm\.json|run\.(html|png)"

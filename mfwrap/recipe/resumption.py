@@ -11,12 +11,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from mfwrap.checkpoints.folders import complete_move, whole_file
 from mfwrap.checkpoints.resumption import AUTO, newest_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
+from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.recipe.document import Path as KeyPath
-from mfwrap.recipe.document import RecipeDocument, RecipeError, read_text, shown
 from mfwrap.recipe.folder import RESULT
-
-RECIPE_FILE = "recipe.yaml"
-"""File in the run folder with the recipe of the run."""
 
 _WITHOUT_EFFECT = frozenset(
     {

@@ -14,11 +14,11 @@ from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorde
 from mfwrap.checkpoints.folders import whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.collectives import this_rank
-from mfwrap.recipe.document import RecipeError, yaml_text
+from mfwrap.recipe.document import RECIPE_FILE, RecipeError, yaml_text
 from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run, set_aside_tracebacks
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
-from mfwrap.recipe.resumption import RECIPE_FILE, former_run, write_result
+from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
 from mfwrap.recipes.data.columns import ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows

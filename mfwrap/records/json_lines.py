@@ -39,7 +39,7 @@ class JsonLines:
         Raises:
             OSError: If the file cannot be written. Nothing of the record is left in the file.
         """
-        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        line = json.dumps(to_plain(record), allow_nan=False).encode() + b"\n"
         try:
             if not self._has_checked_end:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,11 +172,12 @@ def _last_line_start(file: BinaryIO) -> int:
     return file.seek(0)
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return a value for JSON, which has no NaN and no infinity: they become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value

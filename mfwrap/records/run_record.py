@@ -82,11 +82,9 @@ def read_run(folder: Path) -> RunRecord:
             anomalies += records
         else:
             points.add_all(records, rank)
-    state = _trainer_state(folder)
-    if state is not None:
-        # Take from the Trainer's file only what the other files lack. The Trainer logs means over
-        # several steps, and its file sorts the layers by name, so their order is lost.
-        points.fill_from(_log_of(state))
+    # Take from the Trainer's file only what the other files lack. The Trainer logs means over
+    # several steps, and its file sorts the layers by name, so their order is lost.
+    points.fill_from(trainer_log(folder))
     if not points.curves and not points.local_norms:
         msg = (
             f"{folder} is not a run folder: neither a *.jsonl file nor {_TRAINER_STATE} in it "
@@ -118,7 +116,7 @@ class _Points:
             step = record.get("step")
             if isinstance(step, int) and not isinstance(step, bool):
                 self._add(step, record, rank)
-            if (limit := _number(record.get("max_grad_norm"))) is not None:
+            if (limit := to_number(record.get("max_grad_norm"))) is not None:
                 self.max_grad_norm = limit
 
     def fill_from(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -151,11 +149,11 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     if isinstance(norms, Mapping):
         record = {**record, **{f"{_NORM}{group}": norm for group, norm in norms.items()}}
     for name, value in record.items():
-        if name not in _NO_CURVES and (number := _number(value)) is not None:
+        if name not in _NO_CURVES and (number := to_number(value)) is not None:
             yield name, number
 
 
-def _number(value: Any) -> float | None:
+def to_number(value: Any) -> float | None:
     """Return a number as a float; ``None`` for anything else.
 
     The strings ``"nan"``, ``"inf"`` and ``"-inf"`` are numbers, too, because `JsonLines` writes
@@ -169,6 +167,16 @@ def _number(value: Any) -> float | None:
 def _sorted(values: Mapping[int, float]) -> Curve:
     steps = sorted(values)
     return Curve(steps, [values[step] for step in steps])
+
+
+def trainer_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the Trainer's log in a run folder or in its newest checkpoint; empty without a log.
+
+    Raises:
+        ValueError: If ``trainer_state.json`` is damaged.
+    """
+    state = _trainer_state(folder)
+    return [] if state is None else _log_of(state)
 
 
 def _trainer_state(folder: Path) -> Path | None:

@@ -30,6 +30,7 @@ LEVELS = (
     {"report"},
     {"recipes"},
     {"recipe"},
+    {"comparison"},
     {"cli"},
 )
 """Packages and single modules of mfwrap, lowest first. Each imports from lower levels and from its

@@ -11,6 +11,7 @@ from support.mindformers_files import mindformers_text
 from support.pages import PAGES, blocks, commands
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
+from support.run_folders import write_run
 
 TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
 TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
@@ -54,6 +55,8 @@ def test_commands_run(page, tmp_path, monkeypatch):
     (tmp_path / "pretrain_llama.yaml").write_text(mindformers_text())
     (tmp_path / "finetune_llama.yaml").write_text(mindformers_text({"run_mode": "finetune"}))
     (tmp_path / "bad_rows.jsonl").write_text('{"epoch": 0, "position": 12}\n')
+    for name in ("first", "second", "one_gpu", "two_gpus"):
+        write_run(tmp_path / "runs" / name)
     for words in mfwrap_commands(page):
         with pytest.raises(SystemExit) as left:
             main([*words, *(TINY if is_long(words) else [])])

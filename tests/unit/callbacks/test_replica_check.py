@@ -4,68 +4,12 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import multiprocessing, nn
 from transformers import TrainerControl, TrainerState
 
-from mfwrap.callbacks import ReplicaCheck, replica_check
-from mfwrap.callbacks.replica_check import bitwise_hashes
+from mfwrap.callbacks import ReplicaCheck
 from support.replica_ranks import NUM_RANKS, run_rank
 from support.spoilt.blocks import records_of
-
-MODULUS = 2**64
-DTYPES = [
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool),
-    *(torch.complex64, torch.int64),
-]
-
-
-def plain_hash(tensor) -> int:
-    """Return the hash of a tensor, computed with Python's unbounded integers."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = real.contiguous().reshape(-1).view(sizes[real.element_size()]).tolist()
-    total = sum(bit * ((i * 0x1E3779B97F4A7C15 % MODULUS) | 1) for i, bit in enumerate(bits))
-    return (total + MODULUS // 2) % MODULUS - MODULUS // 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_hashes(dtype, monkeypatch):
-    """Hashes agree with exact integer arithmetic, for every dtype and layout, also in chunks."""
-    tensors = [
-        (torch.randn(5, 7) * 50).to(dtype),
-        (torch.randn(7, 5) * 50).to(dtype).t(),
-        torch.ones(()).to(dtype),
-        torch.ones(0).to(dtype),
-    ]
-    expected = [plain_hash(tensor) for tensor in tensors]
-
-    assert bitwise_hashes(tensors).tolist() == expected
-    monkeypatch.setattr(replica_check, "_CHUNK", 4)
-    assert bitwise_hashes(tensors).tolist() == expected
-
-
-@given(index=st.integers(0, 99), bit=st.integers(0, 31), seed=st.integers(0, 9))
-def test_a_flipped_bit(index, bit, seed):
-    """Flipping any bit, or swapping two elements, changes the hash."""
-    torch.manual_seed(seed)
-    tensor = torch.randn(100)
-    flipped, exchanged = tensor.clone(), tensor.clone()
-    # Bit 31 is the sign bit of an int32. Its mask, 1 << 31, is too large for an int32, so use
-    # -(2**31), which has only this bit set.
-    flipped.view(torch.int32)[index] ^= (1 << bit) if bit < 31 else -(2**31)
-    exchanged[[index, (index + 1) % 100]] = exchanged[[(index + 1) % 100, index]]
-    hashes = bitwise_hashes([tensor, flipped, exchanged]).tolist()
-
-    assert len(set(hashes)) == 3
-
-
-def test_zeros_of_both_signs():
-    """Positive and negative zeros have different hashes."""
-    first, second = bitwise_hashes([torch.zeros(2), -torch.zeros(2)]).tolist()
-
-    assert first != second
 
 
 def test_one_process(tmp_path):

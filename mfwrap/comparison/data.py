@@ -1,0 +1,88 @@
+"""Compare the data and the random numbers that two runs gave to a step."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from mfwrap.comparison.differences import Difference, Outcome, Pairs, Row, differing_ranks
+from mfwrap.comparison.recorded_run import RecordedRun
+from mfwrap.records.fingerprints import StepFingerprints
+
+
+def compare_random(first: RecordedRun, second: RecordedRun, step: int) -> Outcome:
+    """Compare the random number generators at the start of a step, rank by rank.
+
+    Runs with different numbers of ranks are not compared.
+    """
+    ours, theirs = first.fingerprints_of(step), second.fingerprints_of(step)
+    if first.num_ranks != second.num_ranks:
+        return {}
+    pairs: Pairs[str] = {
+        (name, rank): (state, theirs[rank].random[name])
+        for rank, each in ours.items()
+        if rank in theirs
+        for name, state in each.random.items()
+        if name in theirs[rank].random
+    }
+    if not pairs:
+        return {}
+    differing = [key for key, (one, other) in pairs.items() if one != other]
+    if not differing:
+        return {"random numbers": None}
+    found = Difference(
+        step=step,
+        kind="random numbers",
+        name=differing[0][0],
+        ranks=differing_ranks((rank for _, rank in differing), (rank for _, rank in pairs)),
+        num_differing=len({name for name, _ in differing}),
+        num_compared=len({name for name, _ in pairs}),
+    )
+    return {"random numbers": found}
+
+
+def compare_data(first: RecordedRun, second: RecordedRun, step: int) -> Outcome:
+    """Compare the inputs of a step, bit by bit.
+
+    If the runs divide their batches differently, into ranks or micro-batches, the batches are equal
+    if they have the same rows in any order.
+    """
+    ours, theirs = first.fingerprints_of(step), second.fingerprints_of(step)
+    rows, other_rows = [*_rows(ours)], [*_rows(theirs)]
+    if not rows or not other_rows:
+        return {}
+    is_same_set = Counter(row for _, row in rows) == Counter(row for _, row in other_rows)
+    if [place for place, _ in rows] != [place for place, _ in other_rows]:
+        return {"data": None if is_same_set else Difference(step=step, kind="data")}
+    inputs, others = _inputs(ours), _inputs(theirs)
+    differing = [key for key in inputs if inputs[key] != others.get(key)]
+    if not differing:
+        return {"data": None}
+    pairs = zip(rows, other_rows, strict=True)
+    names = list(dict.fromkeys(name for name, _, _ in differing))
+    found = Difference(
+        step=step,
+        kind="data",
+        name=", ".join(names),
+        ranks=differing_ranks((rank for _, rank, _ in differing), (rank for _, rank, _ in inputs)),
+        num_differing=len(names),
+        num_compared=len({name for name, _, _ in inputs}),
+        rows=tuple(place for (place, one), (_, other) in pairs if one != other),
+        is_other_order=is_same_set,
+    )
+    return {"data": found}
+
+
+def _rows(steps: Mapping[int, StepFingerprints]) -> Iterator[tuple[Row, str]]:
+    for rank, each in sorted(steps.items()):
+        for number, micro_batch in enumerate(each.micro_batches):
+            for row, hash_ in enumerate(micro_batch.rows):
+                yield Row(rank, number, row), hash_
+
+
+def _inputs(steps: Mapping[int, StepFingerprints]) -> dict[tuple[str, int, int], str]:
+    """Return hash and shape of each input, by name, rank and micro-batch."""
+    return {
+        (name, rank, number): text
+        for rank, each in sorted(steps.items())
+        for number, micro_batch in enumerate(each.micro_batches)
+        for name, text in micro_batch.inputs.items()
+    }

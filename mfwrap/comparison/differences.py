@@ -1,0 +1,95 @@
+"""Kinds of differences between two runs, in the order in which a step causes them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, final, get_args
+
+Kind: TypeAlias = Literal[
+    "random numbers",
+    "data",
+    "loss scale",
+    "learning rate",
+    "loss",
+    "forward pass",
+    "gradient",
+    "skipped update",
+    "optimizer state",
+    "weight",
+    "evaluation",
+]
+
+CAUSES: tuple[Kind, ...] = ("random numbers", "data", "loss scale", "learning rate")
+"""What a step is given. A difference explains later differences."""
+
+RESULTS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in CAUSES)
+"""What a step computes, in this order."""
+
+Value = TypeVar("Value")
+Pairs: TypeAlias = dict[tuple[str, int], tuple[Value, Value]]
+"""What both runs have recorded, by name and rank."""
+
+Outcome: TypeAlias = "dict[Kind, Difference | None]"
+"""Difference of each kind that both runs have recorded; ``None`` where they are equal."""
+
+
+class Row(NamedTuple):
+    """A row of a batch."""
+
+    rank: int
+    micro_batch: int
+    row: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What differs between two runs at one step, of one kind."""
+
+    step: int
+    kind: Kind
+    name: str | None = None
+    """What differs first: a parameter, an input, a number. ``None`` if the records do not say."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks where it differs; empty if that is all ranks, or unknown."""
+
+    num_differing: int = 1
+    num_compared: int = 1
+    values: tuple[float, float] | None = None
+    """Number in the first run and in the second run; ``None`` for tensors and data."""
+
+    relative: float | None = None
+    """Difference divided by the larger magnitude; for a tensor, estimated from its sketch. ``None``
+    for data and random numbers."""
+
+    rows: tuple[Row, ...] = ()
+    """Rows of the batch that differ."""
+
+    is_other_order: bool = False
+    """Whether both batches have the same rows in another order."""
+
+    at_start: bool = False
+    """Whether these are the weights with which a training started after `step` steps."""
+
+
+def differing_ranks(ranks: Iterable[int], compared: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks in order; nothing if they are all ranks that were compared."""
+    differing = set(ranks)
+    return () if differing == set(compared) else tuple(sorted(differing))
+
+
+def first_in_backward(names: Sequence[str], num_compared: int, *, can_name: bool) -> str | None:
+    """Return the gradient that backward reaches first, of those that differ.
+
+    Backward goes from the last parameter to the first, so a difference that begins in a layer
+    spreads to the layers before it. If all gradients differ, or the forward pass differs already,
+    no layer can be named.
+
+    Args:
+        names: Gradients that differ, in the order of the network.
+        num_compared: Number of gradients that were compared.
+        can_name: Whether the losses were compared and are equal, and the order is known.
+    """
+    if len(names) == 1:
+        return names[0]
+    return names[-1] if can_name and len(names) < num_compared else None

@@ -1,0 +1,172 @@
+"""Compare the numbers that two runs have recorded about a step."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mfwrap.comparison.differences import (
+    Difference,
+    Kind,
+    Outcome,
+    Pairs,
+    differing_ranks,
+    first_in_backward,
+)
+from mfwrap.comparison.recorded_run import SOURCES, TRAINER_LOG, RecordedRun
+
+_LOCAL_NORM = "local_norm/"
+
+_KIND_OF_NAME: Mapping[str, Kind] = {
+    "loss_scale": "loss scale",
+    "learning_rate": "learning rate",
+    "loss": "loss",
+    "max_attention_logit": "forward pass",
+    "expert_load": "forward pass",
+    "expert_imbalance": "forward pass",
+    "drop_rate": "forward pass",
+    "local_norm": "gradient",
+    "device_local_norm": "gradient",
+    "global_norm": "gradient",
+    "overflow": "skipped update",
+    "skipped": "skipped update",
+    "consecutive_skips": "skipped update",
+    "overflows": "skipped update",
+    "skipped_updates": "skipped update",
+    "adam_m_norm": "optimizer state",
+    "adam_v_norm": "optimizer state",
+    "weight_norm": "weight",
+    "weight_stable_rank": "weight",
+    "weight_eigenvalue": "weight",
+}
+"""Kind of each number, by its name or by the part of its name before ``/``. Other numbers are not
+compared: most of them are times."""
+
+_OF_ALL_RANKS = {"learning rate", "loss scale", "skipped update", "evaluation"}
+"""Kinds whose numbers are the same on all ranks, however many there are."""
+
+
+_OF_ALL_SHARDS = {"global_norm", "weight_norm"}
+"""Numbers of other kinds that are the same on all ranks."""
+
+
+class _NumberPairs(NamedTuple):
+    by_kind: dict[Kind, Pairs[float]]
+    are_ordered: bool
+    """Whether local norms are in the order of the network. The Trainer's file sorts them."""
+
+
+def compare_numbers(
+    first: RecordedRun, second: RecordedRun, step: int, tolerance: float
+) -> Outcome:
+    """Compare the numbers of a step. A number counts if both runs have it from the same source.
+
+    If the runs have different numbers of ranks, only numbers that do not depend on the number of
+    ranks are compared, and the means of all ranks' losses.
+    """
+    found: Outcome = {}
+    pairs, are_ordered = _number_pairs(first, second, step)
+    for kind, numbers in pairs.items():
+        limit = 0.0 if kind == "skipped update" else tolerance
+        differing = {key: values for key, values in numbers.items() if not is_close(*values, limit)}
+        found[kind] = None
+        if differing:
+            has_loss = "loss" in found and found["loss"] is None
+            found[kind] = _difference(
+                step, kind, differing, numbers, can_name=has_loss and are_ordered
+            )
+    if found.get("skipped update") is not None:
+        # The scale changes after an overflow, so here it is a result and not a cause.
+        found.pop("loss scale", None)
+    return found
+
+
+def is_close(first: float, second: float, tolerance: float) -> bool:
+    """Return whether two numbers are equal, or differ by at most the relative tolerance."""
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return True
+    return _relative(first, second) <= tolerance
+
+
+def _relative(first: float, second: float) -> float:
+    larger = max(abs(first), abs(second))
+    relative = abs(first - second) / larger if larger and math.isfinite(larger) else math.inf
+    return math.inf if math.isnan(relative) else relative
+
+
+def _number_pairs(first: RecordedRun, second: RecordedRun, step: int) -> _NumberPairs:
+    """Return the numbers of a step that both runs have, by kind; the losses come first."""
+    found: dict[Kind, Pairs[float]] = {"loss": {}}
+    are_ordered = True
+    is_same = first.num_ranks == second.num_ranks
+    for source in SOURCES:
+        ours, theirs = first.numbers.get(source, {}), second.numbers.get(source, {})
+        for rank in sorted(ours.keys() & theirs.keys()):
+            numbers, others = ours[rank].get(step, {}), theirs[rank].get(step, {})
+            for name in numbers:
+                kind = _kind(name)
+                if kind is None or name not in others:
+                    continue
+                if is_same or (rank == 0 and (kind in _OF_ALL_RANKS or name in _OF_ALL_SHARDS)):
+                    pairs = found.setdefault(kind, {})
+                    if (name, rank) not in pairs:
+                        pairs[name, rank] = (numbers[name], others[name])
+                        is_norm = name.startswith(_LOCAL_NORM)
+                        are_ordered &= not (is_norm and source == TRAINER_LOG)
+        if not is_same and not found["loss"]:
+            means = _mean_loss(first, source, step), _mean_loss(second, source, step)
+            if means[0] is not None and means[1] is not None:
+                found["loss"]["loss", 0] = (means[0], means[1])
+    return _NumberPairs({kind: pairs for kind, pairs in found.items() if pairs}, are_ordered)
+
+
+def _kind(name: str) -> Kind | None:
+    if name.startswith(("eval_", "ema_eval_")):
+        has_time = name.endswith(("_runtime", "_per_second", "_time"))
+        return None if has_time else "evaluation"
+    return _KIND_OF_NAME.get(name.partition("/")[0])
+
+
+def _mean_loss(run: RecordedRun, source: str, step: int) -> float | None:
+    """Return the mean of all ranks' losses; ``None`` if a rank has not recorded its loss."""
+    by_rank = run.numbers.get(source, {})
+    losses = [by_rank.get(rank, {}).get(step, {}).get("loss") for rank in range(run.num_ranks)]
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known) if len(known) == len(losses) else None
+
+
+def _difference(
+    step: int, kind: Kind, differing: Pairs[float], compared: Pairs[float], *, can_name: bool
+) -> Difference:
+    """Describe the numbers of one kind that differ.
+
+    Args:
+        step: Number of the step.
+        kind: Kind of the numbers.
+        differing: Numbers that differ.
+        compared: Numbers that were compared.
+        can_name: Whether a layer can be named by the order of the local norms.
+    """
+    # Norms of all parameters together say less than those of one parameter or layer.
+    norms = {key: each for key, each in differing.items() if key[0].startswith(_LOCAL_NORM)}
+    if norms:
+        differing = norms
+        compared = {k: v for k, v in compared.items() if k[0].startswith(_LOCAL_NORM)}
+    names = list(dict.fromkeys(name for name, _ in differing))
+    num_compared = len({name for name, _ in compared})
+    name: str | None = names[0]
+    if norms:
+        name = first_in_backward(names, num_compared, can_name=can_name)
+    largest = max(
+        (each for key, each in differing.items() if name in {None, key[0]}),
+        key=lambda each: _relative(*each),
+    )
+    return Difference(
+        step=step,
+        kind=kind,
+        name=None if name is None else name.removeprefix(_LOCAL_NORM),
+        ranks=differing_ranks((rank for _, rank in differing), (rank for _, rank in compared)),
+        num_differing=len(names),
+        num_compared=num_compared,
+        values=largest,
+        relative=_relative(*largest),
+    )

@@ -1,0 +1,149 @@
+"""Read what a run has recorded: numbers by file and rank, fingerprints, and settings."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument, read_text
+from mfwrap.records.fingerprints import (
+    NAME,
+    RankFingerprints,
+    StepFingerprints,
+    read_fingerprints,
+)
+from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_record import to_number, trainer_log
+
+Numbers: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Numbers by step, then by name."""
+
+TRAINER_LOG = "trainer_state"
+
+SOURCES = (NAME, "training_state", "metrics", "local_norms", TRAINER_LOG)
+"""Where numbers are recorded. A number is compared within one source only, because the Trainer's
+log has means over several steps. The first source that both runs have counts."""
+
+_RANK_FILE = re.compile(r"(.*?)(?:_rank(\d+))?\.jsonl")
+_ALIASES = {"grad_norm": "global_norm", "local_loss": "loss", "device_accum_local_loss": "loss"}
+_SINGULAR = {"losses": "loss", "learning_rates": "learning_rate"}
+_NO_SETTINGS = ("output_dir", "logging_dir", "run_name", "tensorboard_dir", "folder")
+"""Last keys of settings that do not change the numbers of a run."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What a run has recorded in its folder."""
+
+    folder: Path
+    num_ranks: int
+    """Number of ranks, as far as the records show."""
+
+    facts: Mapping[str, Any]
+    """Facts about the run that were recorded with its numbers: ``seed``, ``device``, ..."""
+
+    recipe: Mapping[str, Any]
+    """Values of ``recipe.yaml`` by dotted key."""
+
+    numbers: Mapping[str, Mapping[int, Numbers]]
+    """Numbers by source, then by rank."""
+
+    fingerprints: Mapping[int, RankFingerprints]
+    """Fingerprints by rank."""
+
+    def fingerprints_of(self, step: int) -> dict[int, StepFingerprints]:
+        """Return the fingerprints of a step by rank."""
+        found = self.fingerprints.items()
+        return {rank: each.steps[step] for rank, each in found if step in each.steps}
+
+    @property
+    def steps(self) -> set[int]:
+        """Steps of which anything is recorded."""
+        found = {step for ranks in self.numbers.values() for n in ranks.values() for step in n}
+        return found | {step for each in self.fingerprints.values() for step in each.steps}
+
+
+def read_recorded_run(folder: Path) -> RecordedRun:
+    """Read a run folder.
+
+    Args:
+        folder: Run folder.
+
+    Raises:
+        FileNotFoundError: If the folder does not exist or has no record of a step.
+        ValueError: If a file is damaged.
+    """
+    if not folder.is_dir():
+        msg = f"{folder} is not a run folder: there is no such folder"
+        raise FileNotFoundError(msg)
+    numbers: dict[str, dict[int, Numbers]] = {}
+    fingerprints: dict[int, RankFingerprints] = {}
+    limits: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        match = _RANK_FILE.fullmatch(path.name)
+        source, rank = (match[1], int(match[2] or 0)) if match else ("", 0)
+        if source == NAME:
+            found = read_fingerprints(read_json_lines(path), str(path))
+            fingerprints[rank] = found
+            numbers.setdefault(source, {})[rank] = {
+                step: dict(_flat(each.numbers)) for step, each in found.steps.items()
+            }
+        elif source in SOURCES:
+            records = read_json_lines(path)
+            numbers.setdefault(source, {})[rank] = _by_step(records)
+            limits |= {k: r[k] for r in records for k in ("max_grad_norm",) if k in r}
+    log = _by_step(trainer_log(folder))
+    if log:
+        numbers[TRAINER_LOG] = {0: log}
+    facts = {**limits, **(fingerprints[0].run if 0 in fingerprints else {})}
+    ranks = {rank for by_rank in numbers.values() for rank in by_rank} | fingerprints.keys()
+    num_ranks = max(max(ranks, default=0) + 1, int(facts.get("num_ranks", 1)))
+    run = RecordedRun(folder, num_ranks, facts, _recipe(folder), numbers, fingerprints)
+    if not run.steps:
+        msg = (
+            f"{folder} is not a run folder: neither a *.jsonl file nor trainer_state.json in it "
+            "has the numbers of a step"
+        )
+        raise FileNotFoundError(msg)
+    return run
+
+
+def _by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return the numbers of each step; if a step was recorded twice, the last record counts."""
+    found: dict[int, dict[str, float]] = {}
+    for record in records:
+        step = record.get("step")
+        if isinstance(step, int) and not isinstance(step, bool) and (new := dict(_flat(record))):
+            found[step] = {**found.get(step, {}), **new}
+    return found
+
+
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if name == "step":
+            continue
+        if isinstance(value, Mapping):
+            prefix = _SINGULAR.get(name, name)
+            parts = [(f"{prefix}/{key}", to_number(item)) for key, item in value.items()]
+        else:
+            parts = [(_ALIASES.get(name, name), to_number(value))]
+        yield from ((key, number) for key, number in parts if number is not None)
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    path = folder / RECIPE_FILE
+    if not path.is_file():
+        return {}
+    leaves = _leaves("", RecipeDocument.parse(read_text(path), str(path)).data)
+    return {key: value for key, value in leaves if key.rpartition(".")[2] not in _NO_SETTINGS}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Mapping, list)) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(f"{path}.{key}".lstrip("."), item)
+    else:
+        yield path, value
