@@ -73,7 +73,8 @@ class DataSkip:
         self._saved_steps = self._steps
         self.rows = RowSkip(trainer, skip_rows)
         """Rows to leave out."""
-        self._skips_rows = False
+        self.follows_rows = False
+        """Whether `count_update` must be called after each update."""
         # Steps from which on the update of the data differs from the step by another number.
         self._made: list[tuple[int, int]] = []
         self._offset = 0
@@ -148,9 +149,9 @@ class DataSkip:
         self._updates_per_epoch = updates_per_epoch
         self._made = []
         saved_rows = None if saved is None else saved.get("rows")
-        self._skips_rows = self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
+        self.follows_rows = self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
         end = max_steps + self._offset
-        if self._skips_rows:
+        if self.follows_rows:
             first = self.rows.settled(done + self._offset)
             end = self.rows.end(first, max_steps - done)
             self._offset = first - done
@@ -181,7 +182,7 @@ class DataSkip:
         """
         start, self._start = self._start, None
         self._epoch += 1
-        if self._skips_rows:
+        if self.follows_rows:
             if start is None:
                 # A callback may have ended the former epoch before its end.
                 first = self._epoch * self._updates_per_epoch
@@ -191,15 +192,14 @@ class DataSkip:
 
     def count_update(self) -> None:
         """Add the updates without rows that come before the update that has just been made."""
-        if self._skips_rows:
-            state = self._trainer.state
-            following = self.rows.end(state.global_step - 1 + self._offset, 1)
-            difference = following - 1 - state.global_step
-            if not self._made or self._made[-1][1] != difference:
-                self._made.append((state.global_step, difference))
-            following = self.rows.settled(following)
-            self._offset = following - state.global_step
-            state.epoch = self.rows.progress(following)
+        state = self._trainer.state
+        following = self.rows.end(state.global_step - 1 + self._offset, 1)
+        difference = following - 1 - state.global_step
+        if not self._made or self._made[-1][1] != difference:
+            self._made.append((state.global_step, difference))
+        following = self.rows.settled(following)
+        self._offset = following - state.global_step
+        state.epoch = self.rows.progress(following)
 
     def rows_of_steps(
         self,

@@ -123,7 +123,7 @@ class StepCallbackHandler(CallbackHandler):
 
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
-    after_event: Callable[[str, TrainerControl], None]
+    after_event: Callable[[str, TrainerControl], None] | None
     termination: "TerminationCallback"
     postpones_save: bool = False
     """Whether a checkpoint is due at the end of this epoch."""
@@ -184,7 +184,8 @@ class StepCallbackHandler(CallbackHandler):
             # prevented a postponed save.
             self.postpones_save = self.must_save = False
         changed.should_save |= self.must_save
-        self.after_event(event, changed)
+        if self.after_event is not None:
+            self.after_event(event, changed)
         return changed
 
     @contextlib.contextmanager
@@ -233,7 +234,7 @@ def check_callback(callback: object) -> None:
 def add_step_to_events(
     trainer: "MFTrainerMixin",
     before_event: Callable[[str], None],
-    after_event: Callable[[str, TrainerControl], None],
+    after_event: Callable[[str, TrainerControl], None] | None,
     termination: RankTermination,
 ) -> None:
     """Make a trainer's callback handler pass the step's results to callbacks, in place.
@@ -244,7 +245,7 @@ def add_step_to_events(
         trainer: A trainer that already has its callback handler.
         before_event: Function that is called with the name of each event, before the callbacks.
         after_event: Function that is called with the name of each event and the trainer's control,
-            which it may change, after the callbacks.
+            which it may change, after the callbacks; ``None`` for none.
         termination: Decides after which step SIGTERM ends the training.
     """
     handler: Any = trainer.callback_handler

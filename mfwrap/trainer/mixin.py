@@ -143,7 +143,8 @@ class MFTrainerMixin(_Base):
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         self._mixed_mesh_grads = False
         check_construction(self)
-        add_step_to_events(self, self._before_event, self.rollbacks.after_event, self._termination)
+        after_event = None if rollback is None else self.rollbacks.after_event
+        add_step_to_events(self, self._before_event, after_event, self._termination)
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
@@ -317,7 +318,8 @@ class MFTrainerMixin(_Base):
                 skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
             )
         elif event == "on_step_end":
-            self._skip.count_update()
+            if self._skip.follows_rows:
+                self._skip.count_update()
             if self.attached.last_report is not None:
                 self._losses.step_log.count(self.attached.last_report)
 
