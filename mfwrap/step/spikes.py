@@ -18,10 +18,9 @@ from mfwrap.config import StepConfig
 from mfwrap.tensors.robust_window import RobustWindow
 
 PRIOR_DEVIATION = 0.5
-"""Deviation of the logarithm of the norm that is assumed before there are norms. It counts as four
-norms, so in a full window of 64 it leaves a deviation of at least 0.12: a norm is never a spike of
-6 deviations below twice the expected one, however quiet the run is. At the second update a spike
-is more than ``exp(6 * 0.5)``, 20 times, the first norm."""
+"""Deviation of the logarithm of the norm that is assumed before there are norms. 15 % of it are
+always left: a norm is never a spike of 6 deviations below 1.6 times the expected one, however quiet
+the run is. At the second update a spike is more than ``exp(6 * 0.5)``, 20 times, the first norm."""
 
 PATIENCE = 10
 """Number of spikes in a row from which on a spike enters the window as it is. After two more the

@@ -12,8 +12,18 @@ _RECENT = 5
 _TO_DEVIATION = 1.4826
 """Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
-_PRIOR_STEPS = 4.0
-"""Number of values that the prior deviation counts as."""
+_HIGH = 0.95
+_HIGH_TO_DEVIATION = 1 / 1.96
+"""Quantile of the distances, and the ratio of a normal distribution's deviation to it."""
+
+_PRIOR_STEPS = 3.0
+"""Number of values after which half of the prior deviation is left."""
+
+_LEAST = 0.15
+"""Least share of the prior deviation that is left: a quiet series may yet move a little."""
+
+_FEW = 4.0
+"""The deviation of ``n`` values may be larger than it seems, by a variance of ``4 / n``."""
 
 
 @final
@@ -22,13 +32,15 @@ class RobustWindow:
 
     The expected value is the median of a series' last five values, so that it follows a loss that
     falls. The deviation is the median distance (times 1.4826) of the window's values from what was
-    expected of each, so a few outliers change neither. Before the window has many values, a prior
-    deviation counts as four of them. A score is the distance from the expected value in deviations.
+    expected of each, or their 95 % quantile (divided by 1.96), if this is larger. So three outliers
+    among 64 values change it little, and a series with many of them is judged by them. A prior
+    deviation fades with the number of values. A score is the distance from the expected value in
+    deviations.
 
     A NaN or an infinite value has no score and does not enter the window. Nothing synchronizes
     with the device. Give logarithms of quantities that vary by factors, such as norms.
 
-    An update costs about thirty operations on tensors of at most ``(num_series, length)`` elements,
+    An update costs about forty operations on tensors of at most ``(num_series, length)`` elements,
     whatever the size of the network.
 
     Args:
@@ -51,7 +63,7 @@ class RobustWindow:
         self._distances = empty
         self._values = empty[:, :_RECENT].clone()
         prior = torch.as_tensor(prior, dtype=torch.float32).to(device).expand(num_series)
-        self._prior = _PRIOR_STEPS * prior.square()
+        self._prior = prior
         self.expected = empty[:, 0].clone()
         """Median of each series' last five values, shape ``(K,)``, float32; NaN without values."""
         self.deviation = prior.clone()
@@ -87,11 +99,15 @@ class RobustWindow:
         self._expect()
 
     def _expect(self) -> None:
-        self.expected, _ = _median(self._values)
-        median, number = _median(self._distances)
-        spread = median.nan_to_num() * _TO_DEVIATION
-        variance = (self._prior + number * spread.square()) / (number + _PRIOR_STEPS)
-        self.deviation = variance.sqrt()
+        self.expected = _Sorted(self._values).quantile(0.5)
+        distances = _Sorted(self._distances)
+        spread = torch.maximum(
+            distances.quantile(0.5) * _TO_DEVIATION, distances.quantile(_HIGH) * _HIGH_TO_DEVIATION
+        ).nan_to_num()
+        number = distances.number.squeeze(1)
+        variance = spread.square() * (1 + _FEW / number.clamp(min=1))
+        prior = self._prior * (_PRIOR_STEPS / (_PRIOR_STEPS + number)).clamp(min=_LEAST)
+        self.deviation = (prior.square() + variance).sqrt()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window: ``values``, shape ``(K, 5)``, and ``distances``, ``(K, length)``.
@@ -124,17 +140,27 @@ def _is_finite(values: Tensor) -> Tensor:
     return values.abs() < torch.inf
 
 
-def _median(window: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower median of each row's values that are not NaN, and their number.
+class _Sorted:
+    """The sorted values of each row of a window that are not NaN.
 
-    The median of a row without values is NaN.
+    Args:
+        window: Shape ``(K, length)``.
     """
-    # `nanmedian` raises under `torch.use_deterministic_algorithms` on CUDA: which of several equal
-    # values it takes the index of is not determined there.
-    number = (window == window).sum(dim=1, keepdim=True)  # noqa: PLR0124  (false for NaN)
-    middle = (number - 1).div(2, rounding_mode="trunc")
-    median = window.sort(dim=1).values.gather(1, middle)  # sorts NaN behind all numbers
-    return median.squeeze(1), number.squeeze(1)
+
+    def __init__(self, window: Tensor) -> None:
+        # `nanmedian` raises under `torch.use_deterministic_algorithms` on CUDA: which of several
+        # equal values it takes the index of is not determined there.
+        self._values = window.sort(dim=1).values  # NaN comes behind all numbers
+        self.number = (window == window).sum(dim=1, keepdim=True)  # noqa: PLR0124  (false for NaN)
+        """Number of values of each row, shape ``(K, 1)``, int64."""
+
+    def quantile(self, share: float) -> Tensor:
+        """Return the value of each row below which `share` of the others are, shape ``(K,)``.
+
+        Of two middle values, the lower one is the median. A row without values has NaN.
+        """
+        place = ((self.number - 1).clamp(min=0) * share).long()
+        return self._values.gather(1, place).squeeze(1)
 
 
 def _shifted(window: Tensor, newest: Tensor, enters: Tensor) -> Tensor:

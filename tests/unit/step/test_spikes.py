@@ -268,7 +268,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(change, error, message):
     assert cell.state_dict()["applied_updates"] == len(USUAL)
 
 
-@pytest.mark.parametrize(("policy", "operations"), [("skip", 47), ("clip", 59)])
+@pytest.mark.parametrize(("policy", "operations"), [("skip", 66), ("clip", 78)])
 def test_the_cost_is_that_of_the_documentation(policy, operations):
     """An update costs as many small operations as docs/scaling.md says."""
     judged = SpikePolicy(policy, 6.0, CPU)
@@ -278,4 +278,4 @@ def test_the_cost_is_that_of_the_documentation(policy, operations):
         judged.count(judged.judge(norm), applied)
 
     assert counted.number == operations
-    assert counted.num_bytes < 4000
+    assert counted.num_bytes < 6000
